@@ -1,0 +1,114 @@
+"""`manyhands VERB ...`: parse, call the verb, turn errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.errors import LaunchError, ManyhandsError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Many hands make light work: train a PyTorch task on many processors.")
+
+Script = Annotated[Path, typer.Argument(help="A Python file that defines task(), or a training loop that calls manyhands.join().", exists=True, dir_okay=False)]
+PlanWords = Annotated[list[str] | None, typer.Argument(metavar="[WORD=VALUE]...", help="The plan, e.g. data=4 precision=bf16; also a .toml file.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)]
+
+
+@app.command()
+def demo(
+    data: Annotated[Path | None, typer.Option(help="Folder with Fashion-MNIST; else MANYHANDS_DATA, the cache, a download, or scikit-learn's digits.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
+    epochs: Annotated[int, typer.Option(min=1)] = 2,
+) -> None:
+    """Train LeNet on this machine with several processes, and show what that brought."""
+    from manyhands.cli.demo import demo as verb
+
+    verb(data, workers, epochs)
+
+
+@app.command()
+def run(
+    script: Script,
+    words: PlanWords = None,
+    dir: Annotated[Path | None, typer.Option("--dir", help="Run directory; default: runs/<script>-<time>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --dir, or of this script's last run.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
+    port: Annotated[int, typer.Option(help="Port of the rendezvous; 0: any free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Train a script's task under a plan."""
+    from manyhands.cli.run import run as verb
+
+    verb(script, words or [], dir, resume, tensorboard, quiet, port)
+
+
+@app.command()
+def verify(
+    script: Script,
+    words: PlanWords = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
+    float32: Annotated[bool, typer.Option("--float32", help="Compare in float32 instead of float64.")] = False,
+) -> None:
+    """Prove that the plan does what one process would do, on your own task."""
+    from manyhands.cli.verify import verify as verb
+
+    raise typer.Exit(0 if verb(script, words or [], steps, float32) else 1)
+
+
+@app.command()
+def trace(run: RunFolder, out: Annotated[Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")] = None) -> None:
+    """Write one Perfetto/Chrome trace of all ranks of a run."""
+    from manyhands.cli.trace import trace as verb
+
+    print(verb(run, out))
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")] = Path("model.safetensors"),
+    best: Annotated[str | None, typer.Option(help="Take the best checkpoint by this metric (accuracy, or -loss for the smallest) instead of the newest.")] = None,
+) -> None:
+    """Write a run's model as one safetensors file."""
+    from manyhands.cli.export import export as verb
+
+    print(verb(run, out, best))
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine: versions, cores, memory, ports, network cards, bandwidth between processes."""
+    from manyhands.cli.doctor import doctor as verb
+    from manyhands.launch import environment
+
+    raise typer.Exit(verb(environment.variables()))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="data-parallel, exchange, overhead, gpu, or all.")],
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the claims as JSON.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A short run, to see that it works; its figures mean nothing.")] = False,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Measure only this claim; may be given several times.")] = None,
+) -> None:
+    """Measure ours against a named peer in the same run."""
+    from manyhands.cli.bench import bench as verb
+
+    verb(name, json, quick, only)
+
+
+def main() -> None:
+    """Entry point: a message made for people is printed as such and last; anything else keeps its traceback."""
+    try:
+        app()
+    except LaunchError as e:
+        print(f"\n{e}" if str(e).startswith("rank") else str(e), file=sys.stderr)
+        sys.exit(e.exit_code)
+    except ManyhandsError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

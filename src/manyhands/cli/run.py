@@ -1,0 +1,15 @@
+"""`manyhands run script.py data=4`: the script's task, or its own loop, on that many processes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from manyhands.build import Options
+from manyhands.run import start, work_script
+
+
+def run(script: Path, words: list[str], directory: Path | None, resume: bool, tensorboard: bool, quiet: bool, port: int) -> None:
+    options = Options(script.stem, None if directory is None else str(directory), resume, tensorboard, quiet)
+    body = functools.partial(work_script, str(script), [])
+    start(body, words, options, port)

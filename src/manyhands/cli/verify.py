@@ -1,0 +1,159 @@
+"""`manyhands verify script.py data=3`: run a few steps of the task on one process and under the plan, and compare.
+
+Both start from the same seed and walk the same samples; the plan's union batch is one process's batch. In float64 a
+difference in summation order shows at 1e-15, an error in the method at 1e-3, so the verdict is never in doubt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from manyhands.build import Options
+from manyhands.core import Layout, Plan, Tensors
+from manyhands.errors import PlanError
+from manyhands.plan import words as plan_words
+from manyhands.run import MakeTask, defines_task, load_task, start, work
+from manyhands.task import Callback, Task
+
+RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
+
+
+@dataclasses.dataclass
+class Deviation:
+    """How far the plan's run is from one process: largest relative difference of each kind."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    by_module: dict[str, float]
+    rtol: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradient, self.parameter)
+
+    @property
+    def equal(self) -> bool:
+        return self.largest <= self.rtol
+
+
+class Record(Callback):
+    """Keep every step's loss and merged gradient, and the last parameters, in files of a folder."""
+
+    def __init__(self, folder: str, steps: int):
+        self.folder, self.steps = folder, steps
+        self.kept: Tensors = {}
+
+    def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+        replica = run.trainer.replica
+        self.kept[f"loss/{round}"] = torch.tensor([float(loss) * replica.own_count, replica.own_count], dtype=torch.float64)
+        if run.rank == 0:
+            for piece in replica.flat.pieces:
+                if piece.parameter.grad is not None:
+                    self.kept[f"gradient/{round}/{piece.name}"] = piece.parameter.grad.detach().clone().contiguous()
+        if round == self.steps:
+            if run.rank == 0:
+                self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in replica.flat.pieces}
+            save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
+
+
+def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False) -> bool:
+    """Print the comparison and return whether the plan equals one process."""
+    if not defines_task(script):
+        raise PlanError(f"{script} defines no task(), which verify needs to run it twice; wrap model, data and optimizer into task()")
+    plan = plan_words.parse(words)
+    deviation = compare(functools.partial(_task, str(script)), plan, steps, float32)
+    print(f"{plan_words.describe(plan)}")
+    print(f"{steps} steps on {plan.layout.size} ranks against one process, in {'float32' if float32 else 'float64'}: largest relative deviation of")
+    print(f"  loss        {deviation.loss:.2e}")
+    print(f"  gradients   {deviation.gradient:.2e}")
+    print(f"  parameters  {deviation.parameter:.2e}")
+    if deviation.equal:
+        print(f"EQUAL up to the order of summation (bound {deviation.rtol:g})")
+        return True
+    print(f"DIFFERENT: more than {deviation.rtol:g}. By module, largest first:")
+    for name, value in sorted(deviation.by_module.items(), key=lambda kv: -kv[1]):
+        print(f"  {value:.2e}  {name or '(top)'}")
+    if plan.batchnorm == "local":
+        print("batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process")
+    return False
+
+
+def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bool) -> Deviation:
+    common = dataclasses.replace(plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False)
+    if plan.precision != "fp32" or plan.compile:
+        print("precision and compile change rounding, not the method: compared without them", file=sys.stderr)
+    alone = dataclasses.replace(common, layout=Layout(), link="auto")
+    with tempfile.TemporaryDirectory(prefix="manyhands-verify-") as folder:
+        runs = [
+            _run(make, common, Options(name="verify", float64=not float32), steps, Path(folder) / "plan"),
+            _run(make, alone, Options(name="verify", float64=not float32, stands_for=plan.layout.size), steps, Path(folder) / "alone"),
+        ]
+        return _deviation(*runs, rtol=RTOL[torch.float32 if float32 else torch.float64])
+
+
+def _run(make: MakeTask, plan: Plan, options: Options, steps: int, folder: Path) -> list[Tensors]:
+    folder.mkdir()
+    options = dataclasses.replace(options, directory=str(folder / "run"), quiet=True, callbacks=(Record(str(folder), steps),))
+    body = functools.partial(work, functools.partial(_without_dropout, make))
+    start(body, plan, options)
+    return [load_file(folder / f"rank-{r}.safetensors") for r in range(plan.layout.size)]
+
+
+def _task(script: str) -> Task:
+    made = load_task(script)
+    return made if isinstance(made, Task) else made()
+
+
+def _without_dropout(make: MakeTask) -> Task:
+    """Dropout draws other random numbers on every rank; it is switched off for the comparison."""
+    task = make if isinstance(make, Task) else make()
+    model = task.model if isinstance(task.model, nn.Module) else task.model()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return dataclasses.replace(task, model=model)
+
+
+def _deviation(ours: list[Tensors], alone: list[Tensors], rtol: float) -> Deviation:
+    rounds = sorted(k for k in alone[0] if k.startswith("loss/"))
+    loss = max(_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds)
+    worst = {"gradient": 0.0, "parameter": 0.0}
+    by_module: dict[str, float] = {}
+    for key in sorted(set(alone[0]) | set(ours[0])):
+        kind, _, rest = key.partition("/")
+        if kind == "loss":
+            continue
+        value = _relative(ours[0][key], alone[0][key]) if key in ours[0] and key in alone[0] else float("inf")
+        worst[kind] = max(worst[kind], value)
+        module = rest.partition("/")[2].rpartition(".")[0] if kind == "gradient" else rest.rpartition(".")[0]
+        by_module[module] = max(by_module.get(module, 0.0), value)
+    return Deviation(loss, worst["gradient"], worst["parameter"], by_module, rtol)
+
+
+def _mean(pairs: list[Tensor]) -> Tensor:
+    total = torch.stack(pairs).sum(0)
+    return total[0] / total[1]
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference in units of the tensor's largest entry: single tiny entries do not decide."""
+    if a.numel() == 0:
+        return 0.0
+    scale = float(b.abs().max())
+    difference = float((a - b).abs().max())
+    if difference != difference:
+        return float("inf")
+    return difference / scale if scale else difference

@@ -1,0 +1,1 @@
+"""One replica: tensors, devices, data. No peers, no sockets, no clocks."""

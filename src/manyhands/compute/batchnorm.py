@@ -1,0 +1,101 @@
+"""BatchNorm over the union of all ranks' batches, with unequal counts and on any device.
+
+Forward, with s the running mean (the same on all ranks; shifting by it keeps the squares small):
+
+    n, A, B = sum over ranks of  (count, sum (x - s), sum (x - s)^2)
+    mean = s + A / n;   var = B / n - (A / n)^2
+
+Backward needs the global sums of dy and of dy * xhat; one all-reduce each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Reduce = Callable[[Tensor], None]  # sum over ranks, in place
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, eps: float, reduce: Reduce) -> Any:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dims = [d for d in range(x.ndim) if d != 1]
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        centred = x.to(wide) - shift.to(wide).view(shape)
+        local = torch.cat([centred.sum(dims), centred.square().sum(dims), centred.new_tensor([x.numel() / max(1, x.shape[1])])])
+        reduce(local)
+        c, n = x.shape[1], local[-1]
+        first = local[:c] / n
+        mean, var = shift.to(wide) + first, (local[c : 2 * c] / n - first.square()).clamp(min=0)
+        inverse = (var + eps).rsqrt()
+        xhat = (x.to(wide) - mean.view(shape)) * inverse.view(shape)
+        out = xhat if weight is None else xhat * weight.to(wide).view(shape)
+        out = out if bias is None else out + bias.to(wide).view(shape)
+        ctx.save_for_backward(xhat, inverse, weight, n)
+        ctx.reduce, ctx.dims, ctx.shape, ctx.dtype, ctx.has_bias = reduce, dims, shape, x.dtype, bias is not None
+        return out.to(x.dtype), mean, var, n
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        xhat, inverse, weight, n = ctx.saved_tensors
+        dout = dout.to(xhat.dtype)
+        c = xhat.shape[1]
+        local = torch.cat([dout.sum(ctx.dims), (dout * xhat).sum(ctx.dims)])
+        dbias, dweight = local[:c].clone(), local[c:].clone()  # local sums: the gradient is merged with all others later
+        ctx.reduce(local)
+        mean_d, mean_dx = (local[:c] / n).view(ctx.shape), (local[c:] / n).view(ctx.shape)
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        dx = (dout - mean_d - xhat * mean_dx) * scale.view(ctx.shape)
+        return dx.to(ctx.dtype), None if weight is None else dweight, dbias if ctx.has_bias else None, None, None, None
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Takes over the parameters and buffers of the BatchNorm it replaces, so names in checkpoints stay the same."""
+
+    def __init__(self, inner: _BatchNorm, reduce: Reduce):
+        nn.Module.__init__(self)
+        self.__dict__.update({k: v for k, v in inner.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")})
+        self._parameters, self._buffers = inner._parameters, inner._buffers
+        self._reduce, self._check = reduce, inner._check_input_dim
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self._check(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        shift = self.running_mean if self.running_mean is not None else input.new_zeros(input.shape[1])
+        out, mean, var, n = _Normalise.apply(input, self.weight, self.bias, shift.detach().clone(), self.eps, self._reduce)
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_((var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), momentum)
+        return out
+
+
+def has_batchnorm(module: nn.Module) -> bool:
+    return any(isinstance(m, _BatchNorm) for m in module.modules())
+
+
+def synchronise(module: nn.Module, reduce: Reduce) -> nn.Module:
+    """Replace every BatchNorm by one that sees the union of all ranks' batches."""
+    if isinstance(module, _BatchNorm):
+        return SyncBatchNorm(module, reduce)
+    for name, child in module.named_children():
+        if isinstance(child, _BatchNorm):
+            setattr(module, name, SyncBatchNorm(child, reduce))
+        else:
+            synchronise(child, reduce)
+    return module
+
+
+def running_buffers(module: nn.Module) -> list[Tensor]:
+    return [b for m in module.modules() if isinstance(m, _BatchNorm) for b in m._buffers.values() if b is not None and b.is_floating_point()]

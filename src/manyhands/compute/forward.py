@@ -1,0 +1,130 @@
+"""The forward pass: from a batch to a mean loss (training) or to sums of losses and metrics (evaluation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.compute.batches import Batches, DatasetSource, Source, StreamSource, TensorSource
+from manyhands.compute.module import Micro
+from manyhands.errors import TaskError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Matrix work in the short type; parameters, gradients, reductions, norms and losses stay fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+class TaskLoss:
+    """`next_loss` of a task: draw this rank's next micro-batch and run the model on it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: Batches,
+        loss: Callable[..., Tensor] | None,
+        step: Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]] | None,
+        precision: str,
+        device: torch.device,
+    ):
+        self.module, self.batches, self.loss, self.step = module, batches, loss, step
+        self.precision, self.device = precision, device
+
+    def __call__(self) -> Micro:
+        batch = self.batches.next()
+        if batch.values is None:
+            return Micro(None, 0, batch.last)
+        loss, count = self.forward(batch.values, batch.count)
+        return Micro(loss, count, batch.last)
+
+    def forward(self, values: Any, count: int) -> tuple[Tensor, int]:
+        with autocast(self.precision, self.device):
+            if self.step is not None:
+                got = self.step(self.module, values)
+                loss, count = got if isinstance(got, tuple) else (got, count)
+            else:
+                assert self.loss is not None
+                *inputs, target = _pair(values)
+                loss = self.loss(self.module(*inputs), target)
+        if loss.ndim:
+            raise TaskError(f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is needed; use reduction='mean'")
+        return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, int(count)
+
+
+def evaluate(
+    module: nn.Module,
+    data: Source,
+    rank: int,
+    size: int,
+    batch: int,
+    loss: Callable[..., Tensor] | None,
+    step: Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]] | None,
+    metrics: Mapping[str, Callable[[Any, Any], Tensor]],
+    precision: str,
+    device: torch.device,
+) -> Tensor:
+    """Sums over this rank's test samples: [loss, metrics..., count], in float64. Every sample is counted once."""
+    sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device=device if device.type != "mps" else "cpu")
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), autocast(precision, device):
+            for values, n in _test_batches(data, rank, size, batch):
+                if step is not None:
+                    got = step(module, values)
+                    mean, n = got if isinstance(got, tuple) else (got, n)
+                    row = [mean.double()]
+                else:
+                    assert loss is not None
+                    *inputs, target = _pair(values)
+                    outputs = module(*inputs)
+                    row = [loss(outputs, target).double(), *(m(outputs, target).double().mean() for m in metrics.values())]
+                sums[:-1] += torch.stack(row) * n
+                sums[-1] += n
+    finally:
+        module.train(training)
+    return sums
+
+
+def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tuple[Any, int]]:
+    if isinstance(data, StreamSource):
+        rows: list[Any] = []
+        for i, row in enumerate(data.items(0)):
+            if i % size == rank:
+                rows.append(row)
+            if len(rows) == batch:
+                yield data.place(rows), len(rows)
+                rows = []
+        if rows:
+            yield data.place(rows), len(rows)
+        return
+    start, stop = data.samples * rank // size, data.samples * (rank + 1) // size
+    where = data.device if isinstance(data, TensorSource) else torch.device("cpu")
+    if isinstance(data, DatasetSource) and data.loaders:
+        cuts = [list(range(i, min(i + batch, stop))) for i in range(start, stop, batch)]
+        for cut, values in zip(cuts, data.ahead(iter(cuts)), strict=True):
+            yield values, len(cut)
+        return
+    for i in range(start, stop, batch):
+        indices = torch.arange(i, min(i + batch, stop), device=where)
+        yield data.fetch(indices), len(indices)
+
+
+def _pair(values: Any) -> tuple[Any, ...]:
+    if isinstance(values, tuple) and len(values) >= 2:
+        return values
+    raise TaskError(f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; give step=(model, batch) instead")
+
+
+def _shape(values: Any) -> str:
+    if isinstance(values, Mapping):
+        return f"a dict of {list(values)}"
+    return f"a tuple of {len(values)}" if isinstance(values, tuple) else f"a {type(values).__name__}"

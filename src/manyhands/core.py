@@ -1,0 +1,231 @@
+"""The nouns of the system: read second, after `train.py`. Every room imports this file; it imports no room.
+
+    split -> compute -> exchange -> merge          and around them: plan, recover, observe, launch
+
+A `Replica` computes on its share of the data, a `Group` moves bytes between ranks, a `Strategy` says how replicas agree.
+They meet only as arguments of `Strategy.round`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
+Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
+Op = Literal["sum", "mean", "max"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank owns after a split: rows and/or columns of the data; None: all of them."""
+
+    rank: int
+    size: int
+    rows: Tensor | None = None
+    cols: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks on named axes. `data` is outermost: neighbours on the inner axes are neighbouring ranks."""
+
+    data: int = 1
+    shard: int = 1
+    pipe: int = 1
+    tensor: int = 1
+
+    AXES: ClassVar[tuple[str, ...]] = ("data", "shard", "pipe", "tensor")
+
+    @property
+    def size(self) -> int:
+        return self.data * self.shard * self.pipe * self.tensor
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        where: dict[str, int] = {}
+        for axis in reversed(self.AXES):
+            rank, where[axis] = divmod(rank, getattr(self, axis))
+        return {axis: where[axis] for axis in self.AXES}
+
+    def peers(self, rank: int, axis: str) -> list[int]:
+        """The ranks that differ from `rank` only along `axis`, itself included, in order."""
+        here = self.coordinates(rank)
+        return [r for r in range(self.size) if {**self.coordinates(r), axis: 0} == {**here, axis: 0}]
+
+
+class Work(Protocol):
+    """An exchange under way; the tensors given to it are valid again after `wait`."""
+
+    def wait(self) -> None: ...
+
+
+class Finished:
+    """Work that was complete when it was handed out."""
+
+    def wait(self) -> None: ...
+
+
+OnReady = Callable[[Tensors], None]
+
+
+class Replica(Protocol):
+    """One copy of the model, its share of the data and its optimizer. Never talks to other replicas.
+
+    `params` and `grads` are few long vectors. After `backward`, `grads` is proportional to a SUM over `count`
+    samples (by a factor that is the same on all ranks) and `count` is that number, so summing both over ranks
+    and then calling `step`, which divides once, gives the gradient of the union batch however uneven the shares.
+    """
+
+    @property
+    def params(self) -> Tensors: ...
+    @property
+    def grads(self) -> Tensors: ...
+    @property
+    def count(self) -> Tensor: ...
+    def rows(self) -> Rows: ...
+    def load(self, values: Tensors) -> None: ...
+    def backward(self, on_ready: OnReady | None = None) -> Tensor:
+        """Compute the loss and gradient of the next batch; `on_ready` gets parts of `grads` (and `count`, with the
+        first part) as soon as they are final, in the same order on every rank."""
+        ...
+
+    def step(self) -> None: ...
+
+
+@runtime_checkable
+class Group(Protocol):
+    """Symmetric exchange: every rank calls the same method in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work: ...
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Asymmetric exchange: any rank pulls and pushes at its own pace."""
+
+    rank: int
+    size: int
+
+    def pull(self, rows: Rows) -> Tensors: ...
+    def push(self, rows: Rows, updates: Tensors) -> None: ...
+    def tick(self, staleness: float) -> None: ...
+
+
+L = TypeVar("L", Group, Store, contravariant=True)
+
+
+class Strategy(Protocol[L]):
+    """One distributed training algorithm: a frozen dataclass whose fields are its hyper-parameters."""
+
+    link: ClassVar[type]
+
+    def init(self, replica: Replica) -> Tensors: ...
+    def round(self, replica: Replica, link: L, state: Tensors) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands in the data, counted over all ranks: free of how many ranks there are."""
+
+    epoch: int = 0
+    offset: int = 0  # samples of this epoch already consumed
+    steps: int = 0  # global batches consumed since the start
+
+
+@dataclass
+class Snapshot:
+    """All of a run at the end of a round, by parameter name: free of layout, world size and buffers."""
+
+    round: int
+    params: Tensors
+    optimizer: Tensors
+    state: Tensors
+    position: Position
+    rng: Tensors = field(default_factory=dict)  # "<rank>/<generator>" -> bytes
+    meta: dict[str, Any] = field(default_factory=dict)  # plain JSON: hyper-parameters, schedule, scaler, plan
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened on one rank. Text, JSONL, TensorBoard and traces are sinks of the same events."""
+
+    time_s: float
+    rank: int
+    round: int
+    name: str
+    seconds: float = 0.0
+    nbytes: int = 0
+    value: float | str | dict[str, float] | None = None
+
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. One line of `key=value` words resolves to this; `plan.words` parses and prints it."""
+
+    layout: Layout
+    strategy: Strategy[Any]
+    merge: str = "all_reduce"
+    split: str = "shuffled"
+    batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
+    accumulate: int = 1
+    epochs: float | None = None
+    steps: int | None = None
+    seed: int | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    batchnorm: Literal["sync", "local"] = "sync"
+    clip: float | None = None
+    link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    bucket_mb: float = 8.0
+    loaders: int | None = None
+    compile: bool = False
+    capture: Literal["auto", "off"] = "auto"
+    save: str = "epoch"
+    keep: int = 3
+    best: str | None = None
+    timeout_s: float = 600.0
+    forecast: dict[str, float] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among all processes; `launch.environment` reads it from whoever started us."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = "localhost"
+    started_by: Literal["alone", "manyhands", "torchrun", "slurm", "mpi"] = "alone"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher starts: `size` processes that each unpickle `payload` and call it."""
+
+    size: int
+    payload: bytes
+    threads: int | None = None  # of each process; None: the cores divided by the processes
+    port: int = 0  # of the rendezvous; 0: any free one
+
+
+class Launcher(Protocol):
+    def launch(self, job: Job) -> dict[str, Any]:
+        """Run to the end and return what rank 0 returned; raise LaunchError with the first failing rank's words."""
+        ...

@@ -1,0 +1,56 @@
+"""Everything manyhands raises on purpose. Each message says what was given, what is needed, what to do.
+
+    ManyhandsError
+    +-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
+    +-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
+    +-- PeerLost             another rank died or never came; the round did not happen
+    +-- Deadlock             in-process ranks wait for each other for ever
+    +-- Diverged             loss is NaN or infinite
+    +-- CheckpointError      a checkpoint is damaged, or of another model
+    +-- RunBusy              the run directory belongs to a live run
+    +-- LaunchError          processes could not be started, or one of them failed
+"""
+
+
+class ManyhandsError(Exception):
+    """Root of the tree."""
+
+
+class PlanError(ManyhandsError, ValueError):
+    """A plan that cannot be run as written."""
+
+
+class TaskError(ManyhandsError, ValueError):
+    """A task that cannot be trained as it stands."""
+
+
+class PeerLost(ManyhandsError):
+    """Another rank died or did not come in time. `ranks` are the guilty ones, as far as this rank can tell."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Deadlock(ManyhandsError):
+    """In-process ranks wait for ranks that will not come."""
+
+
+class Diverged(ManyhandsError):
+    """A loss became NaN or infinite."""
+
+
+class CheckpointError(ManyhandsError):
+    """A checkpoint that cannot be used."""
+
+
+class RunBusy(ManyhandsError):
+    """The run directory is in use by a live run."""
+
+
+class LaunchError(ManyhandsError):
+    """Processes could not be started, or one of them failed; `exit_code` is what the command should exit with."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code

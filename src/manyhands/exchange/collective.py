@@ -1,0 +1,218 @@
+"""Exchange over torch.distributed: nccl between GPUs, gloo between CPUs of any hosts, mpi where torch was built with it.
+
+    sum, max    the backend's own all-reduce, one a tensor, all under way at once
+    mean        sum, then one division by the number of ranks when `wait` returns
+    swap        receives first, then sends, then wait for all: no rank sends before somebody listens, none waits before sending
+
+Works on the process group alone, never on torch's default group, so that one process can hold several and a lost one can
+be replaced. A tensor travels as it is if it is contiguous and the backend knows its dtype, else as a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.errors import PeerLost, PlanError
+
+OPS: dict[Op, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# what gloo and nccl add up themselves; the rest is widened on the way
+NATIVE = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+WIRE = {t: t for t in NATIVE} | {
+    torch.int16: torch.int32,
+    torch.bool: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+
+
+class CollectiveGroup:
+    """`device` is where tensors must lie to travel (gloo: cpu); None: they travel from where they are. `close` is called
+    when the group is closed by the one who made it; a process group that is merely lent stays open."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        close: Callable[[], None] | None = None,
+    ):
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._open: dist.ProcessGroup | None = process_group
+        self._device, self._close = device, close
+        self._calls = 0
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        if self.size == 1:
+            return Finished()
+        what = self._next("all_reduce")
+        pending: list[tuple[Tensor, Tensor]] = []
+        for name, value in values.items():
+            if value.numel():
+                if value.dtype not in WIRE:
+                    raise ValueError(
+                        f"all_reduce of {name!r}, which is {value.dtype}; needed: one of "
+                        f"{', '.join(str(t).removeprefix('torch.') for t in WIRE)}; convert it first"
+                    )
+                value = value.detach()
+                pending.append((value, value.to(self._device or value.device, WIRE[value.dtype]).contiguous()))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(OPS[op])
+        options.asyncOp = True  # else nccl runs on the compute stream and overlaps with nothing
+        try:
+            works = [self._group.allreduce([sent], options) for _, sent in pending]
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
+        return _Reduction(self, what, works, pending, self.size if op == "mean" else 1)
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        return self.begin_swap(values, peers)()
+
+    def begin_swap(self, values: Tensors, peers: Sequence[int]) -> Callable[[], list[Tensors]]:
+        """Start a swap without waiting for anybody; what this returns waits and gives what was received."""
+        what = self._next("swap")
+        sent = {k: v.detach().to(self._device or v.device).contiguous() for k, v in values.items()}
+        got = [{k: torch.empty_like(v) if p != self.rank else v.clone() for k, v in sent.items()} for p in peers]
+        remote = [(p, into) for p, into in zip(peers, got, strict=True) if p != self.rank]
+        # a pair's messages keep their order, so that each meets its own though all carry the same tag
+        receives = [(p, _bytes(into[k])) for p, into in remote for k, v in sent.items() if v.numel()]
+        sends = [(p, _bytes(v)) for p, _ in remote for v in sent.values() if v.numel()]
+        try:
+            works = self._post(receives, sends)
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
+
+        def finish() -> list[Tensors]:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as e:
+                raise self._lost(what, e) from e
+            sends.clear()  # until here: the backend reads from these
+            return [{k: v.to(values[k].device) for k, v in into.items()} for into in got]
+
+        return finish
+
+    def close(self) -> None:
+        # gloo ends its threads and sockets when the last reference goes, not on shutdown
+        close, self._close, self._open = self._close, None, None
+        if close is not None:
+            close()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._open is None:
+            raise PeerLost(f"rank {self.rank} of {self.size}: this group is closed; connect again")
+        return self._open
+
+    def _post(self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]) -> list[dist.Work]:
+        if not receives:
+            return []
+        group, device = self._group, receives[0][1].device
+        together = group._get_backend(device).supports_coalescing
+        if together:  # nccl: one kernel for all, or two ranks that send to each other first would wait for ever
+            group._start_coalescing(device)
+        works = [group.recv([into], p, 0) for p, into in receives] + [group.send([v], p, 0) for p, v in sends]
+        return [group._end_coalescing(device)] if together else works
+
+    def _next(self, what: str) -> str:
+        self._calls += 1
+        return f"{what} #{self._calls - 1}"
+
+    def _lost(self, what: str, e: RuntimeError) -> PeerLost:
+        return PeerLost(
+            f"rank {self.rank} of {self.size}: a peer died or did not come to {what} in time ({str(e).splitlines()[0]}); "
+            "close this group, start again from the last snapshot, and look into the other ranks' output for the cause"
+        )
+
+
+class _Reduction:
+    def __init__(
+        self, group: CollectiveGroup, what: str, works: list[dist.Work], pending: list[tuple[Tensor, Tensor]], divisor: int
+    ):
+        self._group, self._what, self._works, self._pending, self._divisor = group, what, works, pending, divisor
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as e:
+            raise self._group._lost(self._what, e) from e
+        for value, sent in self._pending:
+            if self._divisor > 1:
+                sent.div_(self._divisor) if sent.is_floating_point() else sent.floor_divide_(self._divisor)
+            if sent.data_ptr() != value.data_ptr():
+                value.copy_(sent)
+        self._works, self._pending = [], []  # a second wait divides nothing
+
+
+def connect(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    backend: str = "gloo",
+    timeout_s: float = 600.0,
+    device: torch.device | None = None,
+) -> CollectiveGroup:
+    """A process group of its own over `store`, which all ranks give with the same keys free. `device` is where nccl works."""
+    if backend == "mpi":
+        return _connect_mpi(rank, size)
+    group = dist.ProcessGroup(store, rank, size)
+    timeout = timedelta(seconds=timeout_s)
+    kinds = dist.ProcessGroup.BackendType
+    try:
+        if backend == "gloo":
+            device = torch.device("cpu")
+            group._set_default_backend(kinds.GLOO)
+            group._register_backend(device, kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))
+        elif backend == "nccl":
+            if device is None or device.index is None or not dist.is_nccl_available():
+                raise PlanError(
+                    f"backend nccl on device {device}, nccl in this torch: {dist.is_nccl_available()}; needed: a device with "
+                    "its number, such as cuda:0, and a torch built for CUDA; or set link=gloo"
+                )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+            nccl.eager_connect_single_device(device)  # else a swap between some ranks would wait for all
+            group._set_default_backend(kinds.NCCL)
+            group._register_backend(device, kinds.NCCL, nccl)
+        else:
+            raise PlanError(f"backend {backend!r}; needed: gloo, nccl or mpi")
+    except RuntimeError as e:
+        raise PeerLost(
+            f"rank {rank}: not all of {size} ranks came to connect over {backend} in {timeout_s:g} s ({str(e).splitlines()[0]}); "
+            "look at what the missing ones print, check that they reach this host, or raise timeout_s"
+        ) from e
+    return CollectiveGroup(group, device, close=group.shutdown)
+
+
+def _connect_mpi(rank: int, size: int) -> CollectiveGroup:
+    if not dist.is_mpi_available():
+        raise PlanError("backend mpi, but this torch was built without it; build torch against your MPI, or set link=gloo")
+    dist.init_process_group("mpi")  # mpi finds its ranks by itself and makes one world a process
+    group = dist.group.WORLD
+    assert group is not None
+    if (group.rank(), group.size()) != (rank, size):
+        raise PlanError(
+            f"mpirun says rank {group.rank()} of {group.size()}, the launcher says rank {rank} of {size}; "
+            "start all ranks with one mpirun"
+        )
+    return CollectiveGroup(group, torch.device("cpu"), close=dist.destroy_process_group)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,119 @@
+"""Exchange between hosts with several ranks each: shared memory inside a host, gloo between hosts.
+
+    inside     rank j of a host sums part j over the host's memory                     j < k = ranks of the smallest host
+    between    the ranks j of all hosts all-reduce their parts, k columns at once
+    inside     rank j writes the result into the memory of all its neighbours
+
+Each byte crosses the network once a host, not once a rank, and each column does the same arithmetic once, so all ranks
+of all hosts hold the same bits. The group's ranks are global; which host a rank is on is only a matter of speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.errors import PeerLost, PlanError
+from manyhands.exchange import collective
+from manyhands.exchange.shared import SharedGroup
+
+
+class HierarchicalGroup:
+    def __init__(self, rank: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0):
+        self.rank, self.size = rank, len(hosts)
+        names = list(dict.fromkeys(hosts))
+        self._neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]  # global ranks, by local rank
+        self._hosts, self._store, self._timeout_s = names, store, timeout_s
+        self._anyone: collective.CollectiveGroup | None = None
+        self._column: collective.CollectiveGroup | None = None
+        self._latest: Work = Finished()
+        host, local = names.index(hosts[rank]), self._neighbours.index(rank)
+        owners = min(list(hosts).count(name) for name in names)
+        try:
+            if local < owners and len(names) > 1:
+                column = dist.PrefixStore(f"column/{local}", store)
+                self._column = collective.connect(host, len(names), column, "gloo", timeout_s)
+            self._inside = SharedGroup(
+                local,
+                len(self._neighbours),
+                dist.PrefixStore(f"host/{host}", store),
+                timeout_s=timeout_s,
+                between=self._across if len(names) > 1 else None,
+                owners=owners,
+                divisor=self.size,
+            )
+        except PeerLost as e:
+            if self._column is not None:
+                self._column.close()
+            raise self._globally(e) from e
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed vector in this host's shared memory. Every rank must ask for the same, in the same order."""
+        return self._inside.allocate(numel, dtype)
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        try:
+            work = self._inside.all_reduce(values, op)
+        except PeerLost as e:
+            raise self._globally(e) from e
+        if not isinstance(work, Finished):
+            self._latest = work
+        return _Reduction(self, work)
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        near = [p for p in peers if p in self._neighbours]
+        far = [p for p in peers if p not in self._neighbours]
+        # made here, where all ranks meet anyway: most strategies never swap, and this connects every rank with every other
+        if self._anyone is None:
+            anyone = dist.PrefixStore("anyone", self._store)
+            self._anyone = collective.connect(self.rank, self.size, anyone, "gloo", self._timeout_s)
+        try:
+            # An owner stands still while its part crosses hosts. If one did so behind a swap, its neighbours' swaps would
+            # wait for it, and the owners of other hosts, which it waits for, for their neighbours: a circle.
+            self._latest.wait()
+            # nobody waits for a neighbour before its messages to other hosts are under way: no other circle can close
+            finish = self._anyone.begin_swap(values, far)
+            got_near = iter(self._inside.swap(values, [self._neighbours.index(p) for p in near]))
+        except PeerLost as e:
+            raise self._globally(e) from e
+        got_far = iter(finish())
+        return [next(got_near if p in self._neighbours else got_far) for p in peers]
+
+    def close(self) -> None:
+        for group in (self._inside, self._column, self._anyone):
+            if group is not None:
+                group.close()
+
+    def _across(self, part: Tensor, op: Op) -> None:
+        assert self._column is not None, "only owners reduce parts"
+        # the caller divides, once, by the number of all ranks
+        self._column.all_reduce({"part": part}, "max" if op == "max" else "sum").wait()
+
+    def _globally(self, e: PeerLost) -> PeerLost:
+        """The same loss in global ranks: shared memory counts ranks within the host, a column counts hosts."""
+        if not e.ranks:
+            return PeerLost(f"rank {self.rank} of {self.size}, between hosts {', '.join(self._hosts)} (its ranks are hosts): {e}")
+        lost = tuple(self._neighbours[r] for r in e.ranks)
+        return PeerLost(f"rank {self.rank} of {self.size} lost ranks {list(lost)} of its host (there, counted from 0: {e})", lost)
+
+
+class _Reduction:
+    def __init__(self, group: HierarchicalGroup, work: Work):
+        self._group, self._work = group, work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except PeerLost as e:
+            raise self._group._globally(e) from e
+
+
+def connect(rank: int, size: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0) -> HierarchicalGroup:
+    """`hosts` names the host of every rank, in the order of ranks; ranks of one host need not be neighbours."""
+    if len(hosts) != size:
+        raise PlanError(f"{len(hosts)} host names for {size} ranks; give the host of every rank")
+    return HierarchicalGroup(rank, hosts, store, timeout_s)

@@ -1,0 +1,83 @@
+"""A link that reports on a link: what every call moved, and how long this rank stood in it.
+
+    seconds of a call = time inside `all_reduce` + time inside its `wait`          (what overlaps with compute is free)
+
+A span ends when the wait does and is as long as the rank was held up; the hidden part of the exchange is not in it.
+Bytes are those that this rank gives: all values once in an all-reduce, once a peer in a swap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Emit, Event, Group, Op, Tensors, Work
+
+Clock = Callable[[], float]
+
+
+class Observed:
+    """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
+    by `every`, totals always."""
+
+    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
+
+    def __init__(self, group: Group, emit: Emit, clock: Clock = time.perf_counter, now: Clock = time.time, every: int = 1):
+        if every < 1:
+            raise ValueError(f"every={every}; needed: 1 (events for all rounds) or more")
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.round, self.every = 0, every
+        self.calls, self.nbytes, self.seconds = 0, 0, 0.0
+        self._emit, self._clock, self._now = emit, clock, now
+        if hasattr(group, "allocate"):
+            self.allocate = group.allocate
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        start = self._clock()
+        work = self.group.all_reduce(values, op)
+        seconds = self._clock() - start
+        nbytes = sum(v.nbytes for v in values.values())
+        self.calls += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        return _Watched(self, work, nbytes, seconds)
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        start = self._clock()
+        got = self.group.swap(values, peers)
+        seconds = self._clock() - start
+        nbytes = len(peers) * sum(v.nbytes for v in values.values())
+        self.calls += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self._report("swap", self.round, nbytes, seconds)
+        return got
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _report(self, name: str, round: int, nbytes: int, seconds: float) -> None:
+        if round % self.every == 0:
+            self._emit(Event(self._now() - seconds, self.rank, round, name, seconds, nbytes))
+
+
+class _Watched:
+    __slots__ = ("_done", "_link", "_nbytes", "_round", "_seconds", "_work")
+
+    def __init__(self, link: Observed, work: Work, nbytes: int, seconds: float):
+        self._link, self._work, self._nbytes, self._seconds = link, work, nbytes, seconds
+        self._round, self._done = link.round, False
+
+    def wait(self) -> None:
+        if self._done:
+            return
+        link = self._link
+        start = link._clock()
+        self._work.wait()
+        seconds = link._clock() - start
+        self._done = True
+        link.seconds += seconds
+        link._report("all_reduce", self._round, self._nbytes, self._seconds + seconds)

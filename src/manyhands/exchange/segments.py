@@ -1,0 +1,78 @@
+"""Memory that several processes of one host map: one file each in /dev/shm, unlinked as soon as all have mapped it.
+
+Unlinking early means that nothing is left behind whichever way the processes end. Only a kill in the short window
+between making and unlinking leaves a file; `sweep` removes those whose maker is dead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+PREFIX = "manyhands-"
+_numbers = itertools.count()
+
+
+def directory() -> Path:
+    shm = Path("/dev/shm")
+    # macOS has no /dev/shm: an unlinked temporary file that is mapped by all is the same thing with a longer path
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def create(nbytes: int) -> tuple[Path, mmap.mmap]:
+    """A new segment of `nbytes` zeros; the caller unlinks the path when every peer has called `attach`."""
+    path = directory() / f"{PREFIX}{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # reserve the pages now: running out later would be a SIGBUS in the middle of training instead of this error
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
+        return path, mmap.mmap(fd, nbytes)
+    except OSError as e:
+        path.unlink()
+        free = os.statvfs(path.parent)
+        raise OSError(
+            e.errno,
+            f"shared memory: {nbytes / 2**20:.0f} MiB needed, {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free in "
+            f"{path.parent}; enlarge it (docker: --shm-size) or set link=gloo",
+        ) from e
+    finally:
+        os.close(fd)
+
+
+def attach(path: Path | str, nbytes: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def sweep() -> list[str]:
+    """Remove segments whose maker is no longer alive; returns their names."""
+    gone = []
+    for path in directory().glob(f"{PREFIX}*-*-*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not alive(int(pid)):
+            path.unlink(missing_ok=True)
+            gone.append(path.name)
+    return gone
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:  # a killed process whose parent has not collected it yet still answers signals
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return os.name != "posix" or not Path("/proc/self").exists()

@@ -1,0 +1,301 @@
+"""Exchange between processes of one CPU host through memory that all of them map.
+
+A tensor made by `allocate` lives at the same place in every rank's segment, so an all-reduce of it copies nothing:
+
+    post      rank r says "my values for call t are final"
+    reduce    when all have posted, r sums its part over all ranks' memory, in place        (reduce-scatter)
+    push      and writes the sum into every rank's memory                                   (all-gather)
+    done      r says so; when all are done, the call is complete everywhere
+
+Every element is summed by one owner and copied, so all ranks hold the same bits. There is no helper thread: a rank
+that posts call t also reduces whatever earlier calls have become complete, so exchange overlaps with backward
+without a second thread fighting for the core. Tensors from elsewhere travel through a small staging buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.errors import PeerLost
+from manyhands.exchange import segments
+
+BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
+STAGING_BYTES = 4 << 20
+ALONE_BYTES = 16 * 1024  # below this, one owner does the whole tensor
+LINE = 8  # int64 words between two ranks' counters: one cache line each
+
+Between = Callable[[Tensor, Op], None]
+
+
+class SharedGroup:
+    """`between`, if given, runs on each owner's part after the sum over this host and before the push: with a
+    collective across hosts this is the hierarchical all-reduce. `owners` is how many ranks own parts then."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        *,
+        timeout_s: float = 600.0,
+        between: Between | None = None,
+        owners: int | None = None,
+        divisor: int | None = None,
+    ):
+        self.rank, self.size = rank, size
+        self._store, self._timeout_s, self._meetings = store, timeout_s, 0
+        self._between, self._owners, self._divisor = between, owners or size, divisor or size
+        self._segments: list[tuple[int, int, list[Tensor]]] = []  # (first byte, last byte, every rank's bytes)
+        self._maps: list[list[mmap.mmap]] = []
+        self._parts: dict[tuple[int, int, torch.dtype, int], list[tuple[Tensor, ...]]] = {}
+        self._queue: deque[_Call] = deque()
+        self._calls = 0
+        self._lock = threading.Lock()
+        words = self._map(8 * (2 * size * LINE + size + 2 * size * size), made_by=0)[0]
+        control = np.frombuffer(words, dtype=np.int64)
+        self._posted, self._done = (control[i * size * LINE : (i + 1) * size * LINE : LINE] for i in range(2))
+        rest = control[2 * size * LINE :]
+        self._pids = rest[:size]
+        self._sent, self._read = (rest[size + i * size**2 : size + (i + 1) * size**2].reshape(size, size) for i in range(2))
+        self._pids[rank] = os.getpid()
+        self._meet(b"")  # every pid is known before anybody waits for anybody
+        self._staging = self.allocate(STAGING_BYTES, torch.uint8)
+
+    # -- memory --
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed vector in shared memory. Every rank must ask for the same, in the same order."""
+        nbytes = max(64, numel * dtype.itemsize)
+        maps = self._map(nbytes)
+        views = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
+        mine = views[self.rank]
+        self._segments.append((mine.data_ptr(), mine.data_ptr() + nbytes, views))
+        return mine[: numel * dtype.itemsize].view(dtype)
+
+    def _map(self, nbytes: int, made_by: int | None = None) -> list[mmap.mmap]:
+        """Map one segment a rank (or only the one of `made_by`), then unlink what this rank made."""
+        makes = made_by is None or made_by == self.rank
+        path, own = segments.create(nbytes) if makes else (None, None)
+        paths = self._meet(str(path or "").encode())
+        maps = [own if own is not None and r == self.rank else segments.attach(p.decode(), nbytes) for r, p in enumerate(paths) if p]
+        self._meet(b"")
+        if path is not None:
+            path.unlink()
+        self._maps.append(maps)
+        return maps
+
+    def _meet(self, value: bytes) -> list[bytes]:
+        """Exchange a few bytes with all ranks over the rendezvous store: start-up only."""
+        self._meetings += 1
+        key = f"shared/{self._meetings}/"
+        self._store.set(f"{key}{self.rank}", value or b"-")
+        try:
+            self._store.wait([f"{key}{r}" for r in range(self.size)], timedelta(seconds=self._timeout_s))
+        except RuntimeError as e:
+            missing = tuple(r for r in range(self.size) if not self._store.check([f"{key}{r}"]))
+            raise PeerLost(f"rank {self.rank}: ranks {list(missing)} did not come to set up shared memory: {e}", missing) from e
+        got = [self._store.get(f"{key}{r}") for r in range(self.size)]
+        return [b"" if g == b"-" else g for g in got]
+
+    # -- exchange --
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        if self.size == 1 and self._between is None:
+            return Finished()
+        placed, foreign = [], []
+        for v in values.values():
+            if v.numel():
+                (placed if v.is_contiguous() and self._segment(v) is not None else foreign).append(v)
+        work: Work = self._post(placed, op) if placed else Finished()
+        for v in foreign:
+            self._through_staging(v, op)
+        return work
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        got = [{k: torch.empty(v.shape, dtype=v.dtype) for k, v in values.items()} for _ in peers]
+        for k, v in values.items():
+            flat = _bytes(v)
+            sinks = [(p, _bytes(g[k])) for p, g in zip(peers, got, strict=True)]
+            for start in range(0, flat.numel(), STAGING_BYTES):
+                piece = flat[start : start + STAGING_BYTES]
+                self._staging[: piece.numel()].copy_(piece)
+                self._fence()
+                for p in peers:
+                    self._sent[self.rank, p] += 1
+                for p, sink in sinks:
+                    due = self._read[self.rank, p] + 1
+                    self._wait(lambda p=p, due=due: self._sent[p, self.rank] >= due, lambda p=p: [p], "swap")
+                    sink[start : start + piece.numel()].copy_(self._segments[0][2][p][: piece.numel()])
+                    self._fence()
+                    self._read[self.rank, p] = due
+                for p in peers:  # the staging buffer is free again when all have read it
+                    due = self._sent[self.rank, p]
+                    self._wait(lambda p=p, due=due: self._read[p, self.rank] >= due, lambda p=p: [p], "swap")
+        return got
+
+    def close(self) -> None:
+        """Leave: whoever waits for this rank from now on is told so instead of waiting for its process to end."""
+        self._queue.clear()
+        self._fence()
+        self._pids[self.rank] = 0
+
+    # -- the engine --
+
+    def _post(self, tensors: list[Tensor], op: Op) -> _Call:
+        call = _Call(self, self._calls, tensors, op)
+        self._calls += 1
+        self._queue.append(call)
+        self._fence()
+        self._posted[self.rank] = self._calls
+        self._progress()
+        return call
+
+    def _progress(self) -> None:
+        while self._queue and self._posted.min() > self._queue[0].number:
+            call = self._queue.popleft()
+            for i, tensor in enumerate(call.tensors):
+                self._reduce(self._part(tensor, call.number + i), call.op)
+            self._fence()
+            self._done[self.rank] = call.number + 1
+
+    def _finish(self, call: _Call) -> None:
+        if self._done.min() > call.number:
+            return
+
+        def complete() -> bool:
+            self._progress()
+            return bool(self._done.min() > call.number)
+
+        def absent() -> list[int]:
+            return [r for r in range(self.size) if min(self._posted[r], self._done[r]) <= call.number and r != self.rank]
+
+        self._wait(complete, absent, f"all_reduce #{call.number}")
+
+    def _reduce(self, blocks: list[tuple[Tensor, ...]], op: Op) -> None:
+        for mine, *others in blocks:
+            for other in others:
+                if op == "max":
+                    torch.maximum(mine, other, out=mine)
+                else:
+                    mine.add_(other)
+            if self._between is None:
+                self._push(mine, others, op)
+        if self._between is not None and blocks:
+            # blocks of one part are neighbours in memory: cross hosts once a part, not once a block
+            first, last = blocks[0][0], blocks[-1][0]
+            length = (last.data_ptr() - first.data_ptr()) // first.element_size() + last.numel()
+            self._between(torch.as_strided(first, (length,), (1,)), op)
+            for mine, *others in blocks:
+                self._push(mine, others, op)
+
+    def _push(self, mine: Tensor, others: list[Tensor], op: Op) -> None:
+        if op == "mean":
+            mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(self._divisor)
+        for other in others:
+            other.copy_(mine)
+
+    def _part(self, tensor: Tensor, turn: int) -> list[tuple[Tensor, ...]]:
+        """This rank's part of `tensor` in every rank's memory, own first, in cache-sized blocks."""
+        alone = tensor.nbytes < ALONE_BYTES
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, turn % self._owners if alone else 0)
+        if (found := self._parts.get(key)) is not None:
+            return found
+        segment = self._segment(tensor)
+        assert segment is not None
+        base, _, views = segment
+        offset = tensor.data_ptr() - base
+        n = tensor.numel()
+        if alone:
+            start, stop = (0, n) if turn % self._owners == self.rank else (0, 0)
+        else:
+            # cut at multiples of 64 bytes: two ranks never write to one cache line
+            line = max(1, 64 // tensor.element_size())
+            lines = math.ceil(n / line)
+            start, stop = (min(n, line * (lines * (self.rank + i) // self._owners)) for i in range(2)) if self.rank < self._owners else (0, 0)
+        everyone = [v[offset : offset + tensor.nbytes].view(tensor.dtype)[start:stop] for v in views]
+        everyone.insert(0, everyone.pop(self.rank))
+        blocks = list(zip(*(e.split(BLOCK) for e in everyone), strict=True)) if stop > start else []
+        self._parts[key] = blocks
+        return blocks
+
+    def _through_staging(self, tensor: Tensor, op: Op) -> None:
+        flat = tensor.detach().contiguous().view(-1)
+        step = STAGING_BYTES // tensor.element_size()
+        for start in range(0, flat.numel(), step):
+            piece = flat[start : start + step]
+            staged = self._staging[: piece.nbytes].view(tensor.dtype)
+            staged.copy_(piece)
+            self._post([staged], op).wait()
+            piece.copy_(staged)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view_as(tensor))
+
+    def _segment(self, tensor: Tensor) -> tuple[int, int, list[Tensor]] | None:
+        first = tensor.data_ptr()
+        return next((s for s in self._segments if s[0] <= first < s[1]), None)
+
+    def _fence(self) -> None:
+        # x86 keeps stores in order; elsewhere a flag could overtake the data it announces. Releasing a lock and
+        # taking it again orders all earlier writes before all later ones on every machine we know.
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+    def _wait(self, ready: Callable[[], bool], absent: Callable[[], list[int]], what: str) -> None:
+        """Spin for a moment, giving the core away each time; then sleep ever longer and look after the peers."""
+        for _ in range(200):
+            if ready():
+                return
+            os.sched_yield()
+        start, nap_s, looked = time.monotonic(), 20e-6, 0.0
+        while not ready():
+            time.sleep(nap_s)
+            nap_s = min(nap_s * 1.2, 0.5e-3)
+            waited = time.monotonic() - start
+            if waited - looked > 0.1:
+                looked = waited
+                self._look_after(absent, what, waited, ready)
+
+    def _look_after(self, absent: Callable[[], list[int]], what: str, waited_s: float, ready: Callable[[], bool]) -> None:
+        pids = {r: int(self._pids[r]) for r in absent()}
+        gone = {r for r, pid in pids.items() if not pid or not segments.alive(pid)}
+        # ask again: a rank may have come, done its part and left for good between the two questions
+        if gone and not ready() and (lost := sorted(gone & set(absent()))):
+            died = [r for r in lost if pids[r]]  # who left without dying did so because of these
+            how = f"rank {died[0]} (pid {pids[died[0]]}) died" if died else f"rank {lost[0]} closed its group"
+            raise PeerLost(f"{how}; rank {self.rank} was waiting for it in {what}", tuple(died or lost))
+        if waited_s > self._timeout_s:
+            late = absent()
+            raise PeerLost(
+                f"ranks {late} (pids {[int(self._pids[r]) for r in late]}) are alive but did not come to {what} in "
+                f"{waited_s:.0f} s, where rank {self.rank} waits; look at what they are doing (py-spy dump) or raise timeout_s",
+                tuple(late),
+            )
+
+
+class _Call:
+    def __init__(self, group: SharedGroup, number: int, tensors: list[Tensor], op: Op):
+        self.group, self.number, self.tensors, self.op = group, number, tensors, op
+
+    def wait(self) -> None:
+        self.group._finish(self)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat: Any = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Who starts whom: environment variables, processes, signals. Knows no tensors."""

@@ -1,0 +1,97 @@
+"""The only reader of environment variables: where this process stands, and how to meet the others.
+
+Understood: what manyhands itself sets (torchrun's names), torchrun, Slurm's srun and Open MPI's mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from manyhands.core import Place
+from manyhands.errors import LaunchError
+
+STARTED_BY_US = "MANYHANDS_WORKER"
+WORDS = "MANYHANDS_PLAN"
+OPTIONS = "MANYHANDS_OPTIONS"
+PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
+
+
+def variables() -> Mapping[str, str]:
+    return dict(os.environ)
+
+
+def place(env: Mapping[str, str] | None = None) -> Place:
+    env = os.environ if env is None else env
+    host = env.get("MANYHANDS_HOST") or socket.gethostname()
+    if "RANK" in env and "WORLD_SIZE" in env:
+        ours = env.get(STARTED_BY_US) == "1"
+        rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+        if not 0 <= rank < size:
+            raise LaunchError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed")
+        return Place(rank, size, _int(env, "LOCAL_RANK", rank), _int(env, "LOCAL_WORLD_SIZE", size), host, "manyhands" if ours else "torchrun")
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
+        return Place(
+            _int(env, "SLURM_PROCID"), _int(env, "SLURM_STEP_NUM_TASKS"), _int(env, "SLURM_LOCALID"), _int(env, "SLURM_NTASKS_PER_NODE", 1), host, "slurm"
+        )
+    if "OMPI_COMM_WORLD_RANK" in env:
+        names = [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+        return Place(*(_int(env, n) for n in names), host, "mpi")  # type: ignore[arg-type]
+    return Place(host=host)
+
+
+def store(here: Place, timeout_s: float, env: Mapping[str, str] | None = None) -> dist.Store:
+    """The key-value store where ranks meet; under torchrun and our own launcher the starter hosts it."""
+    env = os.environ if env is None else env
+    if here.size == 1 and here.started_by != "manyhands":
+        return dist.HashStore()
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        raise LaunchError(
+            f"rank {here.rank} of {here.size} was started by {here.started_by} without MASTER_ADDR and MASTER_PORT; "
+            "set them to a host name of rank 0 and a free port there"
+        )
+    hosted_here = here.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = env["MASTER_ADDR"], _int(env, "MASTER_PORT")
+    try:
+        base = dist.TCPStore(address, port, is_master=hosted_here, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as e:
+        if hosted_here and ("EADDRINUSE" in str(e) or "in use" in str(e)):
+            raise LaunchError(f"port {port} is taken on {address}; set MASTER_PORT to a free one") from e
+        raise LaunchError(f"rank {here.rank} cannot reach the rendezvous at {address}:{port}: {e}") from e
+    restart = "0" if here.started_by == "manyhands" else env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(PREFIX if restart == "0" else f"manyhands/{restart}", base)
+
+
+def words(env: Mapping[str, str] | None = None) -> str:
+    """The plan that the launcher hands to a script with its own loop."""
+    return (os.environ if env is None else env).get(WORDS, "")
+
+
+def options(env: Mapping[str, str] | None = None) -> str:
+    return (os.environ if env is None else env).get(OPTIONS, "{}")
+
+
+def hand_over(plan_words: str, plan_options: str) -> None:
+    """Leave the plan for `mh.join()` in this process."""
+    os.environ[WORDS], os.environ[OPTIONS] = plan_words, plan_options
+
+
+def cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = env.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        raise LaunchError(f"{name}={value!r}, but a whole number is needed; whoever started this process must set it") from None

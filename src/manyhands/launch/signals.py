@@ -1,0 +1,33 @@
+"""Being told to stop: SIGTERM (a scheduler) and Ctrl-C (a person) ask for a checkpoint first; a second Ctrl-C does not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stop:
+    """While active, a signal sets `requested` instead of ending the process; the loop looks at it."""
+
+    def __init__(self, interrupt: bool = True):
+        self.requested: int = 0  # the signal's number
+        self._signals = [signal.SIGTERM, *([signal.SIGINT] if interrupt else [])]
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        # only the main thread may handle signals; elsewhere (a notebook's helper thread) they keep their meaning
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = number

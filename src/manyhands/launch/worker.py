@@ -1,0 +1,70 @@
+"""One process of a job: `python -m manyhands.launch.worker`, started by `launch.local`.
+
+The payload comes on standard input, which then stays open as a lifeline: when the launcher is gone, however it went,
+reading it ends and so does this process. An error goes to the launcher over the rendezvous store, to be printed last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+
+from manyhands.errors import ManyhandsError
+from manyhands.launch import environment
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to understand
+    channel = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # user code that reads standard input finds it empty
+    (length,) = struct.unpack("<Q", _exactly(channel, 8))
+    payload = _exactly(channel, length)
+    threading.Thread(target=_follow, args=(channel,), name="lifeline", daemon=True).start()
+    here = environment.place()
+    store = environment.store(here, timeout_s=60.0)
+    try:
+        work = pickle.loads(payload)  # from our own parent, over a private pipe
+        del payload
+        result = work()
+        if here.rank == 0:
+            store.set("result", json.dumps(result))
+        code = 0
+    except BaseException as e:
+        code = 1
+        if isinstance(e, SystemExit) and e.code in (0, None):
+            return 0
+        kind = type(e).__name__
+        # an error made for people needs no stack; anything else does
+        text = f"{kind}: {e}" if isinstance(e, ManyhandsError) else "".join(traceback.format_exception(e))
+        with contextlib.suppress(Exception):
+            store.set(f"error/{here.rank}", json.dumps({"kind": kind, "text": text, "time": time.time()}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _exactly(channel: object, n: int) -> bytes:
+    data = channel.read(n)  # type: ignore[attr-defined]
+    if len(data) < n:
+        os._exit(1)  # the launcher died while we were starting
+    return bytes(data)
+
+
+def _follow(channel: object) -> None:
+    channel.read(1)  # type: ignore[attr-defined]
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    # leave without running module teardown: a thread of a dead process group can hang there for minutes
+    code = main()
+    os._exit(code)

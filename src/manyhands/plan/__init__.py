@@ -1,0 +1,1 @@
+"""What to run: from words to a plan."""

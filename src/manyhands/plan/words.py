@@ -1,0 +1,191 @@
+"""A plan is one line of `key=value` words, the same in Python, in TOML and on the command line.
+
+    parse("data=4 merge=local_sgd merge.period=8")    parse({"data": 4, "merge.period": 8})    parse("plan.toml data=2")
+
+Later words win. An unknown key is refused with the nearest known one; a value is checked here, before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from manyhands.core import Layout, Plan
+from manyhands.errors import PlanError
+from manyhands.merge import STRATEGIES
+from manyhands.split.data import SPLITS
+
+Words = str | Sequence[str] | Mapping[str, Any] | Plan
+
+AXES = {f.name: int for f in dataclasses.fields(Layout)}
+PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in ("layout", "strategy", "forecast", "reasons", "merge", "split")}
+POSITIVE = ("batch", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
+
+
+def parse(words: Words = "", *, size: int | None = None) -> Plan:
+    """`size` is the number of ranks that were started, where somebody else started them."""
+    if isinstance(words, Plan):
+        return _fit(words, size, given=True)
+    given = _collect(words)
+    axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
+    for axis, n in axes.items():
+        if n < 1:
+            raise PlanError(f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more")
+        if axis != "data" and n != 1:
+            raise PlanError(f"{axis}={n}: splitting the model over ranks is not built yet; only data= can be more than 1")
+    merge = str(given.pop("merge", "all_reduce"))
+    split = str(given.pop("split", "shuffled"))
+    _known("merge", merge, STRATEGIES)
+    _known("split", split, SPLITS)
+    options = {k.removeprefix("merge."): given.pop(k) for k in list(given) if k.startswith("merge.")}
+    strategy = _strategy(merge, options)
+    known = [*AXES, "merge", "split", *PLAIN, *(f"merge.{f.name}" for f in dataclasses.fields(strategy))]
+    for key in given:
+        if key not in PLAIN:
+            _refuse("plan word", key, known)
+    fields = {k: _convert(k, v, PLAIN[k]) for k, v in given.items()}
+    plan = Plan(Layout(**axes), strategy, merge=merge, split=split, **fields)
+    _check(plan)
+    return _fit(plan, size, given="data" in axes)
+
+
+def describe(plan: Plan) -> str:
+    """The resolved plan as a line that `parse` understands."""
+    return " ".join(f"{k}={_text(v)}" for k, v in to_dict(plan).items())
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    axes = {k: getattr(plan.layout, k) for k in AXES if k == "data" or getattr(plan.layout, k) != 1}
+    options = {f"merge.{f.name}": getattr(plan.strategy, f.name) for f in dataclasses.fields(plan.strategy)}
+    plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None}
+    return {**axes, "merge": plan.merge, **options, "split": plan.split, **plain}
+
+
+def to_toml(plan: Plan) -> str:
+    return "".join(f"{_key(k)} = {_toml(v)}\n" for k, v in to_dict(plan).items())
+
+
+# -- reading --
+
+
+def _collect(words: str | Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(words, Mapping):
+        return _flatten(words)
+    given: dict[str, Any] = {}
+    for word in shlex.split(words) if isinstance(words, str) else words:
+        key, equals, value = word.partition("=")
+        if not equals and word.endswith(".toml"):
+            given.update(_flatten(_load(Path(word))))
+        elif not equals or not key:
+            near = difflib.get_close_matches(word, [*AXES, "merge", "split", *PLAIN], 1)
+            raise PlanError(f"{word!r} is no plan word: key=value is needed, such as {near[0] if near else 'data'}=..., or a .toml file")
+        else:
+            given[key] = value
+    return given
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise PlanError(f"plan file {path} does not exist") from None
+    except tomllib.TOMLDecodeError as e:
+        raise PlanError(f"plan file {path} is not TOML: {e}") from e
+
+
+def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A table `[merge]` with `name` is the words merge=name merge.key=value."""
+    flat: dict[str, Any] = {}
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            flat.update({key if k == "name" else f"{key}.{k}": v for k, v in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def _strategy(merge: str, options: dict[str, Any]) -> Any:
+    kind: Any = STRATEGIES[merge]
+    types = {k: v for k, v in get_type_hints(kind).items() if k in {f.name for f in dataclasses.fields(kind)}}
+    for key in options:
+        if key not in types:
+            has = f"has {', '.join(f'merge.{t}' for t in types)}" if types else "has no options"
+            raise PlanError(f"merge.{key} has no effect: merge={merge} {has}")
+    return kind(**{k: _convert(f"merge.{k}", v, types[k]) for k, v in options.items()})
+
+
+def _convert(key: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, str) and value.lower() in ("none", "") and type(None) in getattr(kind, "__args__", ()):
+        return None
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, str))
+    except msgspec.ValidationError as e:
+        choices = _choices(kind)
+        needed = f"one of {', '.join(map(str, choices))}" if choices else str(e).split(" - at")[0].removeprefix("Expected ").replace("`", "")
+        raise PlanError(f"{key}={value}: {needed} is needed") from None
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _known(key: str, value: str, table: Mapping[str, Any]) -> None:
+    if value not in table:
+        _refuse(f"{key}=", value, list(table))
+
+
+def _refuse(what: str, given: str, known: Sequence[str]) -> None:
+    near = difflib.get_close_matches(given, known, 1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(set(known)))}"
+    raise PlanError(f"unknown {what}{'' if what.endswith('=') else ' '}{given!r}; {hint}")
+
+
+# -- checking --
+
+
+def _check(plan: Plan) -> None:
+    for key in POSITIVE:
+        value = getattr(plan, key)
+        if value is not None and not value > 0:
+            raise PlanError(f"{key}={value}, but more than 0 is needed")
+    if plan.loaders is not None and plan.loaders < 0:
+        raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
+    if plan.epochs is not None and plan.steps is not None:
+        raise PlanError(f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them")
+    if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
+        raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
+    if plan.link == "nccl" and plan.device == "cpu":
+        raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
+    if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
+        raise PlanError(f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto")
+
+
+def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
+    if size is None or plan.layout.size == size:
+        return plan
+    if not given:
+        return dataclasses.replace(plan, layout=Layout(data=size))
+    axes = " x ".join(f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1)
+    raise PlanError(f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; set data={size} or start {plan.layout.size}")
+
+
+# -- writing --
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _key(key: str) -> str:
+    return f'"{key}"' if "." in key else key
+
+
+def _toml(value: Any) -> str:
+    return _text(value) if isinstance(value, bool | int | float) else f'"{value}"'

@@ -1,0 +1,191 @@
+"""Checkpoints: one folder each, complete or absent, checked when read, free of code and of layout.
+
+    checkpoints/step-00000120/tensors.safetensors     every tensor by name
+                              manifest.json           sha256 and size of it, round, position, metrics, plain values
+
+Written by a background thread into a hidden folder, synced, then renamed: a crash at any moment leaves the previous
+checkpoint and at worst a hidden folder, which the next save sweeps up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import save_file
+
+from manyhands.core import Position, Snapshot, Tensors
+from manyhands.errors import CheckpointError
+
+FORMAT = 1
+TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
+
+Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
+
+
+class Checkpoints:
+    """`keep` last ones stay, plus the one that was best by `best` ("accuracy" or "-loss": a minus means smaller is better)."""
+
+    def __init__(self, folder: Path, keep: int = 3, best: str | None = None, report: Report = lambda *_: None):
+        self.folder, self.keep, self.best, self.report = folder, keep, best, report
+        self.last_good: Path | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- writing --
+
+    def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+        """Return at once; the snapshot's tensors must not change any more. At most one save is under way."""
+        self.wait()
+        self._thread = threading.Thread(target=self._save, args=(snapshot, metrics), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+        start = time.perf_counter()
+        hidden = self.folder / f"{HIDDEN}{snapshot.round}-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob(f"{HIDDEN}*"):
+                shutil.rmtree(old, ignore_errors=True)
+            path = self.folder / f"step-{snapshot.round:08d}"
+            nbytes = _write(snapshot, metrics, hidden)
+            if path.exists():
+                shutil.rmtree(path)
+            os.rename(hidden, path)
+            _sync(self.folder)
+            self.last_good = path
+            self._forget()
+            self.report("checkpoint", time.perf_counter() - start, nbytes, str(path))
+        except Exception as e:  # a full disk must not stop training: the last good one stays
+            shutil.rmtree(hidden, ignore_errors=True)
+            kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
+            self.report("checkpoint_failed", time.perf_counter() - start, 0, f"checkpoint at round {snapshot.round} failed: {e}; training goes on, {kept}")
+
+    def _forget(self) -> None:
+        saved = self.all()
+        keep = set(saved[-self.keep :])
+        if (best := self.best_path()) is not None:
+            keep.add(best)
+        for path in saved:
+            if path not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # -- reading --
+
+    def all(self) -> list[Path]:
+        return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
+
+    def best_path(self) -> Path | None:
+        if self.best is None:
+            return None
+        sign, name = (-1.0, self.best[1:]) if self.best.startswith("-") else (1.0, self.best)
+        scored = []
+        for path in self.all():
+            with contextlib.suppress(CheckpointError):
+                if (value := read_manifest(path)["metrics"].get(name)) is not None:
+                    scored.append((sign * value, path))
+        return max(scored)[1] if scored else None
+
+    def latest(self) -> Snapshot | None:
+        """The newest checkpoint that is whole; damaged ones are named and passed over."""
+        found = self.all()
+        for path in reversed(found):
+            try:
+                snapshot = load(path)
+            except CheckpointError as e:
+                self.report("notice", 0.0, 0, f"{e}; using the one before it")
+                continue
+            self.last_good = path
+            return snapshot
+        if found:
+            raise CheckpointError(f"all {len(found)} checkpoints in {self.folder} are damaged; start anew without resume")
+        return None
+
+
+def load(path: Path) -> Snapshot:
+    """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only."""
+    manifest = read_manifest(path)
+    file = path / TENSORS
+    try:
+        size = file.stat().st_size
+    except OSError as e:
+        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} cannot be read ({e})") from e
+    if size != manifest["bytes"]:
+        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}")
+    if (digest := _digest(file)) != manifest["sha256"]:
+        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}...")
+    kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}}
+    with safetensors.safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (not a dict)
+            kind, _, rest = name.partition("/")
+            kinds[kind][rest] = tensors.get_tensor(name)
+    return Snapshot(
+        manifest["round"], kinds["model"], kinds["optimizer"], kinds["state"], Position(**manifest["position"]), kinds["rng"], manifest["meta"]
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        text = (path / MANIFEST).read_text()
+        manifest: dict[str, Any] = json.loads(text)
+        own = manifest.pop("manifest_sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({type(e).__name__}: {e})") from e
+    if own != _manifest_digest(manifest):
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own checksum")
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, this version reads up to {FORMAT}; update manyhands")
+    return manifest
+
+
+def _write(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
+    folder.mkdir()
+    groups = {"model": snapshot.params, "optimizer": snapshot.optimizer, "state": snapshot.state, "rng": snapshot.rng}
+    tensors = {f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()}
+    file = folder / TENSORS
+    save_file(tensors, file)
+    manifest = {
+        "format": FORMAT,
+        "round": snapshot.round,
+        "position": asdict(snapshot.position),
+        "metrics": metrics,
+        "meta": snapshot.meta,
+        "sha256": _digest(file),
+        "bytes": file.stat().st_size,
+    }
+    manifest["manifest_sha256"] = _manifest_digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (file, folder / MANIFEST, folder):
+        _sync(path)
+    return file.stat().st_size
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

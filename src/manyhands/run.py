@@ -1,0 +1,330 @@
+"""What a user calls: `train(task, plan)` for a whole task, `join()` for a loop of one's own.
+
+Both end up in the same place: one process per rank, each with a `Trainer`. `train` starts the processes if nobody has;
+under torchrun, srun or mpirun it joins the ones that are there. In a user's own loop the trainer runs as a coroutine:
+a merge rule asks the replica for its next loss, and control passes to the user's loop until `run.step(loss)`.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import dataclasses
+import functools
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands import build
+from manyhands.build import Options, Site
+from manyhands.compute import batches as data
+from manyhands.compute import forward
+from manyhands.compute.module import Micro
+from manyhands.compute.state import load_model
+from manyhands.core import Event, Job
+from manyhands.errors import ManyhandsError, PlanError, TaskError
+from manyhands.launch import environment
+from manyhands.launch.local import LocalLauncher
+from manyhands.launch.signals import Stop
+from manyhands.observe import curves
+from manyhands.plan import words as plan_words
+from manyhands.plan.words import Words
+from manyhands.recover.checkpoint import Checkpoints
+from manyhands.task import Callback, Task, build_model, resolve
+from manyhands.train import Result, Trainer
+
+MakeTask = Task | Callable[[], Task]
+
+
+def train(
+    task: MakeTask,
+    plan: Words = "",
+    *,
+    directory: str | Path | None = None,
+    resume: bool = False,
+    name: str | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    tensorboard: bool = False,
+    quiet: bool = False,
+    port: int = 0,
+) -> Result:
+    """Train a task under a plan and return how it went.
+
+    Alone, this starts `data=` processes on this machine and waits for them (one process: it trains right here).
+    Under torchrun and the like it takes part in the job that is there.
+    """
+    options = Options(
+        name or _script_name(), None if directory is None else str(directory), resume, tensorboard, quiet, callbacks=tuple(callbacks)
+    )
+    return start(functools.partial(work, task), plan, options, port)
+
+
+def start(body: Callable[[Words, Options], dict[str, Any]], words: Words, options: Options, port: int = 0) -> Result:
+    """Run `body` on every rank: here, in processes of our own, or in those that somebody else started."""
+    here = environment.place()
+    plan = plan_words.parse(words, size=None if here.started_by == "alone" else here.size)
+    if here.started_by == "alone" and plan.layout.size > 1:
+        job = Job(plan.layout.size, _pickle(functools.partial(body, plan_words.to_dict(plan), options)), plan.threads, port)
+        result = LocalLauncher().launch(job)
+    else:
+        result = body(plan_words.to_dict(plan), options)
+    finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
+    if finished.directory and here.rank == 0 and here.started_by != "manyhands":
+        _draw(finished, quiet=options.quiet)
+    return finished
+
+
+def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
+    """One rank's whole life in a task."""
+    here = environment.place()
+    plan = plan_words.parse(words, size=here.size)
+    with Stop(interrupt=here.started_by != "manyhands") as stop:
+        store = environment.store(here, plan.timeout_s)
+        task, seed = resolve(make, plan.seed)
+        site = build.open_site(plan, here, store, options)
+        try:
+            run = Run(site)
+            run.trainer = build.task_trainer(site, task, build_model(task), seed, lambda: bool(stop.requested), run)
+            return dataclasses.asdict(run.trainer.loop())
+        finally:
+            site.close()
+
+
+def work_script(script: str, arguments: list[str], words: Words, options: Options) -> dict[str, Any]:
+    """One rank's life in a script: its `task()` if it defines one, else the script itself, which calls `join()`."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    if defines_task(Path(script)):
+        return work(load_task(script), words, options)
+    sys.argv = [script, *arguments]
+    known = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "callbacks"}
+    environment.hand_over(plan_words.describe(plan_words.parse(words)), json.dumps(known))
+    runpy.run_path(script, run_name="__main__")
+    return _close_joined() or {}
+
+
+def defines_task(script: Path) -> bool:
+    """Whether the file has a `task` at its top level; read, not run: running it may be the training itself."""
+    try:
+        tree = ast.parse(script.read_text(), str(script))
+    except OSError as e:
+        raise TaskError(f"{script} cannot be read: {e.strerror}") from None
+    except SyntaxError as e:
+        raise TaskError(f"{script}, line {e.lineno}: {e.msg}") from None
+    names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name for a in node.names}
+    return "task" in names
+
+
+def load_task(script: str) -> MakeTask:
+    made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
+    return made
+
+
+# -- a loop of one's own --
+
+
+class Run:
+    """A rank's handle on its run: `prepare`, `step`, `log` in a loop of one's own; what callbacks are given."""
+
+    def __init__(self, site: Site, stop: Stop | None = None):
+        self._site, self._stop = site, stop
+        self.trainer: Trainer | None = None
+        self.rank, self.size = site.place.rank, site.place.size
+        self.directory, self.device = site.directory, site.device
+        self._loop: Any = None
+        self._outside: Any = None
+        self._micro: Micro | None = None
+        self._batch: data.Batch | None = None
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        *,
+        batch: int | None = None,
+        schedule: LRScheduler | None = None,
+    ) -> tuple[nn.Module, Optimizer, LoopData]:
+        """Give model, optimizer and data their place in the job; use what it returns as before."""
+        if self.trainer is not None:
+            raise TaskError("prepare was called before; one run trains one model")
+        site = self._site
+        model = model.to(site.device)
+        train = data.source(dataset, site.device, "the training data", site.plan.loaders)
+        plan = dataclasses.replace(site.plan, batch=site.plan.batch or batch or build._loader_batch(dataset), seed=site.plan.seed or 0)
+        self.trainer, walk, module, _ = build.assemble(
+            site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
+            lambda _: {}, lambda: bool(self._stop is not None and self._stop.requested), self,
+        )  # fmt: skip
+        return _Cast(module, plan.precision, site.device) if plan.precision != "fp32" else module, optimizer, LoopData(self, walk)
+
+    def step(self, loss: Tensor, count: int | None = None) -> None:
+        """Backward, exchange, merge, optimizer step, zero_grad: `loss` is the mean over the batch just drawn."""
+        if self._batch is None:
+            raise TaskError("run.step(loss) needs a batch from the data that run.prepare returned; iterate over that")
+        self._hand_over(Micro(loss, self._batch.count if count is None else count, self._batch.last))
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record numbers of your own; rank 0's are kept."""
+        plain = {k: float(v) for k, v in values.items()}
+        if self.rank == 0:
+            self._site.recorder.emit(Event(time.time(), 0, self.trainer.round if self.trainer else 0, "log", value=plain))
+
+    def close(self) -> Result | None:
+        """Save and end the run; called by itself when the script ends."""
+        result = None
+        if self.trainer is not None and self._loop is not None and not self._loop.dead:
+            result = self.trainer.finish()
+        self._loop = None
+        self._site.close()
+        if self._stop is not None:
+            self._stop.__exit__(None, None, None)
+        return result
+
+    # control passes between the rule's round and the user's loop
+
+    def _ask(self) -> Micro:
+        self._outside.switch()
+        assert self._micro is not None
+        return self._micro
+
+    def _hand_over(self, micro: Micro) -> None:
+        import greenlet
+
+        assert self.trainer is not None
+        self._outside = greenlet.getcurrent()
+        if self._loop is None:
+            self._loop = greenlet.greenlet(self.trainer.loop)
+            self._loop.switch()  # as far as the first question for a loss
+        self._micro = micro
+        result = self._loop.switch()
+        if self._loop.dead:
+            self._end_early(result)
+
+    def _end_early(self, result: Any) -> None:
+        requested = 0 if self._stop is None else self._stop.requested
+        print(f"stopped; saved in {self.directory}", file=sys.stderr)
+        raise SystemExit(128 + requested if requested else 0)
+
+
+class LoopData:
+    """This rank's batches of one epoch at a time. Epochs that a resumed run has behind it are over at once."""
+
+    def __init__(self, run: Run, walk: data.Batches):
+        self._run, self._walk, self._started = run, walk, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._started
+        self._started += 1
+        while self._walk.position.epoch <= epoch:
+            batch = self._walk.next()
+            self._run._batch = batch
+            if batch.values is None:
+                self._run._hand_over(Micro(None, 0, batch.last))  # no sample left for this rank, but peers wait for it
+            else:
+                yield batch.values
+
+    def __len__(self) -> int:
+        if isinstance(self._walk, data.Streamed) or self._walk.steps_per_epoch is None:
+            raise TypeError("a stream has no length")
+        return self._walk.steps_per_epoch
+
+
+class _Cast(nn.Module):
+    """Forward in the plan's precision; outputs in fp32, so that the user's loss is."""
+
+    def __init__(self, module: nn.Module, precision: str, device: torch.device):
+        super().__init__()
+        self.module, self._precision, self._device = module, precision, device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with forward.autocast(self._precision, self._device):
+            out = self.module(*args, **kwargs)
+        return out.float() if isinstance(out, Tensor) and out.is_floating_point() else out
+
+
+_joined: list[Run] = []
+
+
+def join(plan: Words = "", *, directory: str | Path | None = None, resume: bool = False, quiet: bool = False, name: str | None = None) -> Run:
+    """Take part in the job this process belongs to; alone, that is a world of one. The launcher's words win over `plan`."""
+    here = environment.place()
+    given = plan_words.parse(environment.words() or plan, size=here.size)
+    if given.epochs is not None or given.steps is not None:
+        raise PlanError("epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop")
+    handed: Mapping[str, Any] = json.loads(environment.options())
+    own = {"name": name or _script_name(), "directory": None if directory is None else str(directory), "resume": resume, "quiet": quiet}
+    stop = Stop(interrupt=here.started_by == "torchrun")
+    stop.__enter__()
+    site = build.open_site(given, here, environment.store(here, given.timeout_s), Options(**{**own, **handed}))
+    run = Run(site, stop)
+    _joined.append(run)
+    if here.started_by != "manyhands":
+        atexit.register(_close_joined)
+    return run
+
+
+def _close_joined() -> dict[str, Any] | None:
+    if not _joined:
+        return None
+    run = _joined.pop()
+    failed = getattr(sys, "last_value", None) is not None
+    if failed:
+        run._loop = None  # peers are not waiting for a closing checkpoint of a script that failed
+    result = run.close()
+    if result is not None and run.rank == 0 and environment.place().started_by != "manyhands":
+        _draw(result, quiet=run._site.options.quiet)
+    return None if result is None else dataclasses.asdict(result)
+
+
+def load(directory: str | Path, model: nn.Module, which: str = "latest") -> nn.Module:
+    """Load a run's newest (or `which="best"`) weights into a model of the same shape."""
+    checkpoints = Checkpoints(Path(directory) / "checkpoints")
+    saved = checkpoints.latest()
+    if saved is None:
+        raise TaskError(f"{directory} holds no checkpoint")
+    load_model(model, saved.params)
+    return model
+
+
+def _draw(result: Result, quiet: bool) -> None:
+    try:
+        picture = curves.draw(Path(result.directory))
+    except Exception as e:  # a picture must never fail a run
+        print(f"no picture: {e}", file=sys.stderr)
+        return
+    if not quiet:
+        print(f"picture {picture}")
+
+
+def _pickle(body: Callable[[], Any]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(body))
+    except Exception as e:
+        if isinstance(e, ManyhandsError):
+            raise
+        raise TaskError(
+            f"the task cannot be sent to other processes ({type(e).__name__}: {e}); make locks, sockets, open files and the like inside task(), "
+            "not outside, or put the task into a file and use: manyhands run FILE"
+        ) from e
+
+
+def _script_name() -> str:
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    return name if name and name not in ("-c", "__main__", "ipykernel_launcher", "colab_kernel_launcher") else "run"
+
+

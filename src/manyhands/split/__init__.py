@@ -1,0 +1,1 @@
+"""Who owns what: pure index arithmetic. No devices, no peers, no files, no clocks."""

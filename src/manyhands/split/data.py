@@ -1,0 +1,94 @@
+"""Split the data over ranks, sample by sample, so that N ranks together walk the order one rank would walk.
+
+An epoch is an order of indices, the same on every rank (it follows from seed and epoch). A step takes the next
+`global_batch` of them; each rank takes its near-equal, contiguous part of that. So the union of all ranks' parts
+is exactly one process's batch, every sample is used once per epoch without padding or duplicates, and the
+position (epoch, offset) means the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Position
+
+Order = Callable[[int, int, int], Tensor]  # (samples, seed, epoch) -> the indices of that epoch
+
+
+def shuffled(samples: int, seed: int, epoch: int) -> Tensor:
+    """Without replacement: a fresh permutation each epoch."""
+    return torch.randperm(samples, generator=_generator(seed, epoch))
+
+
+def sampled(samples: int, seed: int, epoch: int) -> Tensor:
+    """With replacement: as many independent draws as there are samples."""
+    return torch.randint(samples, (samples,), generator=_generator(seed, epoch))
+
+
+def ordered(samples: int, seed: int, epoch: int) -> Tensor:
+    """As stored: what streams and evaluation use."""
+    return torch.arange(samples)
+
+
+SPLITS: dict[str, Order] = {"shuffled": shuffled, "sampled": sampled, "ordered": ordered}
+
+
+def part(total: int, rank: int, size: int) -> range:
+    """The near-equal contiguous part of `range(total)` that `rank` owns; the first ones are longer by one."""
+    base, extra = divmod(total, size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+@dataclass(frozen=True)
+class Take:
+    """One rank's share of one step: offsets into the epoch's order, cut into micro-batches of at most `micro`."""
+
+    position: Position  # before this step
+    micros: tuple[range, ...]  # never empty: a rank without data has one empty range
+    after: Position
+
+
+@dataclass(frozen=True)
+class DataSplit:
+    """Which offsets of the epoch's order this rank takes at every step, from any position on."""
+
+    samples: int
+    global_batch: int
+    micro: int
+    rank: int
+    size: int
+
+    def take(self, at: Position) -> Take:
+        total = min(self.global_batch, self.samples - at.offset)
+        # first into micro-batches, then over ranks: every rank makes the same number of them, and the union of the
+        # ranks' k-th ones is the k-th of one process, so that BatchNorm over the union lines up
+        rounds = max(1, -(-(-(-total // self.size)) // self.micro))
+        micros = []
+        for block in (part(total, k, rounds) for k in range(rounds)):
+            mine, start = part(len(block), self.rank, self.size), at.offset + block.start
+            micros.append(range(start + mine.start, start + mine.stop))
+        end = at.offset + total
+        after = replace(at, offset=end, steps=at.steps + 1)
+        if end >= self.samples:
+            after = Position(at.epoch + 1, 0, at.steps + 1)
+        return Take(at, tuple(micros), after)
+
+    def walk(self, at: Position) -> Iterator[Take]:
+        while True:
+            take = self.take(at)
+            yield take
+            at = take.after
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    # odd multiplier: distinct (seed, epoch) pairs give distinct generator seeds for any practical run
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch * 7_919) % (2**63))

@@ -1,0 +1,237 @@
+"""The loop: split -> compute -> exchange -> merge, round after round. Read this file first.
+
+    while there is work:
+        loss = strategy.round(replica, link, state)       # everything that is distributed happens here
+        now and then, on the same round on every rank:    look (stop asked? loss finite?), evaluate, save
+
+A round ends on every rank or raises on every rank. All ranks hold the same position in the data, so they agree on
+epochs, evaluations and checkpoints without asking; what only one of them can know (a signal, a NaN) is shared by one
+small all-reduce about four times a second, at a round that all of them know beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Event, Group, Position, Replica, Snapshot, Strategy, Tensors
+from manyhands.errors import Diverged
+from manyhands.task import Callback
+
+LOOK_EVERY_S = 0.25
+
+
+class Link(Group, Protocol):
+    """A group that keeps account of itself (`exchange.observed`)."""
+
+    round: int
+    seconds: float
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    directory: str
+    rounds: int
+    epochs: float
+    seconds: float
+    samples_per_s: float
+    metrics: dict[str, float]
+    stopped: bool = False
+    checkpoint: str | None = None
+
+
+@dataclass
+class Trainer:
+    """One rank's part in a run. `build` puts the parts together; nothing here knows which ones they are."""
+
+    strategy: Strategy[Any]
+    replica: Replica
+    link: Link
+    state: Tensors
+    position: Callable[[], Position]
+    epochs: float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
+    steps: float
+    samples: Callable[[], int | None]  # of one epoch; None while a stream has not ended once
+    emit: Callable[[Event], None]
+    flush: Callable[[], None]
+    evaluate: Callable[[], dict[str, float]]
+    snapshot: Callable[[int], Snapshot]
+    save: Callable[[Snapshot, dict[str, float]], None]
+    last_good: Callable[[], str | None]
+    save_every: int | None  # rounds; 0: at the end of each epoch; None: never
+    stop_requested: Callable[[], bool]
+    directory: str
+    device: torch.device
+    callbacks: Sequence[Callback] = ()
+    round: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    run: Any = None
+
+    def __post_init__(self) -> None:
+        self._losses: list[tuple[int, Tensor]] = []
+        self._at_look = self.position()
+        self._first_epochs = self._epochs(self._at_look)
+        self._next_look = self.round + 1
+        self._looked = self._started = time.perf_counter()
+        self._looked_at = self._first = self.round
+        self._exchange_before = 0.0
+        self._samples_seen = 0
+        self._rate = 0.0
+        self._loss = math.nan
+        self._stop = False
+        self._saved = -1
+
+    # -- the loop --
+
+    def loop(self) -> Result:
+        try:
+            while not self.finished():
+                self.step()
+            return self.finish()
+        except (Exception, KeyboardInterrupt) as error:
+            for callback in self.callbacks:
+                callback.on_failure(self.run, error)
+            raise
+
+    def step(self) -> None:
+        epoch = self.position().epoch
+        started = time.time()
+        clock = time.perf_counter()
+        self.link.round = self.round + 1
+        loss = self.strategy.round(self.replica, self.link, self.state)
+        self.round += 1
+        self._losses.append((self.round, loss))
+        self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
+        for callback in self.callbacks:
+            callback.on_round(self.run, self.round, loss)
+        if self.round >= self._next_look:
+            self.look()
+        if self.position().epoch > epoch:
+            self._end_epoch(epoch)
+        elif self.save_every and self.round % self.save_every == 0:
+            self.checkpoint()
+
+    def finished(self) -> bool:
+        at = self.position()
+        return self._stop or at.steps >= self.steps or self._epochs(at) >= self.epochs - 1e-9
+
+    def finish(self) -> Result:
+        self.look()
+        if self.save_every is not None and self._saved != self.round:
+            self.checkpoint()
+        seconds = time.perf_counter() - self._started
+        at = self.position()
+        result = Result(
+            self.directory, self.round, self._epochs(at), seconds, self._samples_seen / max(seconds, 1e-9), {**self.metrics, "train_loss": self._loss},
+            stopped=self._stop, checkpoint=self.last_good(),
+        )  # fmt: skip
+        if self.link.rank == 0:
+            self.emit(Event(time.time(), 0, self.round, "finish", seconds, value={**result.metrics, "samples_per_s": result.samples_per_s}))
+        self.flush()
+        return result
+
+    # -- what ranks must agree on --
+
+    def look(self) -> None:
+        """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss over all ranks."""
+        now = time.perf_counter()
+        rounds, elapsed = self.round - self._looked_at, now - self._looked
+        losses = torch.stack([loss.detach().float() for _, loss in self._losses]).cpu() if self._losses else torch.zeros(0)
+        bad = (~losses.isfinite()).nonzero().flatten()
+        size, rank = self.link.size, self.link.rank
+        shared = torch.zeros(4 + size, dtype=torch.float64)
+        shared[0] = float(self.stop_requested())
+        shared[1] = losses.double().sum()
+        shared[2] = float(len(losses))
+        shared[3] = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
+        shared[4 + rank] = float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
+        shared = shared.to(self.device) if self.device.type == "cuda" else shared
+        self.link.all_reduce({"look": shared}).wait()
+        stop, total, count, interval, *diverged = shared.tolist()
+        self._stop = self._stop or stop > 0
+        self._next_look = self.round + int(interval)
+        self._loss = total / count if count else self._loss
+        self._losses.clear()
+        if any(diverged):
+            self._diverged(diverged)
+        self._progress(now, elapsed)
+
+    def _diverged(self, rounds: list[float]) -> None:
+        rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
+        good = self.last_good()
+        raise Diverged(
+            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} (epoch {self._epochs(self.position()):.2f}); "
+            f"{f'the last good checkpoint is {good}' if good else 'there is no checkpoint yet'}; "
+            "lower the learning rate, clip gradients (clip=1.0) or look at the data of that rank"
+        )
+
+    def _progress(self, now: float, elapsed: float) -> None:
+        at = self.position()
+        seen = self._seen(at)
+        if elapsed > 0 and self.round > self._looked_at:
+            rate = seen / elapsed
+            self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
+        self._samples_seen += seen
+        waited = self.link.seconds
+        if self.link.rank == 0 and self.round > self._looked_at:
+            value = {
+                "epoch": self._epochs(at),
+                **({"epochs": self.epochs} if math.isfinite(self.epochs) else {}),
+                "loss": self._loss,
+                "samples_per_s": self._rate,
+                "exchange_share": min(1.0, (waited - self._exchange_before) / max(elapsed, 1e-9)),
+                "eta_s": self._eta(now, at),
+                "step": float(at.steps),
+            }
+            self.emit(Event(time.time(), 0, self.round, "progress", value=value))
+        self._exchange_before, self._looked, self._looked_at, self._at_look = waited, now, self.round, at
+        self.flush()
+
+    # -- evaluation and checkpoints, at rounds that all ranks know --
+
+    def _end_epoch(self, epoch: int) -> None:
+        started, clock = time.time(), time.perf_counter()
+        self.look()
+        self.metrics = self.evaluate()
+        if self.metrics:
+            where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
+            self.emit(Event(started, self.link.rank, self.round, "evaluate", time.perf_counter() - clock, value={**where, **self.metrics}))
+            self.flush()
+        for callback in self.callbacks:
+            callback.on_epoch(self.run, epoch, self.metrics)
+        if self.save_every == 0:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        self.look()  # never save a model that has just become NaN
+        self._saved = self.round
+        clock = time.perf_counter()
+        started = time.time()
+        self.save(self.snapshot(self.round), self.metrics)
+        self.emit(Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock))
+
+    # -- arithmetic --
+
+    def _epochs(self, at: Position) -> float:
+        samples = self.samples()
+        return at.epoch + (at.offset / samples if samples else 0.0)
+
+    def _seen(self, at: Position) -> int:
+        before, samples = self._at_look, self.samples() or 0
+        return (at.epoch - before.epoch) * samples + at.offset - before.offset
+
+    def _eta(self, now: float, at: Position) -> float:
+        """Seconds left at the mean pace so far, by whichever limit is nearer."""
+        spent, done, here = now - self._started, self.round - self._first, self._epochs(at)
+        by_steps = spent * (self.steps - at.steps) / done if done else math.inf
+        by_epochs = spent * (self.epochs - here) / (here - self._first_epochs) if here > self._first_epochs else math.inf
+        left = max(0.0, min(by_steps, by_epochs))
+        return left if math.isfinite(left) else math.nan

@@ -1,0 +1,92 @@
+"""What every test gets: one thread a process, the data folder, and a guard that fails it when it leaves something behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; child processes inherit it
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyhands.exchange import segments
+
+torch.set_num_threads(1)
+
+GRACE_S = 3.0  # a process or thread that was told to end may need a moment
+# set by libraries on import or first use, or by pytest, not by a test
+NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "MPL", "TF_", "CUDA_MODULE_LOADING")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path | None:
+    """A folder with real data sets, or None: data sets then fall back on what needs no file."""
+    named = os.environ.get("MANYHANDS_DATA")
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
+    return Path(named) if named else beside if beside.is_dir() else None
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    children, threads, shared, variables = _children(), _threads(), _segments(), _variables()
+    yield
+    leaks = []
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        leaks.append("an initialised torch.distributed process group: call destroy_process_group")
+    deadline = time.monotonic() + GRACE_S
+    while (_children().keys() - children.keys() or _threads() - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    leaks += [f"child process {pid}: {line}" for pid, line in _children().items() if pid not in children]
+    leaks += [f"thread {thread.name!r}, which is no daemon" for thread in _threads() - threads]
+    for path in _segments() - shared:
+        path.unlink(missing_ok=True)
+        leaks.append(f"shared memory {path}")
+    after = _variables()
+    for name in sorted(variables.keys() | after.keys()):
+        if variables.get(name) != after.get(name):
+            leaks.append(f"environment variable {name}: {variables.get(name)!r} became {after.get(name)!r}")
+            os.environ.pop(name, None)
+            if name in variables:
+                os.environ[name] = variables[name]
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _children() -> dict[int, str]:
+    """Living child processes and what they run, less those that Python's multiprocessing keeps for itself."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(parent) != os.getpid() or state == "Z":
+                continue
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended while we looked
+            continue
+        if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line:
+            found[int(path.name)] = line[:200]
+    return found
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()}
+
+
+def _segments() -> set[Path]:
+    """Segments made by this process or by one that is dead; those of other live processes are another run's."""
+    found = set()
+    for path in segments.directory().glob(f"{segments.PREFIX}*"):
+        pid = path.name.removeprefix(segments.PREFIX).split("-")[0]
+        if not pid.isdigit() or int(pid) == os.getpid() or not segments.alive(int(pid)):
+            found.add(path)
+    return found
+
+
+def _variables() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}

@@ -1,0 +1,286 @@
+"""The world of ranks that are threads: its clock, its determinism, and what it says where a real link would hang."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from manyhands.core import Group
+from manyhands.errors import Deadlock
+from manyhands.exchange.inproc import InprocGroup, World
+
+Trace = list[tuple[int, float, str]]
+
+
+def reduce_once(link: Group, numel: int = 2) -> None:
+    link.all_reduce({"w": torch.ones(numel)}).wait()
+
+
+def traced(world: World) -> Trace:
+    """What happens when, in the order in which it happens, with ranks of different speed and calls that overlap."""
+    trace: Trace = []
+
+    def main(link: InprocGroup) -> None:
+        x = torch.full((3,), float(link.rank))
+        for turn in range(4):
+            world.spend(link.rank, 0.3 * (link.rank * 5 % 3) + 0.1)
+            trace.append((link.rank, world.now[link.rank], f"computed {turn}"))
+            work = link.all_reduce({"x": x}, "mean")
+            world.spend(link.rank, 0.25)
+            work.wait()
+            trace.append((link.rank, world.now[link.rank], f"reduced {turn}: {x.tolist()}"))
+            link.swap({"x": x}, [(link.rank - 1) % link.size, (link.rank + 1) % link.size])
+            trace.append((link.rank, world.now[link.rank], f"swapped {turn}"))
+
+    world.run(main)
+    return trace
+
+
+def test_the_same_run_gives_the_same_trace() -> None:
+    first = traced(World(5))
+    assert len(first) == 5 * 4 * 3
+    assert traced(World(5)) == first
+    world = World(5)
+    assert traced(world) == first and traced(world) == first, "a world can be run again"
+
+
+def test_the_turn_goes_to_the_smallest_time_and_then_the_smallest_rank() -> None:
+    world, seen = World(3), []
+
+    def main(link: InprocGroup) -> None:
+        for _ in range(3):
+            world.spend(link.rank, 3.0 - link.rank)
+            seen.append((world.now[link.rank], link.rank))
+
+    world.run(main)
+    assert seen == sorted(seen)
+
+
+def test_exactly_one_rank_runs_at_a_time() -> None:
+    world, inside = World(4), threading.Lock()
+
+    def main(link: InprocGroup) -> None:
+        for _ in range(50):
+            assert inside.acquire(blocking=False), "two ranks run at once"
+            torch.ones(1000).sum()
+            inside.release()
+            reduce_once(link)
+
+    world.run(main)
+
+
+def test_every_rank_returns_its_own_result() -> None:
+    assert World(4).run(lambda link: link.rank * 10) == [0, 10, 20, 30]
+
+
+def test_one_tick_a_call() -> None:
+    world = World(3)
+
+    def main(link: InprocGroup) -> None:
+        reduce_once(link)
+        link.swap({"w": torch.ones(1)}, [])
+        reduce_once(link)
+
+    world.run(main)
+    assert world.now == [3.0, 3.0, 3.0]
+    assert [b["exchange"] for b in world.busy] == [3.0] * 3
+
+
+def test_an_exchange_is_paid_for_only_as_far_as_it_is_not_hidden() -> None:
+    asked = []
+
+    def cost(what: str, nbytes: int, peers: int) -> float:
+        asked.append((what, nbytes, peers))
+        return 4.0
+
+    world = World(2, cost)
+
+    def main(link: InprocGroup) -> None:
+        world.spend(link.rank, 1.0 + link.rank)  # the slower one comes at 2: the exchange lasts from 2 to 6
+        work = link.all_reduce({"w": torch.ones(10)})
+        world.spend(link.rank, 1.0 + 2 * link.rank)  # rank 0 waits from 2 on, rank 1 from 5 on
+        work.wait()
+
+    world.run(main)
+    assert asked == [("all_reduce", 40, 2)]
+    assert world.now == [6.0, 6.0]
+    assert world.busy == [
+        {"compute": 2.0, "exchange": 4.0, "wait": 0.0},
+        {"compute": 5.0, "exchange": 1.0, "wait": 0.0},
+    ]
+
+
+def test_waiting_for_a_slow_rank_is_told_from_exchange() -> None:
+    world = World(2)
+
+    def main(link: InprocGroup) -> None:
+        world.spend(link.rank, 5.0 * link.rank)
+        link.swap({"w": torch.ones(1)}, [1 - link.rank])
+
+    world.run(main)
+    assert world.busy == [{"compute": 0.0, "exchange": 1.0, "wait": 5.0}, {"compute": 5.0, "exchange": 1.0, "wait": 0.0}]
+
+
+def test_all_reduces_follow_each_other_on_the_link() -> None:
+    world = World(2, lambda what, nbytes, peers: 3.0)
+
+    def main(link: InprocGroup) -> None:
+        for work in [link.all_reduce({"w": torch.ones(1)}) for _ in range(4)]:
+            work.wait()
+
+    world.run(main)
+    assert world.now == [12.0, 12.0]
+
+
+def test_meta_tensors_travel_like_others() -> None:
+    def main(link: Group) -> torch.Size:
+        x = torch.empty(1000, 1000, device="meta")
+        link.all_reduce({"x": x}, "mean").wait()
+        return link.swap({"x": x}, [1 - link.rank])[0]["x"].shape
+
+    assert World(2).run(main) == [(1000, 1000)] * 2
+
+
+# -- where a real link would hang --
+
+
+def test_a_rank_that_finished_is_named_by_those_that_wait_for_it() -> None:
+    def main(link: Group) -> None:
+        for _ in range(4 if link.rank != 2 else 3):
+            reduce_once(link)
+
+    with pytest.raises(Deadlock) as e:
+        World(4).run(main)
+    assert "ranks [0, 1, 3] will wait for ever" in str(e.value)
+    assert "rank 0 waits in all_reduce #3 for rank 2" in str(e.value)
+    assert "rank 2 finished" in str(e.value)
+
+
+def test_a_rank_that_waits_elsewhere_is_named_with_where() -> None:
+    def main(link: Group) -> None:
+        if link.rank == 0:
+            link.all_reduce({"w": torch.ones(2)})
+        if link.rank < 2:
+            reduce_once(link)
+
+    with pytest.raises(Deadlock) as e:
+        World(3).run(main)
+    assert "rank 0 waits in all_reduce #1 for ranks [1, 2]; rank 1 waits in all_reduce #0 for rank 2; rank 2 finished" in str(
+        e.value
+    )
+
+
+def test_a_swap_with_a_rank_that_does_not_come() -> None:
+    def main(link: Group) -> None:
+        if link.rank < 2:
+            link.swap({"w": torch.ones(1)}, [(link.rank + 1) % 3, (link.rank + 2) % 3])
+
+    with pytest.raises(
+        Deadlock, match=r"rank 0 waits in swap #0 for rank 2; rank 1 waits in swap #0 for rank 2; rank 2 finished"
+    ):
+        World(3).run(main)
+
+
+def test_different_calls_name_both_ranks_and_both_calls() -> None:
+    def main(link: Group) -> None:
+        reduce_once(link)
+        if link.rank == 0:
+            reduce_once(link, 5)
+        else:
+            link.swap({"b": torch.ones(3, dtype=torch.int64)}, [0])
+
+    with pytest.raises(Deadlock) as e:
+        World(2).run(main)
+    assert "call #1" in str(e.value)
+    assert "rank 0 came with all_reduce(sum) of w [5] float32" in str(e.value)
+    assert "rank 1 with swap with rank 0 of b [3] int64: different calls" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"w": torch.ones(3)}, "different names, shapes or dtypes"),
+        ({"v": torch.ones(2)}, "different names, shapes or dtypes"),
+        ({"w": torch.ones(2, dtype=torch.float64)}, "different names, shapes or dtypes"),
+        ({}, "of nothing: different names, shapes or dtypes"),
+    ],
+)
+def test_different_tensors_do_not_meet(other: dict[str, torch.Tensor], reason: str) -> None:
+    with pytest.raises(Deadlock, match=reason):
+        World(2).run(lambda link: link.all_reduce({"w": torch.ones(2)} if link.rank == 0 else other).wait())
+    with pytest.raises(Deadlock, match=reason):
+        World(2).run(lambda link: link.swap({"w": torch.ones(2)} if link.rank == 0 else other, [1 - link.rank]))
+
+
+def test_different_ops_do_not_meet() -> None:
+    with pytest.raises(Deadlock, match="different ops"):
+        World(2).run(lambda link: link.all_reduce({"w": torch.ones(2)}, "sum" if link.rank == 0 else "max").wait())
+
+
+def test_a_swap_must_be_symmetric() -> None:
+    with pytest.raises(Deadlock, match="more often than it is named itself"):
+        World(2).run(lambda link: link.swap({"w": torch.ones(2)}, [1] if link.rank == 0 else []))
+
+
+@pytest.mark.parametrize("peer", [-1, 2])
+def test_a_swap_with_a_rank_that_is_not_there(peer: int) -> None:
+    with pytest.raises(ValueError, match=f"swaps with rank {peer}, but ranks are 0 to 1"):
+        World(2).run(lambda link: link.swap({}, [peer]))
+
+
+# -- where a rank fails --
+
+
+def test_what_a_rank_raises_comes_out_as_itself_and_the_others_unwind() -> None:
+    before, left, error = threading.active_count(), [], KeyError("mine")
+
+    def main(link: Group) -> None:
+        try:
+            reduce_once(link)
+            if link.rank == 1:
+                raise error
+            try:
+                reduce_once(link)
+            except Exception:  # unwinding is no Exception: a strategy's own handler does not stop it
+                left.append("swallowed")
+        finally:
+            left.append(link.rank)
+
+    with pytest.raises(KeyError) as e:
+        World(4).run(main)
+    assert e.value is error
+    assert "raised on rank 1 of 4" in e.value.__notes__[0]
+    assert sorted(left) == [0, 1, 2, 3]
+    assert threading.active_count() == before
+
+
+def test_a_call_on_the_way_out_leaves_at_once() -> None:
+    before = threading.active_count()
+
+    def main(link: Group) -> None:
+        try:
+            reduce_once(link)
+            if link.rank == 0:
+                raise ValueError("first")
+            reduce_once(link)
+        finally:
+            reduce_once(link)
+
+    with pytest.raises(ValueError, match="first"):
+        World(3).run(main)
+    assert threading.active_count() == before
+
+
+def test_no_thread_outlives_a_deadlock() -> None:
+    before = threading.active_count()
+    with pytest.raises(Deadlock):
+        World(8).run(lambda link: None if link.rank == 7 else reduce_once(link))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_time_does_not_run_backwards(seconds: float) -> None:
+    with pytest.raises(ValueError, match="backwards"):
+        World(1).run(lambda link: link.world.spend(0, seconds))

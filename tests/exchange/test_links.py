@@ -1,0 +1,358 @@
+"""What every link promises, checked on every link: one list of checks over one table of links, bare and observed.
+
+Real processes are forked once a link and size from a server that has torch loaded, and run the whole list.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core import Group, Op, Tensors
+from manyhands.exchange import collective, hierarchical, segments
+from manyhands.exchange.inproc import World
+from manyhands.exchange.observed import Observed
+from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
+from manyhands.exchange.solo import SoloGroup
+
+TIMEOUT_S = 30.0
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+NUMELS = (0, 1, 1023, 20_011)  # nothing, one, odd and owned by one rank, odd and cut into parts
+LARGE = STAGING_BYTES // 4 + 1003  # float32: one staging buffer and a bit
+OPS: tuple[Op, ...] = ("sum", "mean", "max")
+
+
+# -- the table of links --
+
+
+@dataclass(frozen=True)
+class Case:
+    link: str
+    hosts: str  # the host of every rank, one letter each
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def connect(self, rank: int, store: dist.Store) -> Group:
+        if self.link == "shared":
+            return SharedGroup(rank, self.size, store, timeout_s=TIMEOUT_S)
+        if self.link == "gloo":
+            return collective.connect(rank, self.size, store, "gloo", TIMEOUT_S)
+        return hierarchical.connect(rank, self.size, list(self.hosts), store, TIMEOUT_S)
+
+    def __str__(self) -> str:
+        return f"{self.link}-{self.hosts if self.link == 'hierarchical' else self.size}"
+
+
+CASES = [
+    Case("solo", "a"),
+    *(Case("inproc", "a" * n) for n in range(1, 9)),
+    *(Case("shared", "a" * n) for n in (1, 2, 3, 4, 8)),
+    *(Case("gloo", "a" * n) for n in (1, 2, 3)),
+    *(Case("hierarchical", hosts) for hosts in ("aa", "aba", "aabb", "aaabbbcc")),
+]
+
+
+# -- what links are checked for: each returns tensors that must have the same bits on all ranks --
+
+Check = Callable[[Group], list[Tensor]]
+CHECKS: dict[str, Check] = {}
+
+
+def check(f: Check) -> Check:
+    CHECKS[f.__name__] = f
+    return f
+
+
+@functools.cache
+def _given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    dice = torch.Generator().manual_seed(7919 * rank + numel)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=dice).to(dtype)
+    return torch.randint(-1000, 1000, (numel,), generator=dice, dtype=dtype)
+
+
+def given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings: every rank knows what all bring, and so the answer."""
+    return _given(rank, numel, dtype).clone()
+
+
+def assert_reduced(got: Tensor, size: int, op: Op) -> None:
+    dtype, numel = got.dtype, got.numel()
+    needed = _given(0, numel, dtype).to(torch.float64 if dtype.is_floating_point else dtype)
+    for rank in range(1, size):
+        needed = torch.maximum(needed, _given(rank, numel, dtype)) if op == "max" else needed + _given(rank, numel, dtype)
+    if op == "mean":
+        needed = needed / size if dtype.is_floating_point else needed // size
+    # each addition may round once, at the size that the sum has by then
+    slack = 8 * size * torch.finfo(dtype).eps if dtype.is_floating_point and op != "max" else 0.0
+    assert ((got.reshape(-1) - needed).abs() <= slack * (1 + needed.abs())).all(), (
+        f"{op} of {numel} {dtype}: {got} is not {needed}"
+    )
+
+
+def place(link: Group, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory that the link reduces in place, where it has such memory."""
+    allocate: Callable[[int, torch.dtype], Tensor] = getattr(link, "allocate", lambda n, t: torch.zeros(n, dtype=t))
+    return allocate(numel, dtype)
+
+
+def reduces(dtype: torch.dtype, op: Op, numels: tuple[int, ...]) -> Check:
+    def reduced(link: Group) -> list[Tensor]:
+        got = []
+        for numel in numels:
+            mine = given(link.rank, numel, dtype)
+            for into in (mine.clone(), place(link, numel, dtype).copy_(mine)):
+                link.all_reduce({"x": into}, op).wait()
+                got.append(into)
+        for x in got:
+            assert_reduced(x, link.size, op)
+        return got
+
+    return reduced
+
+
+for _dtype in DTYPES:
+    for _op in OPS:
+        CHECKS[f"all_reduce_{_op}_{str(_dtype).removeprefix('torch.')}"] = reduces(_dtype, _op, NUMELS)
+CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces(torch.float32, "mean", (LARGE,))
+CHECKS["all_reduce_sum_of_more_than_the_staging_buffer"] = reduces(torch.int64, "sum", (LARGE,))
+
+
+@check
+def all_reduce_takes_many_names_dtypes_and_shapes_at_once(link: Group) -> list[Tensor]:
+    mine: Tensors = {
+        "matrix": given(link.rank, 1023, torch.float32).view(31, 33),
+        "nothing": torch.empty(0, 5),
+        "scalar": given(link.rank, 1, torch.float64).view(()),
+        "columns": given(link.rank, 420, torch.float32).view(20, 21).t().contiguous().t(),  # not contiguous
+        "every_second": torch.zeros(30, dtype=torch.int64)[::2].copy_(given(link.rank, 15, torch.int64)),
+        "placed": place(link, 5000, torch.float32).copy_(given(link.rank, 5000, torch.float32)),
+        "leaf": torch.nn.Parameter(given(link.rank, 77, torch.float32)),
+    }
+    link.all_reduce(mine, "sum").wait()
+    for k, v in mine.items():
+        if k != "nothing":
+            assert_reduced(v.detach().contiguous(), link.size, "sum")
+    return list(mine.values())
+
+
+@check
+def all_reduce_leaves_the_neighbouring_memory_alone(link: Group) -> list[Tensor]:
+    whole = place(link, 3 * 9001, torch.float32).fill_(link.rank + 1.0)
+    whole[9001 : 2 * 9001].copy_(given(link.rank, 9001, torch.float32))
+    link.all_reduce({"middle": whole[9001 : 2 * 9001]}, "mean").wait()
+    assert_reduced(whole[9001 : 2 * 9001], link.size, "mean")
+    assert (whole[:9001] == link.rank + 1).all() and (whole[2 * 9001 :] == link.rank + 1).all()
+    return [whole[9001 : 2 * 9001]]
+
+
+@check
+def several_calls_may_be_under_way_and_be_waited_for_in_any_order_and_twice(link: Group) -> list[Tensor]:
+    numels = (5, 6000, 1, 70_001, 300)
+    for make in (lambda n, t: torch.zeros(n, dtype=t), functools.partial(place, link)):
+        mine = [make(n, torch.float32).copy_(given(link.rank, n, torch.float32)) for n in numels]
+        works = [link.all_reduce({"x": x}, OPS[i % 3]) for i, x in enumerate(mine)]
+        for work in (works[3], *works, works[1]):
+            work.wait()
+        for i, x in enumerate(mine):
+            assert_reduced(x, link.size, OPS[i % 3])
+    return mine
+
+
+@check
+def the_same_memory_can_be_reduced_again_and_again(link: Group) -> list[Tensor]:
+    x = place(link, 4099, torch.float64)
+    for turn in range(20):
+        x.fill_(link.rank + turn)
+        link.all_reduce({"x": x}).wait()
+        assert (x == sum(range(link.size)) + link.size * turn).all()
+    return [x]
+
+
+def assert_swapped(link: Group, mine: Tensors, peers: list[int], got: list[Tensors]) -> None:
+    assert len(got) == len(peers)
+    for peer, theirs in zip(peers, got, strict=True):
+        assert list(theirs) == list(mine)
+        for k, v in theirs.items():
+            assert v.shape == mine[k].shape and v.dtype == mine[k].dtype
+            assert torch.equal(v.reshape(-1), given(peer, v.numel(), v.dtype)), f"{k} of rank {peer}"
+
+
+def to_swap(link: Group) -> Tensors:
+    return {
+        "a": given(link.rank, 1023, torch.float32).view(31, 33),
+        "nothing": torch.empty(0, dtype=torch.float64),
+        "b": given(link.rank, 7, torch.bfloat16),
+        "c": given(link.rank, 20_011, torch.int64),
+        "columns": given(link.rank, 1, torch.float32).expand(1, 1).t(),
+    }
+
+
+@check
+def swap_round_a_ring(link: Group) -> list[Tensor]:
+    peers = [(link.rank - 1) % link.size, (link.rank + 1) % link.size]  # twice the same of two ranks, oneself when alone
+    for _ in range(3):
+        assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def swap_with_all_and_with_nobody(link: Group) -> list[Tensor]:
+    peers = [r for r in reversed(range(link.size)) if r != link.rank]
+    assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    assert link.swap(to_swap(link), []) == []
+    return []
+
+
+@check
+def swap_in_pairs_while_one_rank_sits_out(link: Group) -> list[Tensor]:
+    for first in (0, 1, 0):
+        peer = link.rank + 1 if (link.rank - first) % 2 == 0 else link.rank - 1
+        peers = [peer] if 0 <= peer < link.size else []
+        assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def swap_of_more_than_the_staging_buffer(link: Group) -> list[Tensor]:
+    peers = [(link.rank - 1) % link.size, (link.rank + 1) % link.size]
+    mine = {"x": given(link.rank, LARGE, torch.float32)}
+    assert_swapped(link, mine, peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def what_was_swapped_belongs_to_the_receiver(link: Group) -> list[Tensor]:
+    peers = [r for r in range(link.size) if r != link.rank]
+    mine = {"x": given(link.rank, 33, torch.float32)}
+    for theirs in link.swap(mine, peers):
+        theirs["x"].fill_(-1.0)
+    mine["x"].mul_(2.0)
+    again = link.swap(mine, peers)
+    for peer, theirs in zip(peers, again, strict=True):
+        assert torch.equal(theirs["x"], given(peer, 33, torch.float32) * 2)
+    return []
+
+
+@check
+def a_swap_may_overtake_an_all_reduce(link: Group) -> list[Tensor]:
+    x = place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32))
+    work = link.all_reduce({"x": x}, "mean")
+    peers = [r for r in range(link.size) if r != link.rank]
+    assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    work.wait()
+    assert_reduced(x, link.size, "mean")
+    return [x]
+
+
+# -- running them --
+
+OBSERVED = {name: f for name, f in CHECKS.items() if "staging_buffer" not in name}  # who watches does not see the buffer
+
+Outcomes = dict[tuple[bool, str], str]  # (observed, check) -> hash of the results, or what went wrong
+
+
+def run_checks(link: Group) -> Outcomes:
+    outcomes: Outcomes = {}
+    for observed in (False, True):
+        over = Observed(link, lambda event: None) if observed else link
+        for name, f in (OBSERVED if observed else CHECKS).items():
+            try:
+                digest = hashlib.sha256()
+                for x in f(over):
+                    digest.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                outcomes[observed, name] = digest.hexdigest()
+            except Exception:  # the ranks are out of step now: what follows would only confuse
+                outcomes[observed, name] = f"rank {link.rank}:\n{traceback.format_exc()}"
+                return outcomes
+    return outcomes
+
+
+def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    link = case.connect(rank, store)
+    outcomes = run_checks(link)
+    link.close()
+    left = [p.name for p in segments.directory().glob(f"{segments.PREFIX}{os.getpid()}-*")]
+    parent.send((outcomes, left))
+
+
+def start(target: Callable[..., None], args: tuple[Any, ...]) -> tuple[multiprocessing.Process, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours  # type: ignore[return-value]
+
+
+@functools.cache
+def outcomes_of(case: Case) -> list[Outcomes]:
+    """Every rank's outcomes."""
+    if case.link == "solo":
+        return [run_checks(SoloGroup())]
+    if case.link == "inproc":
+        return World(case.size).run(run_checks)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [start(be_a_rank, (case, rank, store.port)) for rank in range(case.size)]
+    reports = []
+    for rank, (process, pipe) in enumerate(ranks):
+        if not pipe.poll(2 * TIMEOUT_S):
+            process.kill()
+            reports.append({(o, n): f"rank {rank} did not report" for o in (False, True) for n in CHECKS})
+            continue
+        outcomes, left = pipe.recv()
+        outcomes[False, "shared memory"] = repr(left)
+        reports.append(outcomes)
+    for process, _ in ranks:
+        process.join()
+    return reports
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case, name: str) -> None:
+    assert_kept(case, name, observed=False)
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract_observed(case: Case, name: str) -> None:
+    assert_kept(case, name, observed=True)
+
+
+def assert_kept(case: Case, name: str, observed: bool) -> None:
+    outcomes = [mine.get((observed, name), "not reached: an earlier check failed") for mine in outcomes_of(case)]
+    broken = [text for text in outcomes if len(text) != 64]
+    assert not broken, "\n".join(broken)
+    assert len(set(outcomes)) == 1, f"ranks hold different bits: {outcomes}"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.link not in ("solo", "inproc")], ids=str)
+def test_no_shared_memory_is_left_behind(case: Case) -> None:
+    assert [mine[False, "shared memory"] for mine in outcomes_of(case)] == ["[]"] * case.size
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.link in ("solo", "inproc")], ids=str)
+def test_every_link_is_a_group(case: Case) -> None:
+    links: list[Any] = [SoloGroup()] if case.link == "solo" else World(case.size).run(lambda link: link)
+    for rank, link in enumerate(links):
+        assert isinstance(link, Group) and (link.rank, link.size) == (rank, case.size)
+        assert isinstance(Observed(link, lambda event: None), Group)

@@ -1,0 +1,72 @@
+"""What a watched link reports."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manyhands.core import Event, Tensors
+from manyhands.exchange.inproc import World
+from manyhands.exchange.observed import Observed
+from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.solo import SoloGroup
+
+
+def watched(every: int = 1) -> tuple[Observed, list[Event]]:
+    """A link whose clocks advance by one second each time they are read."""
+    events: list[Event] = []
+    ticks, times = itertools.count(), itertools.count(100)
+    return Observed(SoloGroup(), events.append, lambda: float(next(ticks)), lambda: float(next(times)), every), events
+
+
+def values() -> Tensors:
+    return {"w": torch.ones(10), "b": torch.ones(3, dtype=torch.float64)}
+
+
+def test_an_all_reduce_is_reported_when_its_wait_is_over() -> None:
+    link, events = watched()
+    link.round = 7
+    work = link.all_reduce(values())
+    link.round = 8
+    assert events == [] and (link.calls, link.nbytes, link.seconds) == (1, 64, 1.0)
+    work.wait()
+    assert events == [Event(98.0, 0, 7, "all_reduce", seconds=2.0, nbytes=64)], "one second in the call, one in the wait"
+    work.wait()
+    assert len(events) == 1 and (link.calls, link.nbytes, link.seconds) == (1, 64, 2.0)
+
+
+def test_a_swap_counts_its_bytes_once_a_peer() -> None:
+    def main(link: object) -> list[Event]:
+        events: list[Event] = []
+        over = Observed(link, events.append)  # type: ignore[arg-type]
+        over.swap(values(), [r for r in range(over.size) if r != over.rank])
+        assert (over.calls, over.nbytes) == (1, 2 * 64)
+        return events
+
+    for rank, events in enumerate(World(3).run(main)):
+        assert [(e.rank, e.name, e.nbytes) for e in events] == [(rank, "swap", 128)]
+
+
+def test_totals_count_all_rounds_and_events_come_for_some() -> None:
+    link, events = watched(every=3)
+    for link.round in range(7):
+        link.all_reduce(values()).wait()
+        link.swap(values(), [])
+    assert [e.round for e in events if e.name == "all_reduce"] == [0, 3, 6]
+    assert [e.round for e in events if e.name == "swap"] == [0, 3, 6]
+    assert link.calls == 14 and link.seconds == 7 * 3.0
+
+
+def test_memory_is_offered_only_where_the_link_has_some() -> None:
+    assert not hasattr(Observed(SoloGroup(), print), "allocate")
+    link = SharedGroup(0, 1, dist.HashStore())
+    assert Observed(link, print).allocate(5, torch.int64).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_every_is_at_least_one(every: int) -> None:
+    with pytest.raises(ValueError, match="needed: 1"):
+        watched(every)
