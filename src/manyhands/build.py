@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -25,6 +26,7 @@ from manyhands.compute import batchnorm, forward, state
 from manyhands.compute.captured import CapturedReplica
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
+from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part
 from manyhands.core import Event, Group, Place, Plan, Position, Snapshot, Tensors
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange import collective, hierarchical
@@ -211,11 +213,10 @@ def assemble(
     plan, global_batch = _batch_sizes(site, plan, saved)
     model = model.to(site.device)
     module, fetch_empty = _with_batchnorm(site, plan, model)
-    flat = FlatParameters(module, site.allocate, int(plan.bucket_mb * 2**20))
-    _same_start(site, flat)
     optimizer = make_optimizer(module.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError("torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW")
+    flat, update = _parameters(site, plan, module, optimizer)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.rank)
@@ -224,11 +225,11 @@ def assemble(
     computing = torch.compile(module) if plan.compile else module
     next_loss = losses(computing, walk)
     replica: ModuleReplica | CapturedReplica = ModuleReplica(
-        flat, optimizer, next_loss, nominal=global_batch, clip=plan.clip, schedule=schedule, scaler=scaler,
+        flat, update, next_loss, nominal=global_batch, clip=plan.clip, schedule=schedule, scaler=scaler,
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
     )  # fmt: skip
     if saved is not None:
-        _restore(site, saved, module, optimizer, schedule, scaler)
+        _restore(site, saved, module, update, schedule, scaler)
     replica = _captured(site, plan, replica, next_loss, walk)
     merge_state = plan.strategy.init(replica)
     if saved is not None:
@@ -248,9 +249,11 @@ def assemble(
     def snapshot(round: int) -> Snapshot:
         agree_on_buffers()
         rng = _all_rng(site)
+        if site.rank != 0 and not update.part_only:
+            return Snapshot(round, {}, {}, {}, walk.position)
+        tensors, optimizer_meta = update.save(lambda values: site.link.all_reduce(values).wait())
         if site.rank != 0:
             return Snapshot(round, {}, {}, {}, walk.position)
-        tensors, optimizer_meta = state.optimizer_state(module, optimizer)
         meta = {
             "optimizer": optimizer_meta,
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
@@ -332,6 +335,22 @@ def _captured(site: Site, plan: Plan, replica: ModuleReplica, next_loss: NextLos
     return CapturedReplica(replica, next_loss, walk, site.notice)
 
 
+def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer) -> tuple[FlatParameters, Update]:
+    """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
+    parameters, and each rank updates its part of it."""
+    bucket_bytes = int(plan.bucket_mb * 2**20)
+    shared = site.link.group
+    if isinstance(shared, SharedGroup) and getattr(plan.strategy, "replicas_agree", False) and plan.precision != "fp16" and can_part(optimizer):
+        flat = FlatParameters(
+            module, shared.allocate, bucket_bytes, allocate_values=functools.partial(shared.allocate, common=True), writes=site.rank == 0
+        )  # fmt: skip
+        shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
+        return flat, PartUpdate(flat, module, optimizer, shared.own)
+    flat = FlatParameters(module, site.allocate, bucket_bytes)
+    _same_start(site, flat)
+    return flat, WholeUpdate(flat, module, optimizer)
+
+
 def _same_start(site: Site, flat: FlatParameters) -> None:
     """Everybody starts from rank 0's weights, also where a user's script forgot to seed."""
     # equal seeds make equal weights nearly always: compare sums of bits first, which spares mapping the peers' memory
@@ -348,10 +367,10 @@ def _same_start(site: Site, flat: FlatParameters) -> None:
 
 
 def _restore(
-    site: Site, saved: Snapshot, module: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None, scaler: Any
+    site: Site, saved: Snapshot, module: nn.Module, update: Update, schedule: LRScheduler | None, scaler: Any
 ) -> None:
     state.load_model(module, saved.params)
-    state.load_optimizer(module, optimizer, saved.optimizer, saved.meta["optimizer"])
+    update.load(saved.optimizer, saved.meta["optimizer"])
     if schedule is not None and saved.meta["schedule"] is not None:
         schedule.load_state_dict(state.from_plain(saved.meta["schedule"]))
     if scaler is not None and saved.meta["scaler"] is not None:

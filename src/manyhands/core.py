@@ -74,10 +74,13 @@ OnReady = Callable[[Tensors], None]
 class Replica(Protocol):
     """One copy of the model, its share of the data and its optimizer. Never talks to other replicas.
 
-    `params` and `grads` are few long vectors. After `backward`, `grads` is proportional to a SUM over `count`
-    samples (by a factor that is the same on all ranks) and `count` is that number, so summing both over ranks
-    and then calling `step`, which divides once, gives the gradient of the union batch however uneven the shares.
+    `params` and `grads` are few long vectors. After `backward`, `grads` is proportional to a SUM over `count[0]`
+    samples (by a factor that is the same on all ranks), so summing both over ranks and then calling `step`, which
+    divides once, gives the gradient of the union batch however uneven the shares. (The rest of `count` says how many
+    ranks used each parameter.) Where `updates_part`, `step` changes only the part of `params` that this rank owns.
     """
+
+    updates_part: bool
 
     @property
     def params(self) -> Tensors: ...
@@ -88,8 +91,12 @@ class Replica(Protocol):
     def rows(self) -> Rows: ...
     def load(self, values: Tensors) -> None: ...
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
-        """Compute the loss and gradient of the next batch; `on_ready` gets parts of `grads` (and `count`, with the
-        first part) as soon as they are final, in the same order on every rank."""
+        """Compute the loss and gradient of the next batch; `on_ready` gets parts of `grads` as soon as they are final, in
+        the same order on every rank."""
+        ...
+
+    def square_norm(self) -> Tensor | None:
+        """Where `step` will clip and `updates_part`: the squared norm of the own part, to be summed before `step`."""
         ...
 
     def step(self) -> None: ...
@@ -108,6 +115,14 @@ class Group(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class PartGroup(Group, Protocol):
+    """A group whose ranks own parts of its vectors: an all-reduce in two halves, with room for work between them."""
+
+    def own(self, tensor: Tensor) -> list[slice]: ...
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work: ...
+    def all_gather(self, values: Tensors) -> Work: ...
 
 
 @runtime_checkable

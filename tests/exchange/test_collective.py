@@ -52,7 +52,7 @@ def test_every_dtype_on_the_wire_is_summed_and_maximised(dtype: torch.dtype) -> 
 
 
 def test_a_dtype_that_cannot_travel_is_refused_at_the_door() -> None:
-    with pytest.raises(ValueError, match="all_reduce of 'x', which is torch.complex64; needed: one of float32"):
+    with pytest.raises(ValueError, match=r"all_reduce of 'x', which is torch.complex64; needed: one of float32"):
         on_ranks(2, lambda link: link.all_reduce({"x": torch.ones(1, dtype=torch.complex64)}))
 
 

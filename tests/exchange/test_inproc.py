@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -277,6 +278,20 @@ def test_no_thread_outlives_a_deadlock() -> None:
     before = threading.active_count()
     with pytest.raises(Deadlock):
         World(8).run(lambda link: None if link.rank == 7 else reduce_once(link))
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_ends_all_ranks() -> None:
+    before = threading.active_count()
+
+    def main(link: Group) -> None:
+        if link.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        while True:
+            reduce_once(link)
+
+    with pytest.raises(KeyboardInterrupt):
+        World(3).run(main)
     assert threading.active_count() == before
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import multiprocessing
 import os
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.core import Group, Op, Tensors
+from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical, segments
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import Observed
@@ -111,10 +114,10 @@ def place(link: Group, numel: int, dtype: torch.dtype) -> Tensor:
     return allocate(numel, dtype)
 
 
-def reduces(dtype: torch.dtype, op: Op, numels: tuple[int, ...]) -> Check:
+def reduces(op: Op, dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]) -> Check:
     def reduced(link: Group) -> list[Tensor]:
         got = []
-        for numel in numels:
+        for dtype, numel in itertools.product(dtypes, numels):
             mine = given(link.rank, numel, dtype)
             for into in (mine.clone(), place(link, numel, dtype).copy_(mine)):
                 link.all_reduce({"x": into}, op).wait()
@@ -126,11 +129,10 @@ def reduces(dtype: torch.dtype, op: Op, numels: tuple[int, ...]) -> Check:
     return reduced
 
 
-for _dtype in DTYPES:
-    for _op in OPS:
-        CHECKS[f"all_reduce_{_op}_{str(_dtype).removeprefix('torch.')}"] = reduces(_dtype, _op, NUMELS)
-CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces(torch.float32, "mean", (LARGE,))
-CHECKS["all_reduce_sum_of_more_than_the_staging_buffer"] = reduces(torch.int64, "sum", (LARGE,))
+for _op in OPS:
+    CHECKS[f"all_reduce_{_op}"] = reduces(_op, DTYPES, NUMELS)
+CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces("mean", (torch.float32,), (LARGE,))
+CHECKS["all_reduce_sum_of_more_than_the_staging_buffer"] = reduces("sum", (torch.int64,), (LARGE,))
 
 
 @check
@@ -293,14 +295,14 @@ def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
     parent.send((outcomes, left))
 
 
-def start(target: Callable[..., None], args: tuple[Any, ...]) -> tuple[multiprocessing.Process, Connection]:
+def start(target: Callable[..., None], args: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*args, theirs), daemon=True)
     process.start()
     theirs.close()
-    return process, ours  # type: ignore[return-value]
+    return process, ours
 
 
 @functools.cache
@@ -356,3 +358,13 @@ def test_every_link_is_a_group(case: Case) -> None:
     for rank, link in enumerate(links):
         assert isinstance(link, Group) and (link.rank, link.size) == (rank, case.size)
         assert isinstance(Observed(link, lambda event: None), Group)
+
+
+def test_who_is_alone_swaps_with_nobody_else() -> None:
+    with pytest.raises(ValueError, match="rank 0 is alone"):
+        SoloGroup().swap({}, [1])
+
+
+def test_every_rank_needs_a_host() -> None:
+    with pytest.raises(PlanError, match="2 host names for 3 ranks"):
+        hierarchical.connect(0, 3, ["a", "b"], dist.HashStore())

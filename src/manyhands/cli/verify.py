@@ -57,10 +57,12 @@ class Record(Callback):
     def on_round(self, run: Any, round: int, loss: Tensor) -> None:
         replica = run.trainer.replica
         self.kept[f"loss/{round}"] = torch.tensor([float(loss) * replica.own_count, replica.own_count], dtype=torch.float64)
+        if replica.updates_part:
+            run.trainer.link.all_gather(replica.flat.grads).wait()
         if run.rank == 0:
             for piece in replica.flat.pieces:
-                if piece.parameter.grad is not None:
-                    self.kept[f"gradient/{round}/{piece.name}"] = piece.parameter.grad.detach().clone().contiguous()
+                if (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:
+                    self.kept[f"gradient/{round}/{piece.name}"] = grad.detach().clone().contiguous()
         if round == self.steps:
             if run.rank == 0:
                 self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in replica.flat.pieces}

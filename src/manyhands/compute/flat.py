@@ -27,6 +27,8 @@ class Piece:
     parameter: nn.Parameter
     value: Tensor
     grad: Tensor
+    vector: str  # which flat vector, by its key
+    start: int  # first element there
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,13 @@ class Bucket:
 
 
 class FlatParameters:
-    """`allocate` says where the vectors live: private memory, a device, or memory shared with other ranks."""
+    """`allocate` says where the vectors live: private memory, a device, or memory shared with other ranks. Values may be
+    `allocate_values`d in memory that all ranks have in common; then only one of them `writes` its weights there."""
 
-    def __init__(self, module: nn.Module, allocate: Allocate, bucket_bytes: int):
+    def __init__(
+        self, module: nn.Module, allocate: Allocate, bucket_bytes: int, allocate_values: Allocate | None = None, writes: bool = True
+    ):
+        self._allocate_values, self._writes = allocate_values or allocate, writes
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.values: Tensors = {}
         self.grads: Tensors = {}
@@ -50,15 +56,11 @@ class FlatParameters:
         for dtype in dict.fromkeys(p.dtype for _, p in named):
             self._lay_out([(n, p) for n, p in named if p.dtype == dtype], dtype, allocate, bucket_bytes)
         # the samples behind the gradient, then for each piece how many ranks used it
-        self.tail = allocate(1 + len(self.pieces), torch.float32)
-
-    @property
-    def count(self) -> Tensor:
-        return self.tail[0]
+        self.count = allocate(1 + len(self.pieces), torch.float32)
 
     @property
     def used(self) -> Tensor:
-        return self.tail[1:]
+        return self.count[1:]
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype, allocate: Allocate, bucket_bytes: int) -> None:
         align = max(1, ALIGN_BYTES // dtype.itemsize)
@@ -67,16 +69,17 @@ class FlatParameters:
             starts.append(end)
             end += -(-p.numel() // align) * align
         key = str(dtype).removeprefix("torch.")
-        values, grads = allocate(end, dtype), allocate(end, dtype)
+        values, grads = self._allocate_values(end, dtype), allocate(end, dtype)
         self.values[key], self.grads[key] = values, grads
         first = len(self.pieces)
         for (name, p), start in zip(named, starts, strict=True):
             # keep the memory format (channels_last) where the parameter fills its memory without holes
             stride = p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride()
             value = torch.as_strided(values, p.shape, stride, start)
-            value.copy_(p.data)
+            if self._writes:
+                value.copy_(p.data)
             p.data = value
-            self.pieces.append(Piece(name, p, value, torch.as_strided(grads, p.shape, stride, start)))
+            self.pieces.append(Piece(name, p, value, torch.as_strided(grads, p.shape, stride, start), key, start))
         self._cut(first, [*starts, end], key, grads, bucket_bytes)
 
     def _cut(self, first: int, bounds: list[int], key: str, grads: Tensor, bucket_bytes: int) -> None:

@@ -14,16 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.flat import FlatParameters
+from manyhands.compute.update import Update
 from manyhands.core import OnReady, Rows, Tensors
-
-FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass
@@ -44,7 +41,7 @@ class ModuleReplica:
     def __init__(
         self,
         flat: FlatParameters,
-        optimizer: Optimizer,
+        update: Update,
         next_loss: NextLoss,
         *,
         nominal: int,
@@ -53,12 +50,13 @@ class ModuleReplica:
         scaler: torch.amp.GradScaler | None = None,
         on_unused: Callable[[list[str]], None] = lambda names: None,
     ):
-        self.flat, self.optimizer, self.next_loss = flat, optimizer, next_loss
+        self.flat, self.update, self.next_loss = flat, update, next_loss
+        self.optimizer = update.optimizer
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
         self.on_unused: Callable[[list[str]], None] | None = on_unused
-        self.device = flat.tail.device
+        self.device = flat.count.device
         self.own_count = 0  # samples of this rank in the last window, before merging
-        self.norm: Tensor | None = None  # of the last step's gradient, where it was clipped
+        self._square_norm: Tensor | None = None
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.pieces}
         self._on_ready: OnReady | None = None
         self._used = [False] * len(flat.pieces)  # by this rank, in this window
@@ -67,7 +65,10 @@ class ModuleReplica:
         self._launched = 0
         for i, piece in enumerate(flat.pieces):
             piece.parameter.register_post_accumulate_grad_hook(self._hook(i))
-        fuse(optimizer, self.device)
+
+    @property
+    def updates_part(self) -> bool:
+        return self.update.part_only
 
     @property
     def params(self) -> Tensors:
@@ -108,11 +109,15 @@ class ModuleReplica:
         self._end_window(count)
         if on_ready is not None:
             self._gather()
-            for bucket in self.flat.buckets[self._launched : -1]:
+            for bucket in self.flat.buckets[self._launched :]:
                 on_ready({bucket.name: bucket.grad})
-            final = {b.name: b.grad for b in self.flat.buckets[-1:]}
-            on_ready({**final, "tail": self.flat.tail})
         return total / max(count, 1)
+
+    def square_norm(self) -> Tensor | None:
+        if self.clip is None or not self.updates_part:
+            return None
+        self._square_norm = torch.stack([g.square().sum(dtype=torch.float64) for g in self._place()] or [torch.zeros(())]).sum().view(1)
+        return self._square_norm
 
     def step(self) -> None:
         grads = self._place()
@@ -142,12 +147,13 @@ class ModuleReplica:
         if grads and not self._in_flat[0]:  # nobody has asked for the flat gradients: the count is still this rank's own
             factor = self.nominal / max(1, self.own_count)
         elif self.device.type == "cpu":
-            factor = self.nominal / max(1.0, float(self.flat.count))
+            factor = self.nominal / max(1.0, float(self.flat.count[0]))
         else:  # stay on the device: reading the count would make the host wait for the GPU
-            factor = self.nominal / self.flat.count.clamp(min=1.0)
+            factor = self.nominal / self.flat.count[0].clamp(min=1.0)
         if self.clip is not None and grads:
-            self.norm = get_total_norm(grads) * factor
-            bound = (self.clip / (self.norm + 1e-6)).clamp(max=1.0)
+            norm = get_total_norm(grads) if self._square_norm is None else self._square_norm[0].sqrt().to(grads[0].dtype)
+            self._square_norm = None
+            bound = (self.clip / (norm * factor + 1e-6)).clamp(max=1.0)
             factor = factor * (float(bound) if self.device.type == "cpu" else bound)
         if grads and not (isinstance(factor, float) and factor == 1.0):
             torch._foreach_mul_(grads, factor)
@@ -171,8 +177,7 @@ class ModuleReplica:
             parameter.grad = None
             self._used[i] = self._in_flat[i] = True
             self._missing[bucket] -= 1
-            # in order on every rank; the last bucket waits for the tail, which is known when backward is over
-            while self._launched < len(self._missing) - 1 and self._missing[self._launched] == 0:
+            while self._launched < len(self._missing) and self._missing[self._launched] == 0:  # in order on every rank
                 ready = self.flat.buckets[self._launched]
                 self._launched += 1
                 self._on_ready({ready.name: ready.grad})
@@ -183,7 +188,7 @@ class ModuleReplica:
         for i, piece in enumerate(self.flat.pieces):
             self._used[i] = self._used[i] or piece.parameter.grad is not None
         self.own_count = count
-        self.flat.count.fill_(count)
+        self.flat.count[0].fill_(count)
         if all(self._used):
             self.flat.used.fill_(1.0)
         else:
@@ -205,21 +210,6 @@ class ModuleReplica:
 
     def _place(self) -> list[Tensor]:
         """Hand merged gradients back to the parameters; one that no rank used keeps none, as in plain torch."""
-        used_somewhere = self._used if all(self._used) or not self._in_flat[0] else [u > 0 for u in self.flat.used.tolist()]
-        grads = []
-        for i, piece in enumerate(self.flat.pieces):
-            if self._in_flat[i] and used_somewhere[i]:
-                piece.parameter.grad = piece.grad
-            if piece.parameter.grad is not None:
-                grads.append(piece.parameter.grad)
-        return grads
+        everything_used = all(self._used) or not self._in_flat[0]
+        return self.update.place(self._used if everything_used else [u > 0 for u in self.flat.used.tolist()], self._in_flat[0])
 
-
-def fuse(optimizer: Optimizer, device: torch.device) -> None:
-    """One kernel over all parameters instead of several per parameter, where torch has one and nobody chose."""
-    kinds = FUSED_ON_CPU if device.type == "cpu" else FUSED_ON_CUDA
-    if type(optimizer) not in kinds or any(not p.is_floating_point() for g in optimizer.param_groups for p in g["params"]):
-        return
-    for group in optimizer.param_groups:
-        if group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable"):
-            group["fused"] = True

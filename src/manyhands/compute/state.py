@@ -43,30 +43,42 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> tuple[Tensors, d
                 tensors[f"{names[id(p)]}/{key}"] = value.detach().to("cpu", copy=True)
             elif isinstance(value, int | float | bool):
                 numbers.setdefault(names[id(p)], {})[key] = value
-    groups = [
-        {**{k: _plain(v) for k, v in g.items() if k != "params" and _is_plain(v)}, "params": [names[id(p)] for p in g["params"]]}
-        for g in optimizer.param_groups
+    return tensors, {"groups": plain_groups(module, optimizer, [g["params"] for g in optimizer.param_groups]), "numbers": numbers}
+
+
+def plain_groups(module: nn.Module, optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """Hyper-parameters of every group as plain values, with the names of its `parameters`."""
+    names = {id(p): n for n, p in module.named_parameters()}
+    return [
+        {**{k: _plain(v) for k, v in g.items() if k != "params" and _is_plain(v)}, "params": [names[id(p)] for p in whole]}
+        for g, whole in zip(optimizer.param_groups, parameters, strict=True)
     ]
-    return tensors, {"groups": groups, "numbers": numbers}
 
 
 def load_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Tensors, meta: dict[str, Any]) -> None:
-    index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    number = {n: index[id(p)] for n, p in module.named_parameters() if id(p) in index}
+    load_named(optimizer, {id(p): n for n, p in module.named_parameters()}, tensors, meta)
+
+
+def load_named(optimizer: Optimizer, names: dict[int, str], tensors: Tensors, meta: dict[str, Any]) -> None:
+    """`names` maps what the optimizer holds, by identity, to the names in `tensors` ("name/key")."""
+    number = {names[id(p)]: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state: dict[int, dict[str, Any]] = {}
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
         if parameter in number:
             state.setdefault(number[parameter], {})[key] = value
     for parameter, entries in meta["numbers"].items():
-        state.setdefault(number[parameter], {}).update(entries)
+        if parameter in number:
+            state.setdefault(number[parameter], {}).update(entries)
     current = optimizer.state_dict()["param_groups"]
     if len(current) != len(meta["groups"]):
-        raise CheckpointError(f"the checkpoint's optimizer has {len(meta['groups'])} parameter groups, this one {len(current)}; use the same optimizer")
-    groups = [{**now, **{k: v for k, v in then.items() if k != "params" and k in now}} for now, then in zip(current, meta["groups"], strict=True)]
-    for now, then in zip(current, groups, strict=True):
-        then["params"] = now["params"]
-        then.update({k: now[k] for k in ("fused", "foreach", "capturable") if k in now})  # how, not what: this machine's choice
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(meta['groups'])} parameter groups, this one {len(current)}; use the same optimizer"
+        )
+    groups = []
+    for now, then in zip(current, meta["groups"], strict=True):
+        how = {k: now[k] for k in ("params", "fused", "foreach", "capturable") if k in now}  # this machine's choice
+        groups.append({**now, **{k: v for k, v in then.items() if k in now}, **how})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -64,16 +64,19 @@ class World:
             self._pass_turn()
 
         threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        self._pass_turn()
         try:
             for thread in threads:
-                thread.join()
-        except BaseException as e:  # ctrl-C: the ranks unwind at their next call
-            self._error = self._error or e
+                thread.start()
+            self._pass_turn()
             for thread in threads:
                 thread.join()
+        except BaseException as e:  # ctrl-C, at any of these lines, so that nobody knows who has the turn: all may leave
+            self._error = self._error or e
+            for turn in self._turns:
+                turn.release()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
         if (error := self._error) is not None:
             self._error = None  # a traceback kept here would keep every rank's tensors
             raise error
@@ -145,7 +148,7 @@ class World:
 
     # -- meetings --
 
-    def meet(self, rank: int, number: int, post: _Post) -> _Meeting:
+    def _meet(self, rank: int, number: int, post: _Post) -> _Meeting:
         """Bring `post` to the `number`-th call of all ranks; what does not fit what others brought raises."""
         meeting = self._meetings.setdefault(number, _Meeting(number, self.size))
         # an all-reduce must equal the first one, which equals all that came since; a swap may differ from stranger to stranger
@@ -189,7 +192,7 @@ class InprocGroup:
 
     def _post(self, post: _Post) -> _Meeting:
         self._calls += 1
-        return self.world.meet(self.rank, self._calls - 1, post)
+        return self.world._meet(self.rank, self._calls - 1, post)
 
 
 class _Reduction:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from manyhands.core import Emit, Event, Group, Op, Tensors, Work
+from manyhands.core import Emit, Event, Group, Op, PartGroup, Tensors, Work
 
 Clock = Callable[[], float]
 
@@ -36,14 +37,16 @@ class Observed:
             self.allocate = group.allocate
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
-        start = self._clock()
-        work = self.group.all_reduce(values, op)
-        seconds = self._clock() - start
-        nbytes = sum(v.nbytes for v in values.values())
-        self.calls += 1
-        self.nbytes += nbytes
-        self.seconds += seconds
-        return _Watched(self, work, nbytes, seconds)
+        return self._watch("all_reduce", values, lambda: self.group.all_reduce(values, op))
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return self._watch("reduce_scatter", values, lambda: cast(PartGroup, self.group).reduce_scatter(values, op))
+
+    def all_gather(self, values: Tensors) -> Work:
+        return self._watch("all_gather", values, lambda: cast(PartGroup, self.group).all_gather(values))
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return cast(PartGroup, self.group).own(tensor)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         start = self._clock()
@@ -59,16 +62,26 @@ class Observed:
     def close(self) -> None:
         self.group.close()
 
+    def _watch(self, name: str, values: Tensors, begin: Callable[[], Work]) -> Work:
+        start = self._clock()
+        work = begin()
+        seconds = self._clock() - start
+        nbytes = sum(v.nbytes for v in values.values())
+        self.calls += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        return _Watched(self, name, work, nbytes, seconds)
+
     def _report(self, name: str, round: int, nbytes: int, seconds: float) -> None:
         if round % self.every == 0:
             self._emit(Event(self._now() - seconds, self.rank, round, name, seconds, nbytes))
 
 
 class _Watched:
-    __slots__ = ("_done", "_link", "_nbytes", "_round", "_seconds", "_work")
+    __slots__ = ("_done", "_link", "_name", "_nbytes", "_round", "_seconds", "_work")
 
-    def __init__(self, link: Observed, work: Work, nbytes: int, seconds: float):
-        self._link, self._work, self._nbytes, self._seconds = link, work, nbytes, seconds
+    def __init__(self, link: Observed, name: str, work: Work, nbytes: int, seconds: float):
+        self._link, self._name, self._work, self._nbytes, self._seconds = link, name, work, nbytes, seconds
         self._round, self._done = link.round, False
 
     def wait(self) -> None:
@@ -80,4 +93,4 @@ class _Watched:
         seconds = link._clock() - start
         self._done = True
         link.seconds += seconds
-        link._report("all_reduce", self._round, self._nbytes, self._seconds + seconds)
+        link._report(self._name, self._round, self._nbytes, self._seconds + seconds)

@@ -7,9 +7,12 @@ A tensor made by `allocate` lives at the same place in every rank's segment, so 
     push      and writes the sum into every rank's memory                                   (all-gather)
     done      r says so; when all are done, the call is complete everywhere
 
-Every element is summed by one owner and copied, so all ranks hold the same bits. There is no helper thread: a rank
-that posts call t also reduces whatever earlier calls have become complete, so exchange overlaps with backward
-without a second thread fighting for the core. Tensors from elsewhere travel through a small staging buffer.
+Every element is summed by one owner and copied, so all ranks hold the same bits. Who owns what follows from its place
+in the segment, block by block in turn, so a slice has the owners it has within the whole. `reduce_scatter` leaves the
+push out and `all_gather` is nothing but it; memory that is `common` to all ranks needs no push at all.
+There is no helper thread: a rank that posts call t also reduces whatever earlier calls have become complete, so exchange
+overlaps with backward without a second thread fighting for the core. Tensors from elsewhere travel through a small
+staging buffer.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,10 +39,21 @@ from manyhands.exchange import segments
 
 BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
 STAGING_BYTES = 4 << 20
-ALONE_BYTES = 16 * 1024  # below this, one owner does the whole tensor
+BLOCKS_PER_OWNER = 8  # of a segment: enough that every bucket of a gradient has all ranks as owners
+OWNED_BYTES = (4 << 10, 4 << 20)  # smallest and largest such block
 LINE = 8  # int64 words between two ranks' counters: one cache line each
 
 Between = Callable[[Tensor, Op], None]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    first: int  # address of its first byte in this process
+    stop: int
+    views: list[Tensor]  # its bytes in every rank's copy; the same memory for all of them where it is common
+    common: bool
+    block: int  # bytes in a row with one owner
 
 
 class SharedGroup:
@@ -59,9 +74,9 @@ class SharedGroup:
         self.rank, self.size = rank, size
         self._store, self._timeout_s, self._meetings = store, timeout_s, 0
         self._between, self._owners, self._divisor = between, owners or size, divisor or size
-        self._segments: list[tuple[int, int, list[Tensor]]] = []  # (first byte, last byte, every rank's bytes)
+        self._segments: list[_Segment] = []
         self._maps: list[list[mmap.mmap]] = []
-        self._parts: dict[tuple[int, int, torch.dtype, int], list[tuple[Tensor, ...]]] = {}
+        self._parts: dict[tuple[int, int, torch.dtype], list[list[tuple[Tensor, ...]]]] = {}
         self._queue: deque[_Call] = deque()
         self._calls = 0
         self._lock = threading.Lock()
@@ -77,14 +92,33 @@ class SharedGroup:
 
     # -- memory --
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed vector in shared memory. Every rank must ask for the same, in the same order."""
+    def allocate(self, numel: int, dtype: torch.dtype, common: bool = False) -> Tensor:
+        """A zeroed vector in shared memory: a copy a rank, or one that is common to all. Every rank must ask for the
+        same, in the same order."""
         nbytes = max(64, numel * dtype.itemsize)
-        maps = self._map(nbytes)
+        maps = self._map(nbytes, made_by=0 if common else None)
         views = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
+        views = views * self.size if common else views
         mine = views[self.rank]
-        self._segments.append((mine.data_ptr(), mine.data_ptr() + nbytes, views))
+        # across hosts an owner's share should travel in one piece
+        shares = self._owners * (BLOCKS_PER_OWNER if self._between is None else 1)
+        least, most = OWNED_BYTES
+        block = max(least, min(most, math.ceil(nbytes / shares))) if self._between is None else math.ceil(nbytes / shares)
+        self._segments.append(_Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, math.ceil(block / 64) * 64))
         return mine[: numel * dtype.itemsize].view(dtype)
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        """Which elements of a vector from `allocate` this rank owns."""
+        segment = self._segment(tensor)
+        if segment is None:
+            raise ValueError("only a vector from allocate() has owners")
+        offset, size = tensor.data_ptr() - segment.first, tensor.element_size()
+        found = []
+        for index in range(offset // segment.block, -(-(offset + tensor.nbytes) // segment.block)):
+            if index % self._owners == self.rank:
+                start, stop = max(offset, index * segment.block), min(offset + tensor.nbytes, (index + 1) * segment.block)
+                found.append(slice((start - offset) // size, (stop - offset) // size))
+        return found
 
     def _map(self, nbytes: int, made_by: int | None = None) -> list[mmap.mmap]:
         """Map one segment a rank (or only the one of `made_by`), then unlink what this rank made."""
@@ -125,6 +159,14 @@ class SharedGroup:
             self._through_staging(v, op)
         return work
 
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        """Sum, but only into the owners' parts; the rest keeps what it had. For vectors from `allocate`."""
+        return self._post(list(values.values()), op, "reduce_scatter")
+
+    def all_gather(self, values: Tensors) -> Work:
+        """Give everybody the owners' parts. For vectors from `allocate`."""
+        return self._post(list(values.values()), "sum", "all_gather")
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         got = [{k: torch.empty(v.shape, dtype=v.dtype) for k, v in values.items()} for _ in peers]
         for k, v in values.items():
@@ -139,7 +181,7 @@ class SharedGroup:
                 for p, sink in sinks:
                     due = self._read[self.rank, p] + 1
                     self._wait(lambda p=p, due=due: self._sent[p, self.rank] >= due, lambda p=p: [p], "swap")
-                    sink[start : start + piece.numel()].copy_(self._segments[0][2][p][: piece.numel()])
+                    sink[start : start + piece.numel()].copy_(self._segments[0].views[p][: piece.numel()])
                     self._fence()
                     self._read[self.rank, p] = due
                 for p in peers:  # the staging buffer is free again when all have read it
@@ -155,8 +197,8 @@ class SharedGroup:
 
     # -- the engine --
 
-    def _post(self, tensors: list[Tensor], op: Op) -> _Call:
-        call = _Call(self, self._calls, tensors, op)
+    def _post(self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce") -> _Call:
+        call = _Call(self, self._calls, tensors, op, kind)
         self._calls += 1
         self._queue.append(call)
         self._fence()
@@ -167,10 +209,40 @@ class SharedGroup:
     def _progress(self) -> None:
         while self._queue and self._posted.min() > self._queue[0].number:
             call = self._queue.popleft()
-            for i, tensor in enumerate(call.tensors):
-                self._reduce(self._part(tensor, call.number + i), call.op)
+            for tensor in call.tensors:
+                for blocks in self._part(tensor):
+                    self._do(call, blocks)
             self._fence()
             self._done[self.rank] = call.number + 1
+
+    def _do(self, call: _Call, blocks: list[tuple[Tensor, ...]]) -> None:
+        """One row of blocks that this rank owns: sum it over ranks, then give it to all, as the call asks."""
+        if call.kind != "all_gather":
+            for mine, *others in blocks:
+                for other in others:
+                    if call.op == "max":
+                        torch.maximum(mine, other, out=mine)
+                    else:
+                        mine.add_(other)
+                if self._between is None:
+                    self._divide(mine, call.op)
+                    if call.kind == "all_reduce":
+                        _push(mine, others)
+            if self._between is None:
+                return
+            # blocks of one row are neighbours in memory: cross hosts once a row, not once a block
+            first, last = blocks[0][0], blocks[-1][0]
+            length = (last.data_ptr() - first.data_ptr()) // first.element_size() + last.numel()
+            whole = torch.as_strided(first, (length,), (1,))
+            self._between(whole, call.op)
+            self._divide(whole, call.op)
+        if call.kind != "reduce_scatter":
+            for mine, *others in blocks:
+                _push(mine, others)
+
+    def _divide(self, mine: Tensor, op: Op) -> None:
+        if op == "mean":
+            mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(self._divisor)
 
     def _finish(self, call: _Call) -> None:
         if self._done.min() > call.number:
@@ -183,54 +255,23 @@ class SharedGroup:
         def absent() -> list[int]:
             return [r for r in range(self.size) if min(self._posted[r], self._done[r]) <= call.number and r != self.rank]
 
-        self._wait(complete, absent, f"all_reduce #{call.number}")
+        self._wait(complete, absent, f"{call.kind} #{call.number}")
 
-    def _reduce(self, blocks: list[tuple[Tensor, ...]], op: Op) -> None:
-        for mine, *others in blocks:
-            for other in others:
-                if op == "max":
-                    torch.maximum(mine, other, out=mine)
-                else:
-                    mine.add_(other)
-            if self._between is None:
-                self._push(mine, others, op)
-        if self._between is not None and blocks:
-            # blocks of one part are neighbours in memory: cross hosts once a part, not once a block
-            first, last = blocks[0][0], blocks[-1][0]
-            length = (last.data_ptr() - first.data_ptr()) // first.element_size() + last.numel()
-            self._between(torch.as_strided(first, (length,), (1,)), op)
-            for mine, *others in blocks:
-                self._push(mine, others, op)
-
-    def _push(self, mine: Tensor, others: list[Tensor], op: Op) -> None:
-        if op == "mean":
-            mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(self._divisor)
-        for other in others:
-            other.copy_(mine)
-
-    def _part(self, tensor: Tensor, turn: int) -> list[tuple[Tensor, ...]]:
-        """This rank's part of `tensor` in every rank's memory, own first, in cache-sized blocks."""
-        alone = tensor.nbytes < ALONE_BYTES
-        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype, turn % self._owners if alone else 0)
+    def _part(self, tensor: Tensor) -> list[list[tuple[Tensor, ...]]]:
+        """What this rank owns of `tensor`: rows of cache-sized blocks, each block in every rank's memory, own first."""
+        key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
         if (found := self._parts.get(key)) is not None:
             return found
         segment = self._segment(tensor)
-        assert segment is not None
-        base, _, views = segment
-        offset = tensor.data_ptr() - base
-        n = tensor.numel()
-        if alone:
-            start, stop = (0, n) if turn % self._owners == self.rank else (0, 0)
-        else:
-            # cut at multiples of 64 bytes: two ranks never write to one cache line
-            line = max(1, 64 // tensor.element_size())
-            lines = math.ceil(n / line)
-            start, stop = (min(n, line * (lines * (self.rank + i) // self._owners)) for i in range(2)) if self.rank < self._owners else (0, 0)
-        everyone = [v[offset : offset + tensor.nbytes].view(tensor.dtype)[start:stop] for v in views]
-        everyone.insert(0, everyone.pop(self.rank))
-        blocks = list(zip(*(e.split(BLOCK) for e in everyone), strict=True)) if stop > start else []
-        self._parts[key] = blocks
-        return blocks
+        assert segment is not None, "only vectors from allocate() are exchanged in place"
+        offset = tensor.data_ptr() - segment.first
+        copies = segment.views[:1] if segment.common else segment.views
+        everyone = [v[offset : offset + tensor.nbytes].view(tensor.dtype) for v in copies]
+        if not segment.common:
+            everyone.insert(0, everyone.pop(self.rank))
+        rows = [list(zip(*(e[own].split(BLOCK) for e in everyone), strict=True)) for own in self.own(tensor)]
+        self._parts[key] = rows
+        return rows
 
     def _through_staging(self, tensor: Tensor, op: Op) -> None:
         flat = tensor.detach().contiguous().view(-1)
@@ -244,9 +285,9 @@ class SharedGroup:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view_as(tensor))
 
-    def _segment(self, tensor: Tensor) -> tuple[int, int, list[Tensor]] | None:
+    def _segment(self, tensor: Tensor) -> _Segment | None:
         first = tensor.data_ptr()
-        return next((s for s in self._segments if s[0] <= first < s[1]), None)
+        return next((s for s in self._segments if s.first <= first < s.stop), None)
 
     def _fence(self) -> None:
         # x86 keeps stores in order; elsewhere a flag could overtake the data it announces. Releasing a lock and
@@ -289,11 +330,16 @@ class SharedGroup:
 
 
 class _Call:
-    def __init__(self, group: SharedGroup, number: int, tensors: list[Tensor], op: Op):
-        self.group, self.number, self.tensors, self.op = group, number, tensors, op
+    def __init__(self, group: SharedGroup, number: int, tensors: list[Tensor], op: Op, kind: Kind):
+        self.group, self.number, self.tensors, self.op, self.kind = group, number, tensors, op, kind
 
     def wait(self) -> None:
         self.group._finish(self)
+
+
+def _push(mine: Tensor, others: list[Tensor]) -> None:
+    for other in others:
+        other.copy_(mine)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

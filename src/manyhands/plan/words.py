@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -58,7 +60,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
 
 def describe(plan: Plan) -> str:
     """The resolved plan as a line that `parse` understands."""
-    return " ".join(f"{k}={_text(v)}" for k, v in to_dict(plan).items())
+    return " ".join(shlex.quote(f"{k}={_text(v)}") for k, v in to_dict(plan).items())
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -124,11 +126,13 @@ def _strategy(merge: str, options: dict[str, Any]) -> Any:
 def _convert(key: str, value: Any, kind: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("none", "") and type(None) in getattr(kind, "__args__", ()):
         return None
+    if kind is str and isinstance(value, int):  # save = 10 in TOML is save=10 in words
+        value = str(value)
     try:
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as e:
         choices = _choices(kind)
-        needed = f"one of {', '.join(map(str, choices))}" if choices else str(e).split(" - at")[0].removeprefix("Expected ").replace("`", "")
+        needed = f"one of {', '.join(map(str, choices))}" if choices else str(e).split(", got")[0].removeprefix("Expected ").replace("`", "")
         raise PlanError(f"{key}={value}: {needed} is needed") from None
 
 
@@ -153,8 +157,8 @@ def _refuse(what: str, given: str, known: Sequence[str]) -> None:
 def _check(plan: Plan) -> None:
     for key in POSITIVE:
         value = getattr(plan, key)
-        if value is not None and not value > 0:
-            raise PlanError(f"{key}={value}, but more than 0 is needed")
+        if value is not None and not 0 < value < math.inf:
+            raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
@@ -180,7 +184,9 @@ def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)  # repr: to the last bit
 
 
 def _key(key: str) -> str:
@@ -188,4 +194,4 @@ def _key(key: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    return _text(value) if isinstance(value, bool | int | float) else f'"{value}"'
+    return _text(value) if isinstance(value, bool | int | float) else json.dumps(value)

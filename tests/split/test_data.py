@@ -1,0 +1,122 @@
+"""Every sample exactly once per epoch, for any number of ranks, from any position on: small cases all, not a few."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from manyhands.core import Position
+from manyhands.split.data import SPLITS, DataSplit, ordered, part, sampled, shuffled
+
+SAMPLES, BATCHES, SIZES = (1, 2, 5, 12, 31), (1, 2, 3, 8), (1, 2, 3, 4, 7)
+CASES = list(itertools.product(SAMPLES, BATCHES, SIZES, (1, 2, 3)))  # samples, micro-batch of a rank, ranks, accumulate
+
+
+def splits(samples: int, micro: int, size: int, accumulate: int, global_batch: int | None = None) -> list[DataSplit]:
+    return [DataSplit(samples, global_batch or micro * accumulate * size, micro, r, size) for r in range(size)]
+
+
+def epoch(ranks: list[DataSplit], at: Position = Position()) -> tuple[list[list[list[range]]], Position]:  # noqa: B008
+    """What every rank takes, step by step, from `at` to the end of its epoch: [step][rank][micro]."""
+    steps, start = [], at.epoch
+    while at.epoch == start:
+        takes = [r.take(at) for r in ranks]
+        assert len({t.after for t in takes}) == 1, "ranks must agree on where they stand"
+        steps.append([list(t.micros) for t in takes])
+        at = takes[0].after
+    return steps, at
+
+
+def offsets(steps: list[list[list[range]]]) -> list[int]:
+    return [i for step in steps for rank in step for micro in rank for i in micro]
+
+
+@pytest.mark.parametrize("order", ["shuffled", "ordered"])
+def test_every_sample_is_used_exactly_once_per_epoch_by_any_number_of_ranks(order: str) -> None:
+    for samples, micro, size, accumulate in CASES:
+        steps, after = epoch(splits(samples, micro, size, accumulate))
+        indices = SPLITS[order](samples, 7, 3)[torch.tensor(offsets(steps))]
+        assert sorted(indices.tolist()) == list(range(samples)), (samples, micro, size, accumulate)
+        assert after == Position(1, 0, len(steps)) and len(steps) == splits(samples, micro, size, accumulate)[0].steps_per_epoch
+
+
+def test_the_union_of_all_ranks_is_the_batch_of_one_rank_step_by_step() -> None:
+    for samples, micro, size, accumulate in CASES:
+        many, _ = epoch(splits(samples, micro, size, accumulate))
+        one, _ = epoch(splits(samples, micro * size, 1, accumulate))
+        assert len(many) == len(one)
+        for theirs, ours in zip(many, one, strict=True):
+            assert sorted(offsets([theirs])) == offsets([ours])
+            # and micro-batch by micro-batch, so that BatchNorm over the union sees one process's micro-batches
+            for k, block in enumerate(ours[0]):
+                assert [i for rank in theirs for i in rank[k]] == list(block)
+
+
+def test_all_ranks_make_the_same_number_of_micro_batches_none_larger_than_asked() -> None:
+    for samples, micro, size, accumulate in CASES:
+        for step in epoch(splits(samples, micro, size, accumulate))[0]:
+            assert len({len(rank) for rank in step}) == 1
+            lengths = [len(m) for rank in step for m in rank]
+            assert max(lengths) <= micro
+            for k in range(len(step[0])):  # shares of one micro-batch differ by at most one sample
+                shares = [len(rank[k]) for rank in step]
+                assert max(shares) - min(shares) <= 1
+
+
+def test_an_uneven_last_batch_is_shared_out_and_some_ranks_may_get_nothing() -> None:
+    steps, _ = epoch(splits(samples=17, micro=4, size=4, accumulate=1))
+    assert [[len(rank[0]) for rank in step] for step in steps] == [[4, 4, 4, 4], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4), (4, 7)])
+def test_switching_the_number_of_ranks_in_mid_epoch_keeps_exactly_once(before: int, after: int) -> None:
+    for samples, micro, switch in itertools.product((9, 24, 31), (1, 2), (1, 2, 3)):
+        batch = micro * before
+        ranks, at, seen = splits(samples, micro, before, 1), Position(), []
+        for _ in range(switch):
+            seen += offsets([[list(r.take(at).micros) for r in ranks]])
+            at = ranks[0].take(at).after
+        first = at.epoch * samples  # a tiny epoch may be over before the switch
+        rest, _ = epoch(splits(samples, micro, after, 1, global_batch=batch), at)
+        assert sorted(seen[first:] + offsets(rest)) == list(range(samples))
+        steps_alone = len(epoch(splits(samples, batch, 1, 1))[0])
+        assert switch % steps_alone + len(rest) == steps_alone, "the same steps, on other ranks"
+
+
+def test_walking_from_a_position_is_the_tail_of_walking_from_the_start() -> None:
+    split = DataSplit(31, 6, 2, 1, 3)
+    takes = list(itertools.islice(split.walk(Position()), 14))  # over the end of two epochs
+    for k in (0, 3, 5, 6, 11):
+        assert list(itertools.islice(split.walk(takes[k].position), 14 - k)) == takes[k:]
+
+
+def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else() -> None:
+    orders = {(seed, n): tuple(shuffled(50, seed, n).tolist()) for seed in range(4) for n in range(4)}
+    assert len(set(orders.values())) == 16
+    torch.manual_seed(99)
+    assert tuple(shuffled(50, 2, 3).tolist()) == orders[2, 3]
+    state = torch.get_rng_state()
+    shuffled(50, 0, 0), sampled(50, 0, 0)
+    assert torch.equal(state, torch.get_rng_state()), "splitting must not draw from the user's generator"
+
+
+def test_sampled_draws_with_replacement_evenly_and_the_same_again() -> None:
+    draws = torch.cat([sampled(40, 5, n) for n in range(250)])
+    counts = torch.bincount(draws, minlength=40).double()
+    chi_square = float(((counts - 250) ** 2 / 250).sum())
+    assert 15 < chi_square < 73, "39 degrees of freedom: 0.1 and 99.9 per cent"
+    assert len(set(sampled(40, 5, 0).tolist())) < 40
+    assert torch.equal(sampled(40, 5, 7), sampled(40, 5, 7)) and not torch.equal(sampled(40, 5, 7), sampled(40, 5, 8))
+
+
+def test_ordered_is_as_stored() -> None:
+    assert ordered(5, 1, 2).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_parts_cover_in_order_and_differ_by_at_most_one() -> None:
+    for total, size in itertools.product(range(0, 20), range(1, 9)):
+        parts = [part(total, r, size) for r in range(size)]
+        assert [i for p in parts for i in p] == list(range(total))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
