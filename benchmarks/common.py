@@ -46,9 +46,13 @@ def cores() -> int:
 
 
 def report(name: str, claims: list[Claim], repository: Path) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=repository, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=repository, capture_output=True, text=True
+    ).stdout.strip()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    cpu = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor()
+    )
     machine = f"{cores()} cores ({cpu}){gpu}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
     rows = [{k: v for k, v in asdict(c).items() if v is not None} for c in claims]
     return {"bench": name, "commit": commit or "unknown", "machine": machine, "claims": rows}
@@ -61,7 +65,9 @@ def show(found: dict[str, Any]) -> None:
             print(f"  {c['name']:<16} skipped: {c['skipped']}")
             continue
         mark = "" if "bar" not in c else "  ok" if c["ratio"] >= c["bar"] else "  BELOW"
-        print(f"  {c['name']:<16} ours {c['ours']:>12,.4g}  peer {c['peer']:>12,.4g} {c['unit']:<12} ratio {c['ratio']:.3f}  bar {c.get('bar', float('nan')):g}{mark}")
+        print(
+            f"  {c['name']:<16} ours {c['ours']:>10,.5g}  peer {c['peer']:>10,.5g} {c['unit']:<12} ratio {c['ratio']:.3f}  bar {c['bar']:g}{mark}"
+        )
         for key, value in (c.get("detail") or {}).items():
             print(f"  {'':<16}   {key}: {value}")
 

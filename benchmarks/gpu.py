@@ -89,7 +89,11 @@ def ours(task: Callable[[], mh.Task], words: str, warm: int, steps: int) -> floa
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         result = mh.train(
-            task, f"{words} device=cuda save=off steps={warm + steps}", directory=f"{folder}/run", quiet=True, callbacks=(Timed(warm, warm + steps),)
+            task,
+            f"{words} device=cuda save=off steps={warm + steps}",
+            directory=f"{folder}/run",
+            quiet=True,
+            callbacks=(Timed(warm, warm + steps),),
         )
     return steps / result.metrics["seconds"]
 
@@ -148,7 +152,9 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         found = alternate(runs, times)
         rate = {k: median(v) for k, v in found.items()}
         detail = {"all runs": {k: [round(x) for x in v] for k, v in found.items()}}
-        claims.append(Claim("lenet", rate["ours"], rate["hand-written"], "steps/s", rate["ours"] / rate["hand-written"], 4.0, detail))
+        claims.append(
+            Claim("lenet", rate["ours"], rate["hand-written"], "steps/s", rate["ours"] / rate["hand-written"], 4.0, detail)
+        )
     if not only or "gpt2" in only:
         rows, steps = tokens(), 5 if quick else 30
 
@@ -165,6 +171,19 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             times if quick else 3,
         )
         rate = {k: median(v) * 32 * 1024 for k, v in found.items()}
-        detail = {"hand-written, eager": f"{rate['hand-written']:,.0f} tokens/s", "all runs": {k: [round(x * 32768) for x in v] for k, v in found.items()}}
-        claims.append(Claim("gpt2", rate["ours"], rate["hand-written, compiled"], "tokens/s", rate["ours"] / rate["hand-written, compiled"], 1.0, detail))
+        detail = {
+            "hand-written, eager": f"{rate['hand-written']:,.0f} tokens/s",
+            "all runs": {k: [round(x * 32768) for x in v] for k, v in found.items()},
+        }
+        claims.append(
+            Claim(
+                "gpt2",
+                rate["ours"],
+                rate["hand-written, compiled"],
+                "tokens/s",
+                rate["ours"] / rate["hand-written, compiled"],
+                1.0,
+                detail,
+            )
+        )
     return claims

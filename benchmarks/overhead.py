@@ -11,7 +11,10 @@ from data_parallel import ours, peer
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     steps = 5 if quick else 600
     found = alternate(
-        {"ours": functools.partial(ours, "lenet", 64, 1, steps), "hand-written": functools.partial(peer, "lenet", 64, 1, steps, False)},
+        {
+            "ours": functools.partial(ours, "lenet", 64, 1, steps),
+            "hand-written": functools.partial(peer, "lenet", 64, 1, steps, False),
+        },
         1 if quick else 7,
     )
     mine, theirs = (median([s for s, _ in v]) for v in found.values())

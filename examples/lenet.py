@@ -1,8 +1,8 @@
 """LeNet-5 on Fashion-MNIST: the whole of what a user writes.
 
-    python examples/lenet.py                        one process
-    manyhands run examples/lenet.py data=2          two
-    torchrun --nproc-per-node 2 examples/lenet.py   two, started by torchrun
+python examples/lenet.py                        one process
+manyhands run examples/lenet.py data=2          two
+torchrun --nproc-per-node 2 examples/lenet.py   two, started by torchrun
 """
 
 import torch
@@ -22,7 +22,7 @@ class LeNet(nn.Sequential):
 
 
 def task() -> mh.Task:
-    name, train, test = datasets.images()
+    _, train, test = datasets.images()
     return mh.Task(
         model=LeNet(),
         loss=nn.functional.cross_entropy,

@@ -1,8 +1,8 @@
 """A small transformer that writes like Shakespeare, character by character: two layers, 0.4 million parameters.
 
-    python examples/transformer.py                                       one process
-    manyhands run examples/transformer.py data=2 steps=300               two
-    manyhands verify examples/transformer.py data=3                      are three the same as one?
+python examples/transformer.py                                       one process
+manyhands run examples/transformer.py data=2 steps=300               two
+manyhands verify examples/transformer.py data=3                      are three the same as one?
 """
 
 import torch

@@ -25,7 +25,7 @@ def task() -> mh.Task:
         loss=nn.functional.cross_entropy,
         train=(x[:SAMPLES], y[:SAMPLES]),
         test=test,
-        optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         metrics={"accuracy": mh.accuracy},
         batch=64,
         epochs=20,

@@ -1,21 +1,15 @@
-"""The composition root: a task and a plan become a link, a replica and a trainer. Knows every room, decides nothing else."""
+"""The composition root: a task, a plan and a site become a replica and a trainer. Knows every room, decides nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,16 +21,12 @@ from manyhands.compute.captured import CapturedReplica
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
 from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part
-from manyhands.core import Event, Group, Place, Plan, Position, Snapshot, Tensors
+from manyhands.core import Event, Plan, Position, Snapshot, Tensors
 from manyhands.errors import PlanError, TaskError
-from manyhands.exchange import collective, hierarchical
-from manyhands.exchange.observed import Observed
 from manyhands.exchange.shared import SharedGroup
-from manyhands.exchange.solo import SoloGroup
-from manyhands.observe.events import Recorder, Sink
 from manyhands.plan import words
-from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.site import Site
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.task import Callback, Task
 from manyhands.train import Trainer
@@ -44,123 +34,16 @@ from manyhands.train import Trainer
 DEFAULT_BATCH = 64
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a run is called and where it leaves its traces; nothing here changes a number."""
-
-    name: str = "run"
-    directory: str | None = None
-    resume: bool = False
-    tensorboard: bool = False
-    quiet: bool = False
-    float64: bool = False
-    stands_for: int = 1  # verify: this one rank takes the union of so many ranks' batches as one batch
-    base: str = "runs"
-    callbacks: tuple[Callback, ...] = field(default=(), metadata={"json": False})
-
-
-@dataclass
-class Site:
-    """This rank's surroundings: everything that exists before the model does."""
-
-    place: Place
-    plan: Plan
-    options: Options
-    store: dist.Store
-    device: torch.device
-    link: Observed
-    allocate: Callable[[int, torch.dtype], Tensor]
-    directory: Path
-    recorder: Recorder
-    checkpoints: Checkpoints
-    owner: Any
-    link_name: str
-
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
-    def notice(self, text: str) -> None:
-        if self.rank == 0:
-            self.recorder.emit(Event(time.time(), 0, self.link.round, "notice", value=text))
-
-    def close(self) -> None:
-        self.checkpoints.wait()
-        self.recorder.close()
-        self.link.close()
-        if self.owner is not None:
-            self.owner.close()
-            self.owner = None
-
-
-def open_site(plan: Plan, place: Place, store: dist.Store, options: Options) -> Site:
-    device = choose_device(plan, place)
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    owner, path = _open_directory(place, store, options, plan.timeout_s)
-    sinks = _sinks(path, place, options)
-    recorder = Recorder(path, place.rank, sinks)
-    inner, link_name = connect(plan, place, store, device)
-    link = Observed(inner, recorder.emit)
-    in_shared_memory = getattr(inner, "allocate", None)
-
-    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device) if in_shared_memory is None else in_shared_memory(numel, dtype)
-
-    def report(name: str, seconds: float, nbytes: int, text: str) -> None:
-        if place.rank == 0:
-            recorder.emit(Event(time.time() - seconds, 0, link.round, name, seconds, nbytes, text))
-
-    checkpoints = Checkpoints(path / "checkpoints", plan.keep, plan.best, report)
-    return Site(place, plan, options, store, device, link, allocate, path, recorder, checkpoints, owner, link_name)
-
-
-def connect(plan: Plan, place: Place, store: dist.Store, device: torch.device) -> tuple[Group, str]:
-    """The fastest link that joins all ranks, or the one the plan names."""
-    if place.size == 1:
-        return SoloGroup(), "none"
-    hosts = _gather(store, "host", place, place.host, plan.timeout_s)
-    one_host, shares = len(set(hosts)) == 1, len(set(hosts)) < place.size
-    kind = plan.link
-    if kind == "auto":
-        kind = "nccl" if device.type == "cuda" else "shared" if one_host else "hierarchical" if shares else "gloo"
-    if kind == "shared" and not one_host:
-        raise PlanError(f"link=shared joins processes of one host, but there are {len(set(hosts))}: {', '.join(sorted(set(hosts)))}; set link=hierarchical")
-    if kind == "nccl" and device.type != "cuda":
-        raise PlanError("link=nccl moves bytes between GPUs, but this rank computes on the CPU; set link=auto")
-    prefixed = dist.PrefixStore(f"link/{kind}", store)
-    if kind == "shared":
-        return SharedGroup(place.rank, place.size, prefixed, timeout_s=plan.timeout_s), kind
-    if kind == "hierarchical":
-        return hierarchical.connect(place.rank, place.size, hosts, prefixed, plan.timeout_s), kind
-    return collective.connect(place.rank, place.size, prefixed, kind, plan.timeout_s, device), kind
-
-
-def choose_device(plan: Plan, place: Place) -> torch.device:
-    if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise PlanError("device=cuda, but torch sees no GPU here; set device=cpu or install a CUDA build of torch")
-    if place.local_rank >= torch.cuda.device_count():
-        raise PlanError(
-            f"{place.local_size} ranks on this host, but torch sees {torch.cuda.device_count()} GPUs; one rank a GPU is needed: "
-            f"set data={torch.cuda.device_count()} or device=cpu"
-        )
-    torch.cuda.set_device(place.local_rank)
-    # everything runs on one stream of our own: what is to be captured must not touch the default stream
-    torch.cuda.set_stream(torch.cuda.Stream())
-    return torch.device("cuda", place.local_rank)
-
-
 # -- a task --
 
 
 def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_requested: Callable[[], bool], run: Any) -> Trainer:
+    limits_given = site.plan.epochs is not None or site.plan.steps is not None
     plan = dataclasses.replace(
         site.plan,
         seed=seed,
-        epochs=site.plan.epochs if site.plan.epochs is not None or site.plan.steps is not None else None if task.steps else task.epochs,
-        steps=site.plan.steps if site.plan.steps is not None or site.plan.epochs is not None else task.steps,
+        epochs=site.plan.epochs if limits_given or task.steps else task.epochs,
+        steps=site.plan.steps if limits_given else task.steps,
         clip=site.plan.clip if site.plan.clip is not None else task.clip,
         batch=(site.plan.batch or task.batch or _loader_batch(task.train) or DEFAULT_BATCH) * site.options.stands_for,
     )
@@ -174,7 +57,9 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
             if source is not None:
                 source.cast(torch.float64)
     if plan.best is not None and (test is None or plan.best.lstrip("-") not in {"loss", *task.metrics}):
-        raise PlanError(f"best={plan.best}: no such metric; the task has {', '.join(['loss', *task.metrics]) if test is not None else 'no test data'}")
+        raise PlanError(
+            f"best={plan.best}: no such metric; the task has {', '.join(['loss', *task.metrics]) if test is not None else 'no test data'}"
+        )
 
     def losses(module: nn.Module, walk: data.Batches) -> NextLoss:
         return forward.TaskLoss(module, walk, task.loss, task.step, plan.precision, site.device)
@@ -189,7 +74,9 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         *totals, count = sums.tolist()
         return {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
 
-    return assemble(site, plan, model, task.optimizer, task.schedule, train, losses, evaluate, stop_requested, run, tuple(task.callbacks))[0]
+    return assemble(
+        site, plan, model, task.optimizer, task.schedule, train, losses, evaluate, stop_requested, run, tuple(task.callbacks)
+    )[0]
 
 
 def assemble(
@@ -215,27 +102,31 @@ def assemble(
     module, fetch_empty = _with_batchnorm(site, plan, model)
     optimizer = make_optimizer(module.parameters())
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TaskError("torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW")
+        raise TaskError(
+            "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
+        )
     flat, update = _parameters(site, plan, module, optimizer)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.rank)
     at = Position() if saved is None else saved.position
     walk = _walk(site, plan, train, global_batch, seed, at, fetch_empty)
-    computing = torch.compile(module) if plan.compile else module
+    computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
-    replica: ModuleReplica | CapturedReplica = ModuleReplica(
+    plain = ModuleReplica(
         flat, update, next_loss, nominal=global_batch, clip=plan.clip, schedule=schedule, scaler=scaler,
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
     )  # fmt: skip
     if saved is not None:
         _restore(site, saved, module, update, schedule, scaler)
-    replica = _captured(site, plan, replica, next_loss, walk)
+    replica = _captured(site, plan, plain, next_loss, walk)
     merge_state = plan.strategy.init(replica)
     if saved is not None:
         for key, value in saved.state.items():
             merge_state[key].copy_(value)
-        site.notice(f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) from {site.checkpoints.last_good}")
+        site.notice(
+            f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) from {site.checkpoints.last_good}"
+        )
 
     def agree_on_buffers() -> None:
         buffers = batchnorm.running_buffers(module) if plan.batchnorm == "local" and size > 1 else []
@@ -299,7 +190,9 @@ def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, 
     return dataclasses.replace(plan, batch=batch), wanted
 
 
-def _walk(site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, fetch_empty: bool) -> data.Batches:
+def _walk(
+    site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, fetch_empty: bool
+) -> data.Batches:
     rank, size, batch = site.rank, site.place.size, plan.batch or DEFAULT_BATCH
     if isinstance(train, data.StreamSource):
         if plan.split == "sampled":
@@ -307,7 +200,9 @@ def _walk(site: Site, plan: Plan, train: data.Source, global_batch: int, seed: i
         site.notice("the training data is a stream: it is read in its own order by every rank, each keeps its part")
         return data.Streamed(train, lambda n: DataSplit(n, n, batch, rank, size).take(Position()), global_batch, at)
     if train.samples < size:
-        raise PlanError(f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer")
+        raise PlanError(
+            f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
+        )
     order = SPLITS[plan.split]
     split = DataSplit(train.samples, global_batch, batch, rank, size)
     return data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, fetch_empty=fetch_empty)
@@ -323,7 +218,9 @@ def _with_batchnorm(site: Site, plan: Plan, model: nn.Module) -> tuple[nn.Module
     return batchnorm.synchronise(model, reduce), True  # ranks without samples must still join its all-reduce
 
 
-def _captured(site: Site, plan: Plan, replica: ModuleReplica, next_loss: NextLoss, walk: data.Batches) -> ModuleReplica | CapturedReplica:
+def _captured(
+    site: Site, plan: Plan, replica: ModuleReplica, next_loss: NextLoss, walk: data.Batches
+) -> ModuleReplica | CapturedReplica:
     """Capture the step as CUDA graphs where that is possible; a rule that exchanges gradients needs them between the two."""
     possible = (
         plan.capture == "auto" and site.device.type == "cuda" and site.place.size == 1 and replica.scaler is None
@@ -340,7 +237,12 @@ def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer)
     parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
     shared = site.link.group
-    if isinstance(shared, SharedGroup) and getattr(plan.strategy, "replicas_agree", False) and plan.precision != "fp16" and can_part(optimizer):
+    if (
+        isinstance(shared, SharedGroup)
+        and getattr(plan.strategy, "replicas_agree", False)
+        and plan.precision != "fp16"
+        and can_part(optimizer)
+    ):
         flat = FlatParameters(
             module, shared.allocate, bucket_bytes, allocate_values=functools.partial(shared.allocate, common=True), writes=site.rank == 0
         )  # fmt: skip
@@ -354,7 +256,10 @@ def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer)
 def _same_start(site: Site, flat: FlatParameters) -> None:
     """Everybody starts from rank 0's weights, also where a user's script forgot to seed."""
     # equal seeds make equal weights nearly always: compare sums of bits first, which spares mapping the peers' memory
-    words = [v.view(torch.int64 if v.element_size() == 8 else torch.int32 if v.element_size() == 4 else torch.int16) for v in flat.values.values()]
+    words = [
+        v.view(torch.int64 if v.element_size() == 8 else torch.int32 if v.element_size() == 4 else torch.int16)
+        for v in flat.values.values()
+    ]
     sums = torch.stack([w[i::2].sum(dtype=torch.int64) for w in words for i in range(2)])
     span = torch.cat([sums, -sums])
     site.link.all_reduce({"span": span}, op="max").wait()
@@ -366,9 +271,7 @@ def _same_start(site: Site, flat: FlatParameters) -> None:
     site.link.all_reduce(flat.values).wait()
 
 
-def _restore(
-    site: Site, saved: Snapshot, module: nn.Module, update: Update, schedule: LRScheduler | None, scaler: Any
-) -> None:
+def _restore(site: Site, saved: Snapshot, module: nn.Module, update: Update, schedule: LRScheduler | None, scaler: Any) -> None:
     state.load_model(module, saved.params)
     update.load(saved.optimizer, saved.meta["optimizer"])
     if schedule is not None and saved.meta["schedule"] is not None:
@@ -402,42 +305,6 @@ def _loader_batch(train: Any) -> int | None:
     return train.batch_size if isinstance(train, DataLoader) else None
 
 
-# -- run directory and sinks --
-
-
-def _open_directory(place: Place, store: dist.Store, options: Options, timeout_s: float) -> tuple[Any, Path]:
-    """Rank 0 chooses and owns it, and tells the others; if it cannot, all of them hear why."""
-    if place.rank == 0:
-        try:
-            path = directory.choose(Path(options.base), options.name, options.directory, options.resume)
-            owner = directory.claim(path)
-        except Exception as e:
-            store.set("directory", json.dumps({"error": str(e)}))
-            raise
-        store.set("directory", json.dumps({"path": str(path)}))
-        return owner, path
-    store.wait(["directory"], timedelta(seconds=timeout_s))
-    answer = json.loads(store.get("directory"))
-    if "error" in answer:
-        raise PlanError(answer["error"])
-    return None, Path(answer["path"])
-
-
-def _sinks(path: Path, place: Place, options: Options) -> list[Sink]:
-    if place.rank != 0:
-        return []
-    sinks: list[Sink] = []
-    if not options.quiet:
-        from manyhands.observe.progress import Progress
-
-        sinks.append(Progress(sys.stdout))
-    if options.tensorboard:
-        from manyhands.observe.tensorboard import TensorBoard
-
-        sinks.append(TensorBoard(path))
-    return sinks
-
-
 def _announce(site: Site, plan: Plan, module: nn.Module, global_batch: int) -> None:
     if site.rank != 0:
         return
@@ -452,10 +319,3 @@ def _announce(site: Site, plan: Plan, module: nn.Module, global_batch: int) -> N
     ]
     site.recorder.emit(Event(time.time(), 0, site.link.round, "start", value="\n".join(lines)))
     site.recorder.flush()
-
-
-def _gather(store: dist.Store, key: str, place: Place, value: str, timeout_s: float) -> list[str]:
-    store.set(f"{key}/{place.rank}", value)
-    keys = [f"{key}/{r}" for r in range(place.size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
-    return [store.get(k).decode() for k in keys]

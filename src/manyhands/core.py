@@ -80,8 +80,8 @@ class Replica(Protocol):
     ranks used each parameter.) Where `updates_part`, `step` changes only the part of `params` that this rank owns.
     """
 
-    updates_part: bool
-
+    @property
+    def updates_part(self) -> bool: ...
     @property
     def params(self) -> Tensors: ...
     @property

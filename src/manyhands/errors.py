@@ -1,14 +1,14 @@
 """Everything manyhands raises on purpose. Each message says what was given, what is needed, what to do.
 
-    ManyhandsError
-    +-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
-    +-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
-    +-- PeerLost             another rank died or never came; the round did not happen
-    +-- Deadlock             in-process ranks wait for each other for ever
-    +-- Diverged             loss is NaN or infinite
-    +-- CheckpointError      a checkpoint is damaged, or of another model
-    +-- RunBusy              the run directory belongs to a live run
-    +-- LaunchError          processes could not be started, or one of them failed
+ManyhandsError
++-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
++-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
++-- PeerLost             another rank died or never came; the round did not happen
++-- Deadlock             in-process ranks wait for each other for ever
++-- Diverged             loss is NaN or infinite
++-- CheckpointError      a checkpoint is damaged, or of another model
++-- RunBusy              the run directory belongs to a live run
++-- LaunchError          processes could not be started, or one of them failed
 """
 
 

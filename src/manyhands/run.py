@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands import build
-from manyhands.build import Options, Site
 from manyhands.compute import batches as data
 from manyhands.compute import forward
 from manyhands.compute.module import Micro
@@ -40,6 +39,7 @@ from manyhands.observe import curves
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.site import Options, Site, open_site
 from manyhands.task import Callback, Task, build_model, resolve
 from manyhands.train import Result, Trainer
 
@@ -64,7 +64,12 @@ def train(
     Under torchrun and the like it takes part in the job that is there.
     """
     options = Options(
-        name or _script_name(), None if directory is None else str(directory), resume, tensorboard, quiet, callbacks=tuple(callbacks)
+        name or _script_name(),
+        None if directory is None else str(directory),
+        resume,
+        tensorboard,
+        quiet,
+        callbacks=tuple(callbacks),
     )
     return start(functools.partial(work, task), plan, options, port)
 
@@ -91,7 +96,7 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
     with Stop(interrupt=here.started_by != "manyhands") as stop:
         store = environment.store(here, plan.timeout_s)
         task, seed = resolve(make, plan.seed)
-        site = build.open_site(plan, here, store, options)
+        site = open_site(plan, here, store, options)
         try:
             run = Run(site)
             run.trainer = build.task_trainer(site, task, build_model(task), seed, lambda: bool(stop.requested), run)
@@ -165,7 +170,9 @@ class Run:
         site = self._site
         model = model.to(site.device)
         train = data.source(dataset, site.device, "the training data", site.plan.loaders)
-        plan = dataclasses.replace(site.plan, batch=site.plan.batch or batch or build._loader_batch(dataset), seed=site.plan.seed or 0)
+        plan = dataclasses.replace(
+            site.plan, batch=site.plan.batch or batch or build._loader_batch(dataset), seed=site.plan.seed or 0
+        )
         self.trainer, walk, module, _ = build.assemble(
             site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
             lambda _: {}, lambda: bool(self._stop is not None and self._stop.requested), self,
@@ -260,17 +267,24 @@ class _Cast(nn.Module):
 _joined: list[Run] = []
 
 
-def join(plan: Words = "", *, directory: str | Path | None = None, resume: bool = False, quiet: bool = False, name: str | None = None) -> Run:
+def join(
+    plan: Words = "", *, directory: str | Path | None = None, resume: bool = False, quiet: bool = False, name: str | None = None
+) -> Run:
     """Take part in the job this process belongs to; alone, that is a world of one. The launcher's words win over `plan`."""
     here = environment.place()
     given = plan_words.parse(environment.words() or plan, size=here.size)
     if given.epochs is not None or given.steps is not None:
         raise PlanError("epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop")
     handed: Mapping[str, Any] = json.loads(environment.options())
-    own = {"name": name or _script_name(), "directory": None if directory is None else str(directory), "resume": resume, "quiet": quiet}
+    own = {
+        "name": name or _script_name(),
+        "directory": None if directory is None else str(directory),
+        "resume": resume,
+        "quiet": quiet,
+    }
     stop = Stop(interrupt=here.started_by == "torchrun")
     stop.__enter__()
-    site = build.open_site(given, here, environment.store(here, given.timeout_s), Options(**{**own, **handed}))
+    site = open_site(given, here, environment.store(here, given.timeout_s), Options(**{**own, **handed}))
     run = Run(site, stop)
     _joined.append(run)
     if here.started_by != "manyhands":
@@ -326,5 +340,3 @@ def _pickle(body: Callable[[], Any]) -> bytes:
 def _script_name() -> str:
     name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
     return name if name and name not in ("-c", "__main__", "ipykernel_launcher", "colab_kernel_launcher") else "run"
-
-

@@ -57,9 +57,13 @@ class Task:
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
             given = "both" if self.loss is not None else "neither"
-            raise TaskError(f"Task needs either loss=(outputs, target) -> mean loss or step=(model, batch) -> mean loss; got {given}")
+            raise TaskError(
+                f"Task needs either loss=(outputs, target) -> mean loss or step=(model, batch) -> mean loss; got {given}"
+            )
         if self.metrics and self.loss is None:
-            raise TaskError("metrics compare model(*inputs) with the target, but the task has step= and no loss=; give loss= instead of step=")
+            raise TaskError(
+                "metrics compare model(*inputs) with the target, but the task has step= and no loss=; give loss= instead of step="
+            )
         if self.batch is not None and self.batch < 1:
             raise TaskError(f"batch={self.batch}, but a batch holds at least 1 sample; set batch=1 or more")
         if self.steps is not None and self.steps < 1:

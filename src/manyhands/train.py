@@ -134,7 +134,11 @@ class Trainer:
             stopped=self._stop, checkpoint=self.last_good(),
         )  # fmt: skip
         if self.link.rank == 0:
-            self.emit(Event(time.time(), 0, self.round, "finish", seconds, value={**result.metrics, "samples_per_s": result.samples_per_s}))
+            self.emit(
+                Event(
+                    time.time(), 0, self.round, "finish", seconds, value={**result.metrics, "samples_per_s": result.samples_per_s}
+                )
+            )
         self.flush()
         return result
 
@@ -203,7 +207,11 @@ class Trainer:
         self.metrics = self.evaluate()
         if self.metrics:
             where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
-            self.emit(Event(started, self.link.rank, self.round, "evaluate", time.perf_counter() - clock, value={**where, **self.metrics}))
+            self.emit(
+                Event(
+                    started, self.link.rank, self.round, "evaluate", time.perf_counter() - clock, value={**where, **self.metrics}
+                )
+            )
             self.flush()
         for callback in self.callbacks:
             callback.on_epoch(self.run, epoch, self.metrics)

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Group, Op, Tensors
+from manyhands.core import Group, Op, PartGroup, Tensors
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical, segments
 from manyhands.exchange.inproc import World
@@ -184,6 +184,31 @@ def the_same_memory_can_be_reduced_again_and_again(link: Group) -> list[Tensor]:
         link.all_reduce({"x": x}).wait()
         assert (x == sum(range(link.size)) + link.size * turn).all()
     return [x]
+
+
+@check
+def reduce_scatter_and_all_gather_make_an_all_reduce(link: Group) -> list[Tensor]:
+    if not isinstance(getattr(link, "group", link), SharedGroup):
+        return []
+    parts = cast(PartGroup, link)
+    got = []
+    for dtype, op in itertools.product(DTYPES, OPS):
+        whole = place(link, 100_003, dtype).copy_(mine := given(link.rank, 100_003, dtype))
+        parts.reduce_scatter({"x": whole}, op).wait()
+        owned = parts.own(whole)
+        kept = torch.ones(100_003, dtype=torch.bool)
+        for part in owned:
+            kept[part] = False
+        assert torch.equal(whole[kept], mine[kept]), "what others own keeps what it had"
+        parts.all_gather({"x": whole}).wait()
+        assert_reduced(whole, link.size, op)
+        owners = torch.zeros(100_003, dtype=torch.int64)
+        for part in owned:
+            owners[part] += 1
+        link.all_reduce({"owners": owners}).wait()
+        assert (owners == 1).all(), "every element has one owner"
+        got.append(whole)
+    return got
 
 
 def assert_swapped(link: Group, mine: Tensors, peers: list[int], got: list[Tensors]) -> None:

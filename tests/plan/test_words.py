@@ -13,7 +13,9 @@ from manyhands.errors import ManyhandsError, PlanError
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.plan.words import describe, parse, to_dict, to_toml
 
-LINE = "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
+LINE = (
+    "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
+)
 WORDS = {
     "data": 3, "merge": "all_reduce", "split": "sampled", "batch": 16, "accumulate": 2, "steps": 7, "clip": 0.5,
     "precision": "bf16", "compile": True, "save": 10, "best": "-loss",
@@ -35,10 +37,27 @@ def with_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_string_a_list_a_dict_and_a_toml_file_give_the_same_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text("".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}\n" for k, v in WORDS.items()))
-    plans = [parse(LINE), parse(LINE.split()), parse(WORDS), parse({k: str(v) for k, v in WORDS.items()}), parse(str(file)), parse([str(file)])]
+    plans = [
+        parse(LINE),
+        parse(LINE.split()),
+        parse(WORDS),
+        parse({k: str(v) for k, v in WORDS.items()}),
+        parse(str(file)),
+        parse([str(file)]),
+    ]
     assert all(p == plans[0] for p in plans[1:])
     assert plans[0] == Plan(
-        Layout(data=3), AllReduce(), split="sampled", batch=16, accumulate=2, steps=7, clip=0.5, precision="bf16", compile=True, save="10", best="-loss"
+        Layout(data=3),
+        AllReduce(),
+        split="sampled",
+        batch=16,
+        accumulate=2,
+        steps=7,
+        clip=0.5,
+        precision="bf16",
+        compile=True,
+        save="10",
+        best="-loss",
     )
     assert parse(plans[0]) is plans[0]
 
@@ -56,13 +75,23 @@ def test_nothing_said_is_one_rank_with_all_defaults() -> None:
 def test_options_of_a_rule_are_words_and_a_toml_table(with_options: None, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text('[merge]\nname = "with_options"\nperiod = 4\nalpha = 1\n')
     expected = WithOptions(4, 1.0)
-    for words in ("merge=with_options merge.period=4 merge.alpha=1", f"{tmp_path}/plan.toml", {"merge": {"name": "with_options", "period": 4, "alpha": 1}}):
+    for words in (
+        "merge=with_options merge.period=4 merge.alpha=1",
+        f"{tmp_path}/plan.toml",
+        {"merge": {"name": "with_options", "period": 4, "alpha": 1}},
+    ):
         assert parse(words).strategy == expected
 
 
 @pytest.mark.parametrize(
     ("word", "nearest"),
-    [("dta=2", "data"), ("bath=8", "batch"), ("epoch=3", "epochs"), ("acumulate=2", "accumulate"), ("precison=bf16", "precision")],
+    [
+        ("dta=2", "data"),
+        ("bath=8", "batch"),
+        ("epoch=3", "epochs"),
+        ("acumulate=2", "accumulate"),
+        ("precison=bf16", "precision"),
+    ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest_known_one(word: str, nearest: str) -> None:
     with pytest.raises(PlanError, match=rf"unknown plan word '{word.split('=')[0]}'; did you mean {nearest}\?"):
@@ -123,7 +152,9 @@ def test_a_value_that_cannot_be_is_refused_with_what_is_needed(words: str, says:
 
 
 def test_an_option_that_the_rule_does_not_have_names_those_it_has(with_options: None) -> None:
-    with pytest.raises(PlanError, match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, merge\.outer"):
+    with pytest.raises(
+        PlanError, match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, merge\.outer"
+    ):
         parse("merge=with_options merge.perod=2")
     with pytest.raises(PlanError, match=r"merge\.period=often: int is needed"):
         parse("merge=with_options merge.period=often")
@@ -146,7 +177,13 @@ def test_a_plan_takes_the_size_of_the_job_it_is_in_unless_it_says_another() -> N
 
 @pytest.mark.parametrize(
     "words",
-    ["", LINE, "epochs=0.333333333333 clip=1e-7 timeout_s=12345678.5 bucket_mb=0.1", "data=2 steps=10 save=off", """best='my "v1.0"' seed=0 loaders=0"""],
+    [
+        "",
+        LINE,
+        "epochs=0.333333333333 clip=1e-7 timeout_s=12345678.5 bucket_mb=0.1",
+        "data=2 steps=10 save=off",
+        """best='my "v1.0"' seed=0 loaders=0""",
+    ],
 )
 def test_describe_and_toml_are_understood_again_to_the_last_bit(words: str, tmp_path: Path) -> None:
     plan = parse(words)

@@ -69,7 +69,7 @@ class Timed(Callback):
 
 
 def demo(data: Path | None, workers: int, epochs: int) -> None:
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), _busy()
     where = _where(data)
     name, (_, train_labels), (_, test_labels) = datasets.images(data)
     fashion = name == "Fashion-MNIST"
@@ -80,6 +80,12 @@ def demo(data: Path | None, workers: int, epochs: int) -> None:
     result = train(make, f"data={workers} epochs={epochs} device=cpu", name="demo")
     if result.stopped:
         raise KeyboardInterrupt
+    if workers > 1 and busy > 0.5:
+        say(
+            "notice",
+            f"other programs kept {busy:.1f} cores busy before we came: the speed-up may be lower than this machine can do",
+            "yellow",
+        )
     speeds = measure(make, workers) if workers > 1 else {}
     say("accuracy", f"{result.metrics['accuracy']:.1%} of the test pictures, each counted once")
     say("speed-up", describe(speeds, workers) if speeds else "not measured: that needs more than one process (--workers 2)")
@@ -89,9 +95,10 @@ def demo(data: Path | None, workers: int, epochs: int) -> None:
 
 def measure(make: functools.partial[Task], workers: int) -> dict[int, list[float]]:
     """Samples a second of one process and of `workers`, one thread each, several times in turn."""
-    say("measuring", f"one process against {workers}, {RUNS} times in turn: {TIMED_STEPS} steps, and in each {TIMED_BATCH} samples and one thread a process")
-    if (busy := _busy()) and busy > environment.cores() + 0.5:
-        say("notice", f"other programs are busy here (load {busy:.1f} on {_count(environment.cores(), 'core')}): expect less than this machine can do", "yellow")
+    say(
+        "measuring",
+        f"one process against {workers}, {RUNS} times in turn: {TIMED_STEPS} steps of {TIMED_BATCH} samples for every process, one thread each",
+    )
     speeds: dict[int, list[float]] = {1: [], workers: []}
     threads = torch.get_num_threads()
     try:
@@ -133,7 +140,9 @@ def _where(data: Path | None) -> str:
             raise TaskError(f"--data {data}: there is no such folder; give the one that holds Fashion-MNIST, or leave --data out")
         if not _holds(data.expanduser()):
             names = ", ".join(datasets.FASHION_MNIST_SHA256)
-            raise TaskError(f"--data {data} does not hold Fashion-MNIST: {names} are needed there or in fashion-mnist/ there; or leave --data out")
+            raise TaskError(
+                f"--data {data} does not hold Fashion-MNIST: {names} are needed there or in fashion-mnist/ there; or leave --data out"
+            )
         return f"found in {data}"
     named = environment.variables().get("MANYHANDS_DATA")
     if named and _holds(Path(named).expanduser()):
@@ -149,9 +158,9 @@ def _holds(folder: Path) -> bool:
 
 
 def _busy() -> float:
-    """Programs that wanted a core over the last minute, less the ones we ran ourselves: a guess, for a remark."""
+    """How many programs wanted a core over the last minute: asked before we start any."""
     try:
-        return os.getloadavg()[0] - 1.0
+        return os.getloadavg()[0]
     except (AttributeError, OSError):  # not on Windows
         return 0.0
 

@@ -10,16 +10,31 @@ import typer
 
 from manyhands.errors import LaunchError, ManyhandsError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Many hands make light work: train a PyTorch task on many processors.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Many hands make light work: train a PyTorch task on many processors.",
+)
 
-Script = Annotated[Path, typer.Argument(help="A Python file that defines task(), or a training loop that calls manyhands.join().", exists=True, dir_okay=False)]
-PlanWords = Annotated[list[str] | None, typer.Argument(metavar="[WORD=VALUE]...", help="The plan, e.g. data=4 precision=bf16; also a .toml file.")]
+Script = Annotated[
+    Path,
+    typer.Argument(
+        help="A Python file that defines task(), or a training loop that calls manyhands.join().", exists=True, dir_okay=False
+    ),
+]
+PlanWords = Annotated[
+    list[str] | None, typer.Argument(metavar="[WORD=VALUE]...", help="The plan, e.g. data=4 precision=bf16; also a .toml file.")
+]
 RunFolder = Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)]
 
 
 @app.command()
 def demo(
-    data: Annotated[Path | None, typer.Option(help="Folder with Fashion-MNIST; else MANYHANDS_DATA, the cache, a download, or scikit-learn's digits.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with Fashion-MNIST; else MANYHANDS_DATA, the cache, a download, or scikit-learn's digits."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
     epochs: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
@@ -34,7 +49,9 @@ def run(
     script: Script,
     words: PlanWords = None,
     dir: Annotated[Path | None, typer.Option("--dir", help="Run directory; default: runs/<script>-<time>.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --dir, or of this script's last run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --dir, or of this script's last run.")
+    ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
     port: Annotated[int, typer.Option(help="Port of the rendezvous; 0: any free one.", min=0, max=65535)] = 0,
@@ -59,7 +76,10 @@ def verify(
 
 
 @app.command()
-def trace(run: RunFolder, out: Annotated[Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")] = None) -> None:
+def trace(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")] = None,
+) -> None:
     """Write one Perfetto/Chrome trace of all ranks of a run."""
     from manyhands.cli.trace import trace as verb
 
@@ -70,7 +90,10 @@ def trace(run: RunFolder, out: Annotated[Path | None, typer.Option(help="File to
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")] = Path("model.safetensors"),
-    best: Annotated[str | None, typer.Option(help="Take the best checkpoint by this metric (accuracy, or -loss for the smallest) instead of the newest.")] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(help="Take the best checkpoint by this metric (accuracy, or -loss for the smallest) instead of the newest."),
+    ] = None,
 ) -> None:
     """Write a run's model as one safetensors file."""
     from manyhands.cli.export import export as verb

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from manyhands.build import Options
 from manyhands.run import start, work_script
+from manyhands.site import Options
 
 
 def run(script: Path, words: list[str], directory: Path | None, resume: bool, tensorboard: bool, quiet: bool, port: int) -> None:

@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from manyhands.build import Options
 from manyhands.core import Layout, Plan, Tensors
 from manyhands.errors import PlanError
 from manyhands.plan import words as plan_words
 from manyhands.run import MakeTask, defines_task, load_task, start, work
+from manyhands.site import Options
 from manyhands.task import Callback, Task
 
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
@@ -72,11 +72,15 @@ class Record(Callback):
 def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False) -> bool:
     """Print the comparison and return whether the plan equals one process."""
     if not defines_task(script):
-        raise PlanError(f"{script} defines no task(), which verify needs to run it twice; wrap model, data and optimizer into task()")
+        raise PlanError(
+            f"{script} defines no task(), which verify needs to run it twice; wrap model, data and optimizer into task()"
+        )
     plan = plan_words.parse(words)
     deviation = compare(functools.partial(_task, str(script)), plan, steps, float32)
     print(f"{plan_words.describe(plan)}")
-    print(f"{steps} steps on {plan.layout.size} ranks against one process, in {'float32' if float32 else 'float64'}: largest relative deviation of")
+    print(
+        f"{steps} steps on {plan.layout.size} ranks against one process, in {'float32' if float32 else 'float64'}: largest relative deviation of"
+    )
     print(f"  loss        {deviation.loss:.2e}")
     print(f"  gradients   {deviation.gradient:.2e}")
     print(f"  parameters  {deviation.parameter:.2e}")
@@ -87,7 +91,9 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     for name, value in sorted(deviation.by_module.items(), key=lambda kv: -kv[1]):
         print(f"  {value:.2e}  {name or '(top)'}")
     if plan.batchnorm == "local":
-        print("batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process")
+        print(
+            "batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process"
+        )
     return False
 
 
@@ -97,11 +103,11 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
         print("precision and compile change rounding, not the method: compared without them", file=sys.stderr)
     alone = dataclasses.replace(common, layout=Layout(), link="auto")
     with tempfile.TemporaryDirectory(prefix="manyhands-verify-") as folder:
-        runs = [
-            _run(make, common, Options(name="verify", float64=not float32), steps, Path(folder) / "plan"),
-            _run(make, alone, Options(name="verify", float64=not float32, stands_for=plan.layout.size), steps, Path(folder) / "alone"),
-        ]
-        return _deviation(*runs, rtol=RTOL[torch.float32 if float32 else torch.float64])
+        options = Options(name="verify", float64=not float32)
+        ours = _run(make, common, options, steps, Path(folder) / "plan")
+        # one process takes the union of all ranks' batches as one batch
+        theirs = _run(make, alone, dataclasses.replace(options, stands_for=plan.layout.size), steps, Path(folder) / "alone")
+        return _deviation(ours, theirs, RTOL[torch.float32 if float32 else torch.float64])
 
 
 def _run(make: MakeTask, plan: Plan, options: Options, steps: int, folder: Path) -> list[Tensors]:
@@ -125,7 +131,7 @@ def _without_dropout(make: MakeTask) -> Task:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+            setattr(module, "dropout", 0.0)  # noqa: B010 (nn.MultiheadAttention and the like keep a number)
     return dataclasses.replace(task, model=model)
 
 

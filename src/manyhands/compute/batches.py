@@ -40,9 +40,10 @@ class Take(Protocol):
 class Walk(Protocol):
     """What `split.data.DataSplit` looks like from here."""
 
-    samples: int
-    global_batch: int
-
+    @property
+    def samples(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
     def take(self, at: Position) -> Take: ...
     def walk(self, at: Position) -> Iterator[Take]: ...
 
@@ -85,6 +86,8 @@ class DatasetSource:
 
     def fetch(self, indices: Tensor) -> Any:
         wanted = indices.tolist()
+        if not wanted:
+            return self.place(_emptied(self.collate([self.dataset[0]])))
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(wanted)
         else:
@@ -93,9 +96,18 @@ class DatasetSource:
 
     def ahead(self, wanted: Iterator[list[int]]) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
-            self.dataset, batch_sampler=_Once(wanted), num_workers=self.loaders, collate_fn=self.collate, pin_memory=self.device.type == "cuda"
+            self.dataset,
+            batch_sampler=_Once(wanted),
+            num_workers=self.loaders,
+            collate_fn=self.collate,
+            pin_memory=self.device.type == "cuda",
         )
-        for values in loader:
+        drawn = torch.get_rng_state()
+        batches = iter(loader)
+        torch.set_rng_state(
+            drawn
+        )  # it drew its workers' seed; a resumed run, which starts loaders anew, must not be ahead by that
+        for values in batches:
             yield self.place(values)
 
     def place(self, values: Any) -> Any:
@@ -143,14 +155,18 @@ def source(data: Any, device: torch.device, what: str, loaders: int | None = Non
         found = StreamSource(data, device, collate or default_collate)
     elif isinstance(data, Tensor | np.ndarray):
         found = TensorSource((data,), device)
-    elif isinstance(data, tuple | list | Mapping) and len(data) and all(isinstance(v, Tensor | np.ndarray) for v in _values(data)):
+    elif (
+        isinstance(data, tuple | list | Mapping) and len(data) and all(isinstance(v, Tensor | np.ndarray) for v in _values(data))
+    ):
         found = TensorSource(data, device)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         found = DatasetSource(data, device, collate, loaders or 0)
     elif hasattr(data, "__iter__"):
         found = StreamSource(data, device, collate or default_collate)
     else:
-        raise TaskError(f"{what} is a {type(data).__name__}; a tuple of tensors or arrays, a Dataset, an IterableDataset or a DataLoader is needed")
+        raise TaskError(
+            f"{what} is a {type(data).__name__}; a tuple of tensors or arrays, a Dataset, an IterableDataset or a DataLoader is needed"
+        )
     if found.samples == 0:
         raise TaskError(f"{what} is empty: there is nothing to train or test on; give at least one sample")
     return found
@@ -162,7 +178,9 @@ def source(data: Any, device: torch.device, what: str, loaders: int | None = Non
 class Indexed:
     """`order(epoch)` lists an epoch's indices; `split` says which offsets of it this rank takes at each step."""
 
-    def __init__(self, source: TensorSource | DatasetSource, order: Order, split: Walk, at: Position, *, fetch_empty: bool = False):
+    def __init__(
+        self, source: TensorSource | DatasetSource, order: Order, split: Walk, at: Position, *, fetch_empty: bool = False
+    ):
         self.source, self.position, self.steps_per_epoch = source, at, -(-split.samples // split.global_batch)
         self.samples: int | None = split.samples
         self._order, self._fetch_empty = order, fetch_empty
@@ -170,7 +188,9 @@ class Indexed:
         self._takes = split.walk(at)
         self._take: Take | None = None
         self._micro = 0
-        self._ahead = source.ahead(self._wanted(split.walk(at))) if isinstance(source, DatasetSource) and source.loaders else None
+        self._ahead = (
+            source.ahead(_wanted(split.walk(at), order)) if isinstance(source, DatasetSource) and source.loaders else None
+        )
 
     def next(self) -> Batch:
         count, last = self.peek()
@@ -203,29 +223,26 @@ class Indexed:
         if last:
             self.position = self._take.after
 
+    def close(self) -> None:
+        """End the loader processes; what they have fetched ahead is forgotten."""
+        self._ahead = None
+
     def _of(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
             device = self.source.device if isinstance(self.source, TensorSource) else "cpu"
             self._epoch, self._indices = epoch, self._order(epoch).to(device)
         return self._indices
 
-    def _wanted(self, takes: Iterator[Take]) -> Iterator[list[int]]:
-        epoch, indices = -1, torch.empty(0)
-        for take in takes:  # its own cache of the order: the loader's workers run ahead, over the end of an epoch too
-            if take.position.epoch != epoch:
-                epoch, indices = take.position.epoch, self._order(take.position.epoch)
-            for where in take.micros:
-                if len(where):
-                    yield indices[where.start : where.stop].tolist()
-
 
 class Streamed:
     """Every rank reads the whole stream and keeps its part of each global batch."""
 
-    def __init__(self, source: StreamSource, cut: Callable[[int], Take], global_batch: int, at: Position, *, fetch_empty: bool = False):
+    def __init__(
+        self, source: StreamSource, cut: Callable[[int], Take], global_batch: int, at: Position, *, fetch_empty: bool = False
+    ):
         self.source, self.position, self.steps_per_epoch = source, at, None
         self.samples: int | None = None
-        self._cut, self._global_batch = cut, global_batch
+        self._cut, self._global_batch, self._fetch_empty = cut, global_batch, fetch_empty
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
         self._pending: list[Batch] = []
@@ -246,7 +263,9 @@ class Streamed:
                 next(self._items, None)
             self._peek = self._pull(1)
             if not self._peek:
-                raise TaskError(f"the training stream gave no sample in epoch {at.epoch}; an IterableDataset must give at least one per epoch")
+                raise TaskError(
+                    f"the training stream gave no sample in epoch {at.epoch}; an IterableDataset must give at least one per epoch"
+                )
         rows = self._peek + self._pull(self._global_batch - 1)
         self._peek = self._pull(1)  # one ahead: the last batch of an epoch must know that it is the last
         self._after = Position(at.epoch, at.offset + len(rows), at.steps + 1)
@@ -256,7 +275,10 @@ class Streamed:
         micros = self._cut(len(rows)).micros
         for i, where in enumerate(micros):
             mine = rows[where.start : where.stop]
-            self._pending.append(Batch(self.source.place(mine) if mine else None, len(mine), i == len(micros) - 1))
+            values = self.source.place(mine) if mine else _emptied(self.source.place(rows[:1])) if self._fetch_empty else None
+            self._pending.append(Batch(values, len(mine), i == len(micros) - 1))
+
+    def close(self) -> None: ...
 
     def _pull(self, n: int) -> list[Any]:
         assert self._items is not None
@@ -276,8 +298,33 @@ def move(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     if isinstance(values, Mapping):
         return {k: move(v, device, dtype) for k, v in values.items()}
     if isinstance(values, tuple | list):
-        return type(values)(*(move(v, device, dtype) for v in values)) if hasattr(values, "_fields") else tuple(move(v, device, dtype) for v in values)
+        return (
+            type(values)(*(move(v, device, dtype) for v in values))
+            if hasattr(values, "_fields")
+            else tuple(move(v, device, dtype) for v in values)
+        )
     return values
+
+
+def _emptied(values: Any) -> Any:
+    """A batch of the same form without rows."""
+    if isinstance(values, Tensor):
+        return values[:0] if values.ndim else values
+    if isinstance(values, Mapping):
+        return {k: _emptied(v) for k, v in values.items()}
+    if isinstance(values, tuple | list):
+        return type(values)(*map(_emptied, values)) if hasattr(values, "_fields") else tuple(map(_emptied, values))
+    return values
+
+
+def _wanted(takes: Iterator[Take], order: Order) -> Iterator[list[int]]:
+    epoch, indices = -1, torch.empty(0)
+    for take in takes:  # with the order of its own epoch: loader processes run ahead, over the end of an epoch too
+        if take.position.epoch != epoch:
+            epoch, indices = take.position.epoch, order(take.position.epoch)
+        for where in take.micros:
+            if len(where):
+                yield indices[where.start : where.stop].tolist()
 
 
 class _Once:

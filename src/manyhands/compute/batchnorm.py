@@ -1,8 +1,8 @@
 """BatchNorm over the union of all ranks' batches, with unequal counts and on any device.
 
-Forward, with s the running mean (the same on all ranks; shifting by it keeps the squares small):
+Forward, with m_i, M_i, n_i mean, sum of squares about it and count of rank i, and s the running mean, alike on all ranks:
 
-    n, A, B = sum over ranks of  (count, sum (x - s), sum (x - s)^2)
+    n, A, B = sum over ranks of  (n_i, n_i (m_i - s), M_i + n_i (m_i - s)^2)          in float64, a few numbers a channel
     mean = s + A / n;   var = B / n - (A / n)^2
 
 Backward needs the global sums of dy and of dy * xhat; one all-reduce each way.
@@ -22,16 +22,22 @@ Reduce = Callable[[Tensor], None]  # sum over ranks, in place
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, eps: float, reduce: Reduce) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, eps: float, reduce: Reduce
+    ) -> Any:
         wide = torch.promote_types(x.dtype, torch.float32)
         dims = [d for d in range(x.ndim) if d != 1]
         shape = [1, -1] + [1] * (x.ndim - 2)
-        centred = x.to(wide) - shift.to(wide).view(shape)
-        local = torch.cat([centred.sum(dims), centred.square().sum(dims), centred.new_tensor([x.numel() / max(1, x.shape[1])])])
+        c, count = x.shape[1], x.numel() / max(1, x.shape[1])
+        here = x.to(wide).sum(dims) / max(1.0, count)
+        # squares about this rank's own mean: about another point float32 loses the variance of data far from it
+        spread = (x.to(wide) - here.view(shape)).square().sum(dims).double()
+        away = here.double() - shift.double()
+        local = torch.cat([count * away, spread + count * away.square(), away.new_tensor([count])])
         reduce(local)
-        c, n = x.shape[1], local[-1]
-        first = local[:c] / n
-        mean, var = shift.to(wide) + first, (local[c : 2 * c] / n - first.square()).clamp(min=0)
+        away = local[:c] / local[-1]
+        mean, n = (shift.double() + away).to(wide), local[-1].to(wide)
+        var = (local[c : 2 * c] / local[-1] - away.square()).clamp(min=0).to(wide)
         inverse = (var + eps).rsqrt()
         xhat = (x.to(wide) - mean.view(shape)) * inverse.view(shape)
         out = xhat if weight is None else xhat * weight.to(wide).view(shape)
@@ -72,7 +78,12 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         shift = self.running_mean if self.running_mean is not None else input.new_zeros(input.shape[1])
         out, mean, var, n = _Normalise.apply(input, self.weight, self.bias, shift.detach().clone(), self.eps, self._reduce)
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+        if (
+            self.track_running_stats
+            and self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        ):
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
@@ -98,4 +109,10 @@ def synchronise(module: nn.Module, reduce: Reduce) -> nn.Module:
 
 
 def running_buffers(module: nn.Module) -> list[Tensor]:
-    return [b for m in module.modules() if isinstance(m, _BatchNorm) for b in m._buffers.values() if b is not None and b.is_floating_point()]
+    return [
+        b
+        for m in module.modules()
+        if isinstance(m, _BatchNorm)
+        for b in m._buffers.values()
+        if b is not None and b.is_floating_point()
+    ]

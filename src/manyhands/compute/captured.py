@@ -19,7 +19,7 @@ from torch import Tensor
 from manyhands.compute.batches import Indexed, TensorSource
 from manyhands.compute.forward import TaskLoss
 from manyhands.compute.module import ModuleReplica
-from manyhands.core import OnReady
+from manyhands.core import OnReady, Rows, Tensors
 
 WARM_ROUNDS = 3
 
@@ -45,6 +45,31 @@ class CapturedReplica:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    @property
+    def params(self) -> Tensors:
+        return self.inner.params
+
+    @property
+    def grads(self) -> Tensors:
+        return self.inner.grads
+
+    @property
+    def count(self) -> Tensor:
+        return self.inner.count
+
+    @property
+    def updates_part(self) -> bool:
+        return False
+
+    def rows(self) -> Rows:
+        return self.inner.rows()
+
+    def load(self, values: Tensors) -> None:
+        self.inner.load(values)
+
+    def square_norm(self) -> Tensor | None:
+        return self.inner.square_norm()
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         count, last = self._batches.peek()

@@ -45,7 +45,12 @@ class FlatParameters:
     `allocate_values`d in memory that all ranks have in common; then only one of them `writes` its weights there."""
 
     def __init__(
-        self, module: nn.Module, allocate: Allocate, bucket_bytes: int, allocate_values: Allocate | None = None, writes: bool = True
+        self,
+        module: nn.Module,
+        allocate: Allocate,
+        bucket_bytes: int,
+        allocate_values: Allocate | None = None,
+        writes: bool = True,
     ):
         self._allocate_values, self._writes = allocate_values or allocate, writes
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]

@@ -55,7 +55,11 @@ class TaskLoss:
                 *inputs, target = _pair(values)
                 loss = self.loss(self.module(*inputs), target)
         if loss.ndim:
-            raise TaskError(f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is needed; use reduction='mean'")
+            raise TaskError(
+                f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is needed; use reduction='mean'"
+            )
+        if not count:
+            loss = loss.nan_to_num()  # 0/0: no samples (run for the BatchNorm inside), or no token that counts
         return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, int(count)
 
 
@@ -121,7 +125,9 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
 def _pair(values: Any) -> tuple[Any, ...]:
     if isinstance(values, tuple) and len(values) >= 2:
         return values
-    raise TaskError(f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; give step=(model, batch) instead")
+    raise TaskError(
+        f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; give step=(model, batch) instead"
+    )
 
 
 def _shape(values: Any) -> str:

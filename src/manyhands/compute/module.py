@@ -116,7 +116,9 @@ class ModuleReplica:
     def square_norm(self) -> Tensor | None:
         if self.clip is None or not self.updates_part:
             return None
-        self._square_norm = torch.stack([g.square().sum(dtype=torch.float64) for g in self._place()] or [torch.zeros(())]).sum().view(1)
+        self._square_norm = (
+            torch.stack([g.square().sum(dtype=torch.float64) for g in self._place()] or [torch.zeros(())]).sum().view(1)
+        )
         return self._square_norm
 
     def step(self) -> None:
@@ -173,6 +175,7 @@ class ModuleReplica:
         def hook(parameter: Tensor) -> None:
             if self._on_ready is None:
                 return
+            assert parameter.grad is not None
             piece.grad.copy_(parameter.grad)
             parameter.grad = None
             self._used[i] = self._in_flat[i] = True
@@ -212,4 +215,3 @@ class ModuleReplica:
         """Hand merged gradients back to the parameters; one that no rank used keeps none, as in plain torch."""
         everything_used = all(self._used) or not self._in_flat[0]
         return self.update.place(self._used if everything_used else [u > 0 for u in self.flat.used.tolist()], self._in_flat[0])
-

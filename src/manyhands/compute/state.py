@@ -24,10 +24,22 @@ def load_model(module: nn.Module, saved: Tensors) -> None:
     ours = module.state_dict(keep_vars=True)
     missing = [f"{k} {tuple(v.shape)}" for k, v in ours.items() if k not in saved]
     extra = [f"{k} {tuple(v.shape)}" for k, v in saved.items() if k not in ours]
-    shapes = [f"{k}: model {tuple(ours[k].shape)}, checkpoint {tuple(v.shape)}" for k, v in saved.items() if k in ours and ours[k].shape != v.shape]
+    shapes = [
+        f"{k}: model {tuple(ours[k].shape)}, checkpoint {tuple(v.shape)}"
+        for k, v in saved.items()
+        if k in ours and ours[k].shape != v.shape
+    ]
     if missing or extra or shapes:
-        lines = [f"  only in the model:      {m}" for m in missing] + [f"  only in the checkpoint: {e}" for e in extra] + [f"  other shape: {s}" for s in shapes]
-        raise CheckpointError("the checkpoint is of another model:\n" + "\n".join(lines) + "\nresume with the model it was saved from, or start anew without resume")
+        lines = (
+            [f"  only in the model:      {m}" for m in missing]
+            + [f"  only in the checkpoint: {e}" for e in extra]
+            + [f"  other shape: {s}" for s in shapes]
+        )
+        raise CheckpointError(
+            "the checkpoint is of another model:\n"
+            + "\n".join(lines)
+            + "\nresume with the model it was saved from, or start anew without resume"
+        )
     with torch.no_grad():
         for k, v in saved.items():
             ours[k].copy_(v)
@@ -85,11 +97,16 @@ def load_named(optimizer: Optimizer, names: dict[int, str], tensors: Tensors, me
 def rng_state(device: torch.device) -> Tensors:
     """Every generator user code may draw from, as bytes."""
     version, words, gauss = random.getstate()
-    kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     python = torch.tensor([version, *words], dtype=torch.int64)
     numpy = torch.cat([torch.from_numpy(np.asarray(keys, dtype=np.int64)), torch.tensor([pos, has_gauss])])
     floats = torch.tensor([float("nan") if gauss is None else gauss, cached], dtype=torch.float64)
-    state = {"torch": torch.get_rng_state(), "python": python.view(torch.uint8), "numpy": numpy.view(torch.uint8), "gauss": floats.view(torch.uint8)}
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": python.view(torch.uint8),
+        "numpy": numpy.view(torch.uint8),
+        "gauss": floats.view(torch.uint8),
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -119,7 +136,11 @@ def _aligned(saved: Tensor) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, int | float | bool | str | tuple | list) or (isinstance(value, Tensor) and value.numel() == 1)
+    return (
+        value is None
+        or isinstance(value, int | float | bool | str | tuple | list)
+        or (isinstance(value, Tensor) and value.numel() == 1)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -134,7 +155,13 @@ def to_plain(value: Any) -> Any:
         return {"__pairs__": [[k, to_plain(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
         return [to_plain(v) for v in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else float(value) if isinstance(value, Tensor) else None
+    return (
+        value
+        if value is None or isinstance(value, str | int | float | bool)
+        else float(value)
+        if isinstance(value, Tensor)
+        else None
+    )
 
 
 def from_plain(value: Any) -> Any:

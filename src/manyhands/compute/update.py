@@ -142,7 +142,11 @@ Update = WholeUpdate | PartUpdate
 
 def can_part(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
-    return type(optimizer) in FUSED_ON_CPU and not optimizer.state and not any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
+    return (
+        type(optimizer) in FUSED_ON_CPU
+        and not optimizer.state
+        and not any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
+    )
 
 
 def fuse(optimizer: Optimizer, device: torch.device) -> None:

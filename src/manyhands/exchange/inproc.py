@@ -49,6 +49,7 @@ class World:
         """Call `main` once a rank and return what each returned; what the first failing rank raises is raised here."""
         self._reset()
         results: dict[int, T] = {}
+        all_left = threading.Event()
 
         def body(rank: int) -> None:
             try:
@@ -62,21 +63,24 @@ class World:
                     self._error = e
             self._finished[rank] = True
             self._pass_turn()
+            if all(self._finished):
+                all_left.set()
 
         threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)]
         try:
             for thread in threads:
                 thread.start()
             self._pass_turn()
-            for thread in threads:
-                thread.join()
+            all_left.wait()  # not join: Python 3.11 takes a thread for ended when ctrl-C interrupts its join
         except BaseException as e:  # ctrl-C, at any of these lines, so that nobody knows who has the turn: all may leave
             self._error = self._error or e
             for turn in self._turns:
                 turn.release()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            if all(thread.ident for thread in threads):
+                all_left.wait()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         if (error := self._error) is not None:
             self._error = None  # a traceback kept here would keep every rank's tensors
             raise error

@@ -125,7 +125,9 @@ class SharedGroup:
         makes = made_by is None or made_by == self.rank
         path, own = segments.create(nbytes) if makes else (None, None)
         paths = self._meet(str(path or "").encode())
-        maps = [own if own is not None and r == self.rank else segments.attach(p.decode(), nbytes) for r, p in enumerate(paths) if p]
+        maps = [
+            own if own is not None and r == self.rank else segments.attach(p.decode(), nbytes) for r, p in enumerate(paths) if p
+        ]
         self._meet(b"")
         if path is not None:
             path.unlink()
@@ -136,7 +138,7 @@ class SharedGroup:
         """Exchange a few bytes with all ranks over the rendezvous store: start-up only."""
         self._meetings += 1
         key = f"shared/{self._meetings}/"
-        self._store.set(f"{key}{self.rank}", value or b"-")
+        self._store.set(f"{key}{self.rank}", value.decode() or "-")
         try:
             self._store.wait([f"{key}{r}" for r in range(self.size)], timedelta(seconds=self._timeout_s))
         except RuntimeError as e:
@@ -150,7 +152,8 @@ class SharedGroup:
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if self.size == 1 and self._between is None:
             return Finished()
-        placed, foreign = [], []
+        placed: list[Tensor] = []
+        foreign: list[Tensor] = []
         for v in values.values():
             if v.numel():
                 (placed if v.is_contiguous() and self._segment(v) is not None else foreign).append(v)
@@ -180,14 +183,17 @@ class SharedGroup:
                     self._sent[self.rank, p] += 1
                 for p, sink in sinks:
                     due = self._read[self.rank, p] + 1
-                    self._wait(lambda p=p, due=due: self._sent[p, self.rank] >= due, lambda p=p: [p], "swap")
+                    self._await(self._sent, p, due)
                     sink[start : start + piece.numel()].copy_(self._segments[0].views[p][: piece.numel()])
                     self._fence()
                     self._read[self.rank, p] = due
                 for p in peers:  # the staging buffer is free again when all have read it
                     due = self._sent[self.rank, p]
-                    self._wait(lambda p=p, due=due: self._read[p, self.rank] >= due, lambda p=p: [p], "swap")
+                    self._await(self._read, p, due)
         return got
+
+    def _await(self, counters: np.ndarray, peer: int, due: int) -> None:
+        self._wait(lambda: bool(counters[peer, self.rank] >= due), lambda: [peer], "swap")
 
     def close(self) -> None:
         """Leave: whoever waits for this rank from now on is told so instead of waiting for its process to end."""
@@ -270,6 +276,8 @@ class SharedGroup:
         if not segment.common:
             everyone.insert(0, everyone.pop(self.rank))
         rows = [list(zip(*(e[own].split(BLOCK) for e in everyone), strict=True)) for own in self.own(tensor)]
+        if len(self._parts) > 1000:  # foreign tensors of ever new lengths pass through the staging buffer
+            self._parts.clear()
         self._parts[key] = rows
         return rows
 

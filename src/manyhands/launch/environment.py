@@ -33,14 +33,28 @@ def place(env: Mapping[str, str] | None = None) -> Place:
         rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
         if not 0 <= rank < size:
             raise LaunchError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed")
-        return Place(rank, size, _int(env, "LOCAL_RANK", rank), _int(env, "LOCAL_WORLD_SIZE", size), host, "manyhands" if ours else "torchrun")
+        return Place(
+            rank,
+            size,
+            _int(env, "LOCAL_RANK", rank),
+            _int(env, "LOCAL_WORLD_SIZE", size),
+            host,
+            "manyhands" if ours else "torchrun",
+        )
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
         return Place(
-            _int(env, "SLURM_PROCID"), _int(env, "SLURM_STEP_NUM_TASKS"), _int(env, "SLURM_LOCALID"), _int(env, "SLURM_NTASKS_PER_NODE", 1), host, "slurm"
+            _int(env, "SLURM_PROCID"),
+            _int(env, "SLURM_STEP_NUM_TASKS"),
+            _int(env, "SLURM_LOCALID"),
+            _int(env, "SLURM_NTASKS_PER_NODE", 1),
+            host,
+            "slurm",
         )
     if "OMPI_COMM_WORLD_RANK" in env:
-        names = [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-        return Place(*(_int(env, n) for n in names), host, "mpi")  # type: ignore[arg-type]
+        rank, size, local_rank, local_size = (
+            _int(env, f"OMPI_COMM_WORLD_{n}") for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        )
+        return Place(rank, size, local_rank, local_size, host, "mpi")
     return Place(host=host)
 
 

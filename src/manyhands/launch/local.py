@@ -59,7 +59,9 @@ class LocalLauncher:
         try:
             return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         except RuntimeError as e:
-            raise LaunchError(f"port {port} is taken on this machine; give another one with --port, or none to use any free one") from e
+            raise LaunchError(
+                f"port {port} is taken on this machine; give another one with --port, or none to use any free one"
+            ) from e
 
     def _start(self, rank: int, job: Job, port: int) -> _Worker:
         threads = job.threads or max(1, environment.cores() // job.size)
@@ -104,7 +106,9 @@ class LocalLauncher:
                 return
             if stop.requested and not forwarded:
                 forwarded = time.monotonic()
-                print("\nstopping after this round and saving a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+                print(
+                    "\nstopping after this round and saving a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True
+                )
                 for w in workers:
                     w.process.send_signal(signal.SIGTERM)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
@@ -128,7 +132,9 @@ class LocalLauncher:
             name = signal.Signals(killed[rank]).name
             hint = "; the kernel does so when memory runs out" if name == "SIGKILL" else ""
             last = "".join(f"\n  {line.rstrip()}" for w in workers if w.rank == rank for line in w.tail[-5:])
-            raise LaunchError(f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}", 128 + killed[rank])
+            raise LaunchError(
+                f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}", 128 + killed[rank]
+            )
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))

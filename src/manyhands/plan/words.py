@@ -15,7 +15,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -27,7 +27,9 @@ from manyhands.split.data import SPLITS
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
 
 AXES = {f.name: int for f in dataclasses.fields(Layout)}
-PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in ("layout", "strategy", "forecast", "reasons", "merge", "split")}
+PLAIN = {
+    k: v for k, v in get_type_hints(Plan).items() if k not in ("layout", "strategy", "forecast", "reasons", "merge", "split")
+}
 POSITIVE = ("batch", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
 
 
@@ -47,7 +49,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     _known("merge", merge, STRATEGIES)
     _known("split", split, SPLITS)
     options = {k.removeprefix("merge."): given.pop(k) for k in list(given) if k.startswith("merge.")}
-    strategy = _strategy(merge, options)
+    strategy: Any = _strategy(merge, options)
     known = [*AXES, "merge", "split", *PLAIN, *(f"merge.{f.name}" for f in dataclasses.fields(strategy))]
     for key in given:
         if key not in PLAIN:
@@ -65,7 +67,7 @@ def describe(plan: Plan) -> str:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     axes = {k: getattr(plan.layout, k) for k in AXES if k == "data" or getattr(plan.layout, k) != 1}
-    options = {f"merge.{f.name}": getattr(plan.strategy, f.name) for f in dataclasses.fields(plan.strategy)}
+    options = {f"merge.{f.name}": getattr(plan.strategy, f.name) for f in dataclasses.fields(cast(Any, plan.strategy))}
     plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None}
     return {**axes, "merge": plan.merge, **options, "split": plan.split, **plain}
 
@@ -87,7 +89,9 @@ def _collect(words: str | Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
             given.update(_flatten(_load(Path(word))))
         elif not equals or not key:
             near = difflib.get_close_matches(word, [*AXES, "merge", "split", *PLAIN], 1)
-            raise PlanError(f"{word!r} is no plan word: key=value is needed, such as {near[0] if near else 'data'}=..., or a .toml file")
+            raise PlanError(
+                f"{word!r} is no plan word: key=value is needed, such as {near[0] if near else 'data'}=..., or a .toml file"
+            )
         else:
             given[key] = value
     return given
@@ -132,7 +136,11 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind, strict=not isinstance(value, str))
     except msgspec.ValidationError as e:
         choices = _choices(kind)
-        needed = f"one of {', '.join(map(str, choices))}" if choices else str(e).split(", got")[0].removeprefix("Expected ").replace("`", "")
+        needed = (
+            f"one of {', '.join(map(str, choices))}"
+            if choices
+            else str(e).split(", got")[0].removeprefix("Expected ").replace("`", "")
+        )
         raise PlanError(f"{key}={value}: {needed} is needed") from None
 
 
@@ -177,7 +185,9 @@ def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
     if not given:
         return dataclasses.replace(plan, layout=Layout(data=size))
     axes = " x ".join(f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1)
-    raise PlanError(f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; set data={size} or start {plan.layout.size}")
+    raise PlanError(
+        f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; set data={size} or start {plan.layout.size}"
+    )
 
 
 # -- writing --

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -68,16 +69,22 @@ class Checkpoints:
             os.rename(hidden, path)
             _sync(self.folder)
             self.last_good = path
-            self._forget()
+            self._forget(path)
             self.report("checkpoint", time.perf_counter() - start, nbytes, str(path))
         except Exception as e:  # a full disk must not stop training: the last good one stays
             shutil.rmtree(hidden, ignore_errors=True)
             kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
-            self.report("checkpoint_failed", time.perf_counter() - start, 0, f"checkpoint at round {snapshot.round} failed: {e}; training goes on, {kept}")
+            self.report(
+                "checkpoint_failed",
+                time.perf_counter() - start,
+                0,
+                f"checkpoint at round {snapshot.round} failed: {e}; training goes on, {kept}",
+            )
 
-    def _forget(self) -> None:
+    def _forget(self, newest: Path) -> None:
         saved = self.all()
-        keep = set(saved[-self.keep :])
+        # what is newer than the one just written was damaged when this run resumed, and takes no good one's place
+        keep = set([p for p in saved if p <= newest][-self.keep :])
         if (best := self.best_path()) is not None:
             keep.add(best)
         for path in saved:
@@ -96,7 +103,8 @@ class Checkpoints:
         scored = []
         for path in self.all():
             with contextlib.suppress(CheckpointError):
-                if (value := read_manifest(path)["metrics"].get(name)) is not None:
+                value = read_manifest(path)["metrics"].get(name)
+                if value is not None and not math.isnan(value):
                     scored.append((sign * value, path))
         return max(scored)[1] if scored else None
 
@@ -127,14 +135,25 @@ def load(path: Path) -> Snapshot:
     if size != manifest["bytes"]:
         raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}")
     if (digest := _digest(file)) != manifest["sha256"]:
-        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}...")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}..."
+        )
     kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}}
-    with safetensors.safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 (not a dict)
-            kind, _, rest = name.partition("/")
-            kinds[kind][rest] = tensors.get_tensor(name)
+    try:
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                kind, _, rest = name.partition("/")
+                kinds[kind][rest] = tensors.get_tensor(name)
+    except (safetensors.SafetensorError, KeyError) as e:
+        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} is not what this program writes ({e})") from e
     return Snapshot(
-        manifest["round"], kinds["model"], kinds["optimizer"], kinds["state"], Position(**manifest["position"]), kinds["rng"], manifest["meta"]
+        manifest["round"],
+        kinds["model"],
+        kinds["optimizer"],
+        kinds["state"],
+        Position(**manifest["position"]),
+        kinds["rng"],
+        manifest["meta"],
     )
 
 
@@ -148,7 +167,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if own != _manifest_digest(manifest):
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own checksum")
     if manifest["format"] > FORMAT:
-        raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, this version reads up to {FORMAT}; update manyhands")
+        raise CheckpointError(
+            f"checkpoint {path} has format {manifest['format']}, this version reads up to {FORMAT}; update manyhands"
+        )
     return manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO
@@ -25,10 +26,14 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
             raise CheckpointError(f"there is no run to resume in {path}: the directory does not exist")
         return path
     if resume:
-        earlier = sorted(p for p in base.glob(f"{name}-*") if (p / "checkpoints").exists())
+        stamped = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")  # `lenet-*` would be a run of lenet-big too
+        found = [(m, p) for p in base.glob("*/") if (m := stamped.fullmatch(p.name)) and (p / "checkpoints").exists()]
+        earlier = sorted((m[1], int(m[2] or 1), p) for m, p in found)
         if not earlier:
-            raise CheckpointError(f"there is no run of {name!r} to resume in {base}/; give its directory with --dir, or start anew without --resume")
-        return earlier[-1]
+            raise CheckpointError(
+                f"there is no run of {name!r} to resume in {base}/; give its directory with --dir, or start anew without --resume"
+            )
+        return earlier[-1][-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path, n = base / f"{name}-{stamp}", 1
     while path.exists():

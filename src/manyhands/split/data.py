@@ -8,6 +8,7 @@ position (epoch, offset) means the same for any number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -67,7 +68,7 @@ class DataSplit:
         total = min(self.global_batch, self.samples - at.offset)
         # first into micro-batches, then over ranks: every rank makes the same number of them, and the union of the
         # ranks' k-th ones is the k-th of one process, so that BatchNorm over the union lines up
-        rounds = max(1, -(-(-(-total // self.size)) // self.micro))
+        rounds = max(1, math.ceil(math.ceil(total / self.size) / self.micro))
         micros = []
         for block in (part(total, k, rounds) for k in range(rounds)):
             mine, start = part(len(block), self.rank, self.size), at.offset + block.start
