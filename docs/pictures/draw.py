@@ -37,7 +37,9 @@ def screen(command: list[str], folder: Path) -> list[str]:
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, pack("HHHH", 40, COLUMNS, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
-    child = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, "TERM": "xterm-256color"})
+    child = subprocess.Popen(
+        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, "TERM": "xterm-256color"}
+    )
     os.close(theirs)
     raw = b""
     while True:

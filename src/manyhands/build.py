@@ -37,7 +37,7 @@ DEFAULT_BATCH = 64
 # -- a task --
 
 
-def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_requested: Callable[[], bool], run: Any) -> Trainer:
+def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_requested: Callable[[], int], run: Any) -> Trainer:
     limits_given = site.plan.epochs is not None or site.plan.steps is not None
     plan = dataclasses.replace(
         site.plan,
@@ -88,7 +88,7 @@ def assemble(
     train: data.Source,
     losses: Callable[[nn.Module, data.Batches], NextLoss],
     evaluate: Callable[[nn.Module], dict[str, float]],
-    stop_requested: Callable[[], bool],
+    stop_requested: Callable[[], int],
     run: Any,
     callbacks: tuple[Callback, ...] = (),
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:

@@ -81,6 +81,8 @@ class Replica(Protocol):
     """
 
     @property
+    def own_count(self) -> int: ...  # samples of this rank behind the last loss, before merging
+    @property
     def updates_part(self) -> bool: ...
     @property
     def params(self) -> Tensors: ...

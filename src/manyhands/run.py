@@ -11,8 +11,10 @@ import ast
 import atexit
 import dataclasses
 import functools
+import itertools
 import json
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +23,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,20 +33,23 @@ from manyhands.compute import batches as data
 from manyhands.compute import forward
 from manyhands.compute.module import Micro
 from manyhands.compute.state import load_model
-from manyhands.core import Event, Job
-from manyhands.errors import ManyhandsError, PlanError, TaskError
+from manyhands.core import Event, Job, Place
+from manyhands.errors import LaunchError, ManyhandsError, PlanError, TaskError
 from manyhands.launch import environment
 from manyhands.launch.local import LocalLauncher
 from manyhands.launch.signals import Stop
 from manyhands.observe import curves
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
-from manyhands.recover.checkpoint import Checkpoints
+from manyhands.recover.checkpoint import pick
 from manyhands.site import Options, Site, open_site
 from manyhands.task import Callback, Task, build_model, resolve
 from manyhands.train import Result, Trainer
 
 MakeTask = Task | Callable[[], Task]
+
+_runs = itertools.count()  # of this process
+_loading: list[str] = []  # the script whose task() is being read
 
 
 def train(
@@ -63,6 +69,10 @@ def train(
     Alone, this starts `data=` processes on this machine and waits for them (one process: it trains right here).
     Under torchrun and the like it takes part in the job that is there.
     """
+    if _loading:
+        raise TaskError(
+            f"{_loading[-1]} calls train() while its task() is loaded; put that call under: if __name__ == '__main__':"
+        )
     options = Options(
         name or _script_name(),
         None if directory is None else str(directory),
@@ -79,13 +89,16 @@ def start(body: Callable[[Words, Options], dict[str, Any]], words: Words, option
     here = environment.place()
     plan = plan_words.parse(words, size=None if here.started_by == "alone" else here.size)
     if here.started_by == "alone" and plan.layout.size > 1:
-        job = Job(plan.layout.size, _pickle(functools.partial(body, plan_words.to_dict(plan), options)), plan.threads, port)
+        job = Job(plan.layout.size, _pickle(functools.partial(body, plan_words.overlay(words), options)), plan.threads, port)
         result = LocalLauncher().launch(job)
     else:
-        result = body(plan_words.to_dict(plan), options)
+        result = body(plan_words.overlay(words), options)
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
     if finished.directory and here.rank == 0 and here.started_by != "manyhands":
         _draw(finished, quiet=options.quiet)
+    if finished.stopped and here.started_by == "alone":  # whatever comes after training must not run on half a model
+        by = signal.Signals(finished.stopped).name
+        raise LaunchError(f"stopped by {by}; go on with --resume --dir {finished.directory}", 128 + finished.stopped)
     return finished
 
 
@@ -94,15 +107,21 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
     here = environment.place()
     plan = plan_words.parse(words, size=here.size)
     with Stop(interrupt=here.started_by != "manyhands") as stop:
-        store = environment.store(here, plan.timeout_s)
+        store = _corner(here, plan.timeout_s)
         task, seed = resolve(make, plan.seed)
         site = open_site(plan, here, store, options)
         try:
             run = Run(site)
-            run.trainer = build.task_trainer(site, task, build_model(task), seed, lambda: bool(stop.requested), run)
-            return dataclasses.asdict(run.trainer.loop())
+            run.trainer = build.task_trainer(site, task, build_model(task), seed, lambda: stop.requested, run)
+            result = dataclasses.asdict(run.trainer.loop())
         finally:
             site.close()
+    return result
+
+
+def _corner(here: Place, timeout_s: float) -> dist.Store:
+    """A part of the store for the next run of this process: one job may hold several, one after the other."""
+    return dist.PrefixStore(f"run/{next(_runs)}", environment.store(here, timeout_s))
 
 
 def work_script(script: str, arguments: list[str], words: Words, options: Options) -> dict[str, Any]:
@@ -112,8 +131,12 @@ def work_script(script: str, arguments: list[str], words: Words, options: Option
         return work(load_task(script), words, options)
     sys.argv = [script, *arguments]
     known = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name != "callbacks"}
-    environment.hand_over(plan_words.describe(plan_words.parse(words)), json.dumps(known))
-    runpy.run_path(script, run_name="__main__")
+    environment.hand_over(plan_words.line(words), json.dumps(known))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        if e.code:
+            raise
     return _close_joined() or {}
 
 
@@ -127,16 +150,21 @@ def defines_task(script: Path) -> bool:
         raise TaskError(f"{script}, line {e.lineno}: {e.msg}") from None
     names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {t.id for t in targets if isinstance(t, ast.Name)}
         elif isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name for a in node.names}
     return "task" in names
 
 
 def load_task(script: str) -> MakeTask:
-    made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
-    return made
+    _loading.append(script)
+    try:
+        made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
+        return made
+    finally:
+        _loading.pop()
 
 
 # -- a loop of one's own --
@@ -175,7 +203,7 @@ class Run:
         )
         self.trainer, walk, module, _ = build.assemble(
             site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
-            lambda _: {}, lambda: bool(self._stop is not None and self._stop.requested), self,
+            lambda _: {}, lambda: 0 if self._stop is None else self._stop.requested, self,
         )  # fmt: skip
         return _Cast(module, plan.precision, site.device) if plan.precision != "fp32" else module, optimizer, LoopData(self, walk)
 
@@ -183,7 +211,8 @@ class Run:
         """Backward, exchange, merge, optimizer step, zero_grad: `loss` is the mean over the batch just drawn."""
         if self._batch is None:
             raise TaskError("run.step(loss) needs a batch from the data that run.prepare returned; iterate over that")
-        self._hand_over(Micro(loss, self._batch.count if count is None else count, self._batch.last))
+        n = self._batch.count if count is None else count
+        self._hand_over(Micro(loss if n else loss.nan_to_num(), n, self._batch.last))  # a mean over nothing is 0/0
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers of your own; rank 0's are kept."""
@@ -193,6 +222,8 @@ class Run:
 
     def close(self) -> Result | None:
         """Save and end the run; called by itself when the script ends."""
+        if self in _joined:
+            _joined.remove(self)
         result = None
         if self.trainer is not None and self._loop is not None and not self._loop.dead:
             result = self.trainer.finish()
@@ -224,8 +255,10 @@ class Run:
 
     def _end_early(self, result: Any) -> None:
         requested = 0 if self._stop is None else self._stop.requested
-        print(f"stopped; saved in {self.directory}", file=sys.stderr)
-        raise SystemExit(128 + requested if requested else 0)
+        if self.rank == 0:
+            print(f"stopped; saved in {self.directory}", file=sys.stderr)
+        launched = self._site.place.started_by == "manyhands"  # then the launcher tells why, and with which exit code
+        raise SystemExit(128 + requested if requested and not launched else 0)
 
 
 class LoopData:
@@ -272,7 +305,7 @@ def join(
 ) -> Run:
     """Take part in the job this process belongs to; alone, that is a world of one. The launcher's words win over `plan`."""
     here = environment.place()
-    given = plan_words.parse(environment.words() or plan, size=here.size)
+    given = plan_words.parse(plan_words.overlay(plan, environment.words()), size=here.size)
     if given.epochs is not None or given.steps is not None:
         raise PlanError("epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop")
     handed: Mapping[str, Any] = json.loads(environment.options())
@@ -284,7 +317,7 @@ def join(
     }
     stop = Stop(interrupt=here.started_by == "torchrun")
     stop.__enter__()
-    site = open_site(given, here, environment.store(here, given.timeout_s), Options(**{**own, **handed}))
+    site = open_site(given, here, _corner(here, given.timeout_s), Options(**{**own, **handed}))
     run = Run(site, stop)
     _joined.append(run)
     if here.started_by != "manyhands":
@@ -305,13 +338,9 @@ def _close_joined() -> dict[str, Any] | None:
     return None if result is None else dataclasses.asdict(result)
 
 
-def load(directory: str | Path, model: nn.Module, which: str = "latest") -> nn.Module:
-    """Load a run's newest (or `which="best"`) weights into a model of the same shape."""
-    checkpoints = Checkpoints(Path(directory) / "checkpoints")
-    saved = checkpoints.latest()
-    if saved is None:
-        raise TaskError(f"{directory} holds no checkpoint")
-    load_model(model, saved.params)
+def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn.Module:
+    """Load a run's newest weights, or the best by a metric ("accuracy", or "-loss"), into a model of the same shape."""
+    load_model(model, pick(Path(directory), best).params)
     return model
 
 

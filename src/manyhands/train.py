@@ -12,6 +12,7 @@ small all-reduce about four times a second, at a round that all of them know bef
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Result:
     seconds: float
     samples_per_s: float
     metrics: dict[str, float]
-    stopped: bool = False
+    stopped: int = 0  # the number of the signal that ended it early
     checkpoint: str | None = None
 
 
@@ -67,7 +68,7 @@ class Trainer:
     save: Callable[[Snapshot, dict[str, float]], None]
     last_good: Callable[[], str | None]
     save_every: int | None  # rounds; 0: at the end of each epoch; None: never
-    stop_requested: Callable[[], bool]
+    stop_requested: Callable[[], int]  # the number of a signal, or 0
     directory: str
     device: torch.device
     callbacks: Sequence[Callback] = ()
@@ -76,7 +77,7 @@ class Trainer:
     run: Any = None
 
     def __post_init__(self) -> None:
-        self._losses: list[tuple[int, Tensor]] = []
+        self._losses: list[tuple[int, Tensor, int]] = []  # round, mean loss, samples behind it
         self._at_look = self.position()
         self._first_epochs = self._epochs(self._at_look)
         self._next_look = self.round + 1
@@ -87,7 +88,7 @@ class Trainer:
         self._rate = 0.0
         self._loss = math.nan
         self._stop = False
-        self._saved = -1
+        self._saved = self.round or -1  # what was resumed is saved already
 
     # -- the loop --
 
@@ -108,7 +109,7 @@ class Trainer:
         self.link.round = self.round + 1
         loss = self.strategy.round(self.replica, self.link, self.state)
         self.round += 1
-        self._losses.append((self.round, loss))
+        self._losses.append((self.round, loss, self.replica.own_count))
         self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
         for callback in self.callbacks:
             callback.on_round(self.run, self.round, loss)
@@ -116,7 +117,7 @@ class Trainer:
             self.look()
         if self.position().epoch > epoch:
             self._end_epoch(epoch)
-        elif self.save_every and self.round % self.save_every == 0:
+        if self.save_every and self.round % self.save_every == 0:
             self.checkpoint()
 
     def finished(self) -> bool:
@@ -131,7 +132,7 @@ class Trainer:
         at = self.position()
         result = Result(
             self.directory, self.round, self._epochs(at), seconds, self._samples_seen / max(seconds, 1e-9), {**self.metrics, "train_loss": self._loss},
-            stopped=self._stop, checkpoint=self.last_good(),
+            stopped=(self.stop_requested() or signal.SIGTERM) if self._stop else 0, checkpoint=self.last_good(),
         )  # fmt: skip
         if self.link.rank == 0:
             self.emit(
@@ -148,13 +149,14 @@ class Trainer:
         """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss over all ranks."""
         now = time.perf_counter()
         rounds, elapsed = self.round - self._looked_at, now - self._looked
-        losses = torch.stack([loss.detach().float() for _, loss in self._losses]).cpu() if self._losses else torch.zeros(0)
+        losses = torch.stack([loss.detach().float() for _, loss, _ in self._losses]).cpu() if self._losses else torch.zeros(0)
+        counts = torch.tensor([count for *_, count in self._losses], dtype=torch.float64)
         bad = (~losses.isfinite()).nonzero().flatten()
         size, rank = self.link.size, self.link.rank
         shared = torch.zeros(4 + size, dtype=torch.float64)
-        shared[0] = float(self.stop_requested())
-        shared[1] = losses.double().sum()
-        shared[2] = float(len(losses))
+        shared[0] = float(self.stop_requested() > 0)
+        shared[1] = (losses.double() * counts).sum()
+        shared[2] = counts.sum()
         shared[3] = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
         shared[4 + rank] = float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
         shared = shared.to(self.device) if self.device.type == "cuda" else shared
@@ -230,7 +232,8 @@ class Trainer:
 
     def _epochs(self, at: Position) -> float:
         samples = self.samples()
-        return at.epoch + (at.offset / samples if samples else 0.0)
+        # a stream may give more in one epoch than in the one before: only its end ends the epoch
+        return at.epoch + min(at.offset / samples, 1 - 1e-6) if samples else float(at.epoch)
 
     def _seen(self, at: Position) -> int:
         before, samples = self._at_look, self.samples() or 0

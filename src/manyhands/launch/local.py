@@ -53,7 +53,8 @@ class LocalLauncher:
                 _end(workers)
         words = dist.PrefixStore(environment.PREFIX, store)
         self._judge(workers, words, stop)
-        return dict(json.loads(words.get("result"))) if words.check(["result"]) else {}
+        result = dict(json.loads(words.get("result"))) if words.check(["result"]) else {}
+        return {**result, "stopped": stop.requested} if stop.requested and result else result
 
     def _rendezvous(self, port: int) -> dist.TCPStore:
         try:
@@ -127,6 +128,9 @@ class LocalLauncher:
         if causes:
             rank = causes[0]
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+        # told to stop while it was still starting, a rank ends by the signal; there was nothing to save
+        if stop.requested and any(codes.values()) and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers):
+            raise LaunchError("stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested)
         if killed:
             rank = min(killed)
             name = signal.Signals(killed[rank]).name
@@ -142,8 +146,6 @@ class LocalLauncher:
         if failed:
             last = "".join(f"\n  {line.rstrip()}" for line in workers[failed[0]].tail[-20:])
             raise LaunchError(f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}", codes[failed[0]])
-        if stop.requested:
-            raise LaunchError("stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested)
 
 
 def _attributed(rank: int, size: int, text: str) -> str:

@@ -17,12 +17,20 @@ import threading
 import time
 import traceback
 
+import torch.distributed as dist
+
 from manyhands.errors import ManyhandsError
 from manyhands.launch import environment
+from manyhands.launch.signals import Stop
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to understand
+    with Stop(interrupt=False):  # from here on SIGTERM is for the training loop, also if that has yet to start
+        return _work()
+
+
+def _work() -> int:
     channel = os.fdopen(os.dup(0), "rb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # user code that reads standard input finds it empty
@@ -39,17 +47,23 @@ def main() -> int:
             store.set("result", json.dumps(result))
         code = 0
     except BaseException as e:
-        code = 1
-        if isinstance(e, SystemExit) and e.code in (0, None):
-            return 0
-        kind = type(e).__name__
-        # an error made for people needs no stack; anything else does
-        text = f"{kind}: {e}" if isinstance(e, ManyhandsError) else "".join(traceback.format_exception(e))
-        with contextlib.suppress(Exception):
-            store.set(f"error/{here.rank}", json.dumps({"kind": kind, "text": text, "time": time.time()}))
+        if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
+            code = e.code or 0  # the script's own choice, and no error of ours
+        else:
+            code = 1
+            _report(store, here.rank, e)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _report(store: dist.Store, rank: int, e: BaseException) -> None:
+    kind = type(e).__name__
+    # an error made for people needs no stack; anything else does
+    plain = isinstance(e, ManyhandsError | SystemExit)
+    text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
+    with contextlib.suppress(Exception):
+        store.set(f"error/{rank}", json.dumps({"kind": kind, "text": text, "time": time.time()}))
 
 
 def _exactly(channel: object, n: int) -> bytes:

@@ -62,7 +62,20 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
 
 def describe(plan: Plan) -> str:
     """The resolved plan as a line that `parse` understands."""
-    return " ".join(shlex.quote(f"{k}={_text(v)}") for k, v in to_dict(plan).items())
+    return line(to_dict(plan))
+
+
+def line(words: Words) -> str:
+    """Words as one line, no more than was given."""
+    return " ".join(shlex.quote(f"{k}={_text(v)}") for k, v in overlay(words).items())
+
+
+def overlay(*given: Words) -> dict[str, Any]:
+    """Plans laid over each other: what a later one says wins."""
+    flat: dict[str, Any] = {}
+    for words in given:
+        flat |= to_dict(words) if isinstance(words, Plan) else _collect(words)
+    return flat
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

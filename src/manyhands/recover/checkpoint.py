@@ -124,6 +124,18 @@ class Checkpoints:
         return None
 
 
+def pick(run: Path, best: str | None = None) -> Snapshot:
+    """The newest whole checkpoint of a run directory, or its best by a metric ("accuracy", or "-loss" for the smallest)."""
+    folder = Checkpoints(run / "checkpoints", best=best)
+    if best is not None and folder.all():
+        if (path := folder.best_path()) is None:
+            raise CheckpointError(f"no checkpoint of {run} knows the metric {best!r}; leave best out to take the newest")
+        return load(path)
+    if (snapshot := folder.latest()) is None:
+        raise CheckpointError(f"{run} holds no checkpoint; a run directory that has saved at least once is needed")
+    return snapshot
+
+
 def load(path: Path) -> Snapshot:
     """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only."""
     manifest = read_manifest(path)

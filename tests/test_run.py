@@ -1,0 +1,334 @@
+"""A whole run in this process: what it leaves behind, where it stops, how it goes on, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as lr
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import manyhands as mh
+from manyhands.plan.words import parse
+from manyhands.recover.checkpoint import Checkpoints
+
+N = 26  # and batches of 4: seven steps an epoch, the last of two samples
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i], Y[i]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, lengths: tuple[int, ...] = (N,)):
+        self.lengths, self.epoch = lengths, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([(X[i % N], Y[i % N]) for i in range(self.lengths[min(self.epoch, len(self.lengths) - 1)])])
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
+
+
+def make(**changed: Any) -> mh.Task:
+    known: dict[str, Any] = dict(
+        model=model, loss=nn.functional.cross_entropy, train=(X, Y), test=(X, Y), batch=4, metrics={"accuracy": mh.accuracy},
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01), schedule=lambda o: lr.OneCycleLR(o, 0.02, total_steps=40),
+    )  # fmt: skip
+    return mh.Task(**{**known, **changed})
+
+
+def train(tmp_path: Path, words: Any = "", resume: bool = False, callbacks: tuple[mh.Callback, ...] = (), **changed: Any) -> mh.Result:
+    return mh.train(lambda: make(**changed), words, directory=tmp_path / "run", resume=resume, quiet=True, callbacks=callbacks)
+
+
+def events(result: mh.Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for f in sorted(Path(result.directory).glob("events/*.jsonl")) for line in f.read_text().splitlines()]
+
+
+def notices(result: mh.Result) -> list[str]:
+    return [e["value"] for e in events(result) if e["name"] == "notice"]
+
+
+def saved(result: mh.Result) -> dict[str, Tensor]:
+    snapshot = Checkpoints(Path(result.directory) / "checkpoints").latest()
+    assert snapshot is not None
+    return snapshot.params
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# -- what a run leaves --
+
+
+def test_a_run_directory_holds_plan_events_checkpoints_and_a_picture(tmp_path: Path) -> None:
+    result = train(tmp_path, "epochs=3 best=accuracy keep=2")
+    folder = Path(result.directory)
+    assert folder == tmp_path / "run" and (result.rounds, result.epochs, result.stopped) == (21, 3.0, False)
+    assert set(result.metrics) == {"loss", "accuracy", "train_loss"} and result.metrics["accuracy"] > 0.6
+    assert result.checkpoint == str(folder / "checkpoints" / "step-00000021")
+    resolved = parse(str(folder / "plan.toml"))
+    assert (resolved.epochs, resolved.batch, resolved.seed, resolved.keep) == (3.0, 4, 0, 2)
+    assert (folder / "curves.png").stat().st_size > 1000
+    seen = [e["name"] for e in events(result)]
+    assert seen.count("round") == 21 and seen.count("evaluate") == 3 and seen.count("checkpoint") == 3 and seen[-1] == "finish"
+    snapshot = Checkpoints(folder / "checkpoints").latest()
+    assert snapshot is not None and snapshot.position == mh.core.Position(3, 0, 21)
+
+
+def test_the_reported_metrics_are_those_of_the_saved_model(tmp_path: Path) -> None:
+    result = train(tmp_path, "epochs=2")
+    net = mh.load(result.directory, model()).eval()
+    with torch.no_grad():
+        assert float(nn.functional.cross_entropy(net(X), Y)) == pytest.approx(result.metrics["loss"], rel=1e-6)
+        assert float(mh.accuracy(net(X), Y)) == pytest.approx(result.metrics["accuracy"])
+
+
+def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
+    result = train(tmp_path, "epochs=4 best=-loss keep=9")
+    scores = {p: json.loads((p / "manifest.json").read_text())["metrics"]["loss"] for p in (tmp_path / "run/checkpoints").glob("step-*")}
+    best = min(scores, key=lambda p: scores[p])
+    from manyhands.recover.checkpoint import load
+
+    assert same(dict(mh.load(result.directory, model()).state_dict()), saved(result))
+    assert same(dict(mh.load(result.directory, model(), best="-loss").state_dict()), load(best).params)
+    with pytest.raises(mh.CheckpointError, match="no checkpoint of .* knows the metric 'f1'"):
+        mh.load(result.directory, model(), best="f1")
+    with pytest.raises(mh.CheckpointError, match="holds no checkpoint"):
+        mh.load(tmp_path, model())
+
+
+# -- when it stops and when it saves --
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "rounds", "epochs"),
+    [
+        ("epochs=2", {}, 14, 2.0),
+        ("epochs=0.5", {}, 4, 16 / 26),
+        ("steps=9", {}, 9, 1 + 8 / 26),
+        ("", {"steps": 5}, 5, 20 / 26),
+        ("", {"epochs": 2}, 14, 2.0),
+        ("epochs=1", {"steps": 100}, 7, 1.0),
+        ("epochs=2 accumulate=2", {}, 8, 2.0),
+        ("epochs=1 batch=100", {}, 1, 1.0),
+        ("epochs=2 split=sampled", {}, 14, 2.0),
+        ("epochs=2", {"train": Stream()}, 14, 2.0),
+        ("epochs=3", {"train": Stream((6, 26, 10))}, 2 + 7 + 3, 3.0),
+        ("epochs=1", {"train": DataLoader(Rows(), batch_size=13), "batch": None}, 2, 1.0),
+        ("epochs=2 loaders=2", {"train": Rows()}, 14, 2.0),
+    ],
+    ids=str,
+)
+def test_a_run_stops_after_its_epochs_or_steps(tmp_path: Path, words: str, changed: dict[str, Any], rounds: int, epochs: float) -> None:
+    result = train(tmp_path, f"{words} save=off", **changed)
+    assert (result.rounds, pytest.approx(result.epochs)) == (rounds, epochs)
+    assert result.checkpoint is None and not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "rounds"),
+    [("epochs=2", [7, 14]), ("steps=9", [7, 9]), ("epochs=2 save=3", [3, 6, 9, 12, 14]), ("epochs=1 save=7", [7]), ("epochs=3 batch=26 save=2", [2, 3])],
+)
+def test_checkpoints_are_written_when_the_plan_says_and_at_the_end(tmp_path: Path, words: str, rounds: list[int]) -> None:
+    train(tmp_path, f"{words} keep=99")
+    assert [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints").all()] == rounds
+
+
+class Recorded(mh.Callback):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+        assert run.rank == 0 and math.isfinite(float(loss))
+        self.calls.append(round)
+
+    def on_epoch(self, run: Any, epoch: int, metrics: Any) -> None:
+        self.calls.append(("epoch", epoch, sorted(metrics)))
+
+    def on_checkpoint(self, run: Any, path: str) -> None:
+        self.calls.append(("checkpoint", Path(path).name))
+
+
+class Failed(mh.Callback):
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def on_failure(self, run: Any, error: BaseException) -> None:
+        self.errors.append(type(error).__name__)
+
+
+def test_callbacks_are_called_on_round_epoch_and_checkpoint_in_order(tmp_path: Path) -> None:
+    ours, theirs = Recorded(), Recorded()
+    train(tmp_path, "epochs=1 batch=13", callbacks=(ours,))
+    assert ours.calls == [1, 2, ("epoch", 0, ["accuracy", "loss"]), ("checkpoint", "checkpoints")]
+    mh.train(lambda: make(callbacks=(theirs,)), "steps=1 save=off", directory=tmp_path / "other", quiet=True)
+    assert theirs.calls == [1]
+
+
+# -- going on --
+
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam, one cycle, dropout, batchnorm": ("", {}),
+    "in mid-epoch with accumulation": ("accumulate=2", {}),
+    "sgd with multi-step": ("", {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "schedule": lambda o: lr.MultiStepLR(o, [3, 6, 9])}),
+    "a stream": ("", {"train": Stream((10, 26))}),
+    "loader processes": ("loaders=2", {"train": Rows(), "test": Rows()}),
+    "with replacement": ("split=sampled", {}),
+    "fp16 with its scale": ("precision=fp16", {}),
+    "bf16 and clip": ("precision=bf16 clip=0.1", {}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_ten_steps_are_five_steps_and_five_more_after_a_resume_exactly(tmp_path: Path, case: str) -> None:
+    words, changed = RESUMED[case]
+    whole = train(tmp_path / "whole", f"steps=10 {words}", **changed)
+    train(tmp_path / "halves", f"steps=5 {words}", **changed)
+    torch.manual_seed(12345)  # what happens between the two must not matter
+    halves = train(tmp_path / "halves", f"steps=10 {words}", resume=True, **changed)
+    assert halves.rounds == 10 and any(text.startswith("resumed at round 5 ") for text in notices(halves))
+    assert same(saved(whole), saved(halves))
+    a, b = (Checkpoints(tmp_path / k / "run" / "checkpoints").latest() for k in ("whole", "halves"))
+    assert a is not None and b is not None and a.position == b.position and same(a.optimizer, b.optimizer) and same(a.rng, b.rng)
+    assert a.meta["schedule"] == b.meta["schedule"] and a.meta["scaler"] == b.meta["scaler"]
+
+
+def test_resuming_a_finished_run_changes_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    result = train(tmp_path, "epochs=1")
+    assert result.checkpoint is not None
+    before = (Path(result.checkpoint) / "manifest.json").stat()
+    again = train(tmp_path, "epochs=1", resume=True)
+    after = (Path(result.checkpoint) / "manifest.json").stat()
+    assert again.rounds == 7 and (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "epochs=3")
+    result = train(tmp_path / "hurt", "epochs=2")
+    tensors = Path(str(result.checkpoint)) / "tensors.safetensors"
+    raw = bytearray(tensors.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    tensors.write_bytes(raw)
+    again = train(tmp_path / "hurt", "epochs=3", resume=True)
+    said = notices(again)
+    assert any("step-00000014 is damaged" in t and "using the one before it" in t for t in said)
+    assert any(t.startswith("resumed at round 7") for t in said)
+    assert same(saved(again), saved(whole))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
+    train(tmp_path, "epochs=1")
+    with pytest.raises(mh.CheckpointError, match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)"):
+        train(tmp_path, "epochs=2", resume=True, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)))
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
+    train(tmp_path, "epochs=1 save=off")
+    result = train(tmp_path, "epochs=1", resume=True)
+    assert result.rounds == 7 and any(t.startswith("nothing to resume in") for t in notices(result))
+
+
+# -- what it refuses, and what it says --
+
+
+def test_a_loss_that_becomes_nan_names_rank_round_and_last_good_checkpoint(tmp_path: Path) -> None:
+    def step(net: nn.Module, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+        step.calls += 1  # type: ignore[attr-defined]
+        return loss * (math.nan if step.calls == 12 else 1.0)  # type: ignore[attr-defined]
+
+    step.calls = 0  # type: ignore[attr-defined]
+    failed = Failed()
+    with pytest.raises(mh.Diverged, match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint is .*step-00000010; lower"):
+        train(tmp_path, "epochs=3 save=5", step=step, loss=None, metrics={}, test=None, callbacks=(failed,))
+    assert failed.errors == ["Diverged"]
+    good = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert good is not None and good.round == 10 and all(v.isfinite().all() for v in good.params.values())
+
+
+def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(mh.Diverged, match="at round 1 .*there is no checkpoint yet"):
+        train(tmp_path, loss=lambda o, t: o.sum() * math.inf)
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "says"),
+    [
+        ("", {"train": (X[:0], Y[:0])}, "Task.train is empty"),
+        ("", {"test": []}, "Task.test is empty"),
+        ("best=f1", {}, "best=f1: no such metric; the task has loss, accuracy"),
+        ("best=loss", {"test": None}, "best=loss: no such metric; the task has no test data"),
+        ("loaders=2", {}, "loaders=2 has no effect: the training data is in memory already or a stream"),
+        ("split=sampled", {"train": Stream()}, "split=sampled draws samples by index, but the training data is a stream"),
+        ("", {"optimizer": torch.optim.LBFGS}, "torch.optim.LBFGS evaluates the loss several times a step"),
+        ("device=cuda", {}, "device=cuda, but torch sees no GPU here"),
+        ("", {"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")}, r"the loss has shape \(4,\)"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_what_to_do(tmp_path: Path, words: str, changed: dict[str, Any], says: str) -> None:
+    if "device=cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises((mh.TaskError, mh.PlanError), match=says):
+        train(tmp_path, words, **changed)
+
+
+def test_a_directory_with_an_earlier_run_or_a_live_one_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "steps=1")
+    with pytest.raises(mh.RunBusy, match="holds an earlier run"):
+        train(tmp_path, "steps=1")
+
+    class Second(mh.Callback):
+        def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+            with pytest.raises(mh.RunBusy, match="is in use by a live run"):
+                train(tmp_path, "steps=9", resume=True)
+
+    train(tmp_path, "steps=2", resume=True, callbacks=(Second(),))
+
+
+def test_unused_parameters_are_named_in_one_notice(tmp_path: Path) -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    result = train(tmp_path, "steps=3", model=Spare)
+    said = [t for t in notices(result) if "without a gradient" in t]
+    assert said == ["parameters without a gradient in the first round (left as they are): spare.weight, spare.bias"]
+
+
+def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path: Path) -> None:
+    from manyhands.run import defines_task
+
+    for text, expected in (
+        ("def task(): ...", True), ("task = 3", True), ("from elsewhere import make as task", True), ("def other(): ...", False),
+        ("if True:\n    def task(): ...", False), ("task: int = 3", True), ("async def task(): ...", False),
+    ):  # fmt: skip
+        (tmp_path / "s.py").write_text(text)
+        assert defines_task(tmp_path / "s.py") is expected, text
+    (tmp_path / "s.py").write_text("def task(:\n")
+    with pytest.raises(mh.TaskError, match=r"s\.py, line 1"):
+        defines_task(tmp_path / "s.py")
+    with pytest.raises(mh.TaskError, match=r"none\.py cannot be read"):
+        defines_task(tmp_path / "none.py")

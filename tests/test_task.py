@@ -1,0 +1,69 @@
+"""A task that cannot be trained is refused where it is written, with what to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands import Task
+from manyhands.errors import TaskError
+from manyhands.task import build_model, resolve
+
+
+def make(**changed: Any) -> Task:
+    known: dict[str, Any] = dict(
+        model=nn.Linear(2, 1), loss=nn.functional.mse_loss, train=(torch.zeros(4, 2), torch.zeros(4, 1)), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )  # fmt: skip
+    return Task(**{**known, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"loss": None}, r"Task needs either loss=.* or step=.*; got neither"),
+        ({"step": lambda m, b: m(b).mean()}, "got both"),
+        ({"loss": None, "step": lambda m, b: m(b).mean(), "metrics": {"a": lambda o, t: o}}, "metrics compare model.* but the task has step="),
+        ({"batch": 0}, "batch=0, but a batch holds at least 1 sample; set batch=1 or more"),
+        ({"batch": -3}, "batch=-3"),
+        ({"steps": 0}, "steps=0, but at least 1 step is needed"),
+        ({"epochs": 0}, "epochs=0, but a positive number is needed"),
+        ({"epochs": float("nan")}, "epochs=nan"),
+        ({"epochs": float("inf")}, "epochs=inf"),
+        ({"clip": 0.0}, "clip=0.0, but a positive norm is needed; leave it out for no clipping"),
+        ({"clip": float("nan")}, "clip=nan"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        make(**changed)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: nn.Linear(2, 1).requires_grad_(False), "Linear has no parameter with requires_grad=True: there is nothing to train"),
+        (lambda: nn.ReLU(), "ReLU has no parameter"),
+        (lambda: "a string", "Task.model gave a str, but a torch.nn.Module is needed"),
+    ],
+)
+def test_a_model_without_anything_to_train_is_refused(model: Any, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        build_model(make(model=model))
+
+
+def test_a_task_function_that_gives_something_else_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"task\(\) returned a NoneType, but a manyhands.Task is needed"):
+        resolve(lambda: None, None)  # type: ignore[arg-type,return-value]
+
+
+def test_every_rank_makes_the_same_weights_from_the_plans_seed_or_the_tasks_own() -> None:
+    def weight(seed: int | None, own: int = 0) -> float:
+        task, used = resolve(lambda: make(model=nn.Linear(1, 1), seed=own), seed)
+        assert used == (own if seed is None else seed)
+        return float(build_model(task).weight)
+
+    assert weight(None) == weight(0) == weight(None)
+    assert weight(3) == weight(None, own=3) == weight(3, own=5) != weight(0)
