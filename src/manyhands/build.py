@@ -152,6 +152,7 @@ def assemble(
             "global_batch": global_batch,
             "batch": plan.batch,
             "plan": words.describe(plan),
+            "metrics": trainer.metrics,
         }
         copies = {k: v.detach().to("cpu", copy=True) for k, v in merge_state.items()}
         return Snapshot(round, state.model_state(module), tensors, copies, walk.position, rng, meta)
@@ -170,6 +171,7 @@ def assemble(
         last_good=lambda: _last_good(site.checkpoints), save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
+        metrics={} if saved is None else dict(saved.meta["metrics"]),
     )  # fmt: skip
     _announce(site, plan, module, global_batch)
     return trainer, walk, computing, plan
@@ -312,10 +314,11 @@ def _announce(site: Site, plan: Plan, module: nn.Module, global_batch: int) -> N
     (site.directory / "plan.toml").write_text(words.to_toml(resolved))
     parameters = sum(p.numel() for p in module.parameters())
     where = f"{site.place.size} x {site.device.type} over {site.link_name}" if site.place.size > 1 else site.device.type
-    lines = [
-        words.describe(resolved),
-        f"model  {type(module).__name__}, {parameters:,} parameters; {global_batch} samples a step; {where}",
-        f"run    {site.directory}",
-    ]
-    site.recorder.emit(Event(time.time(), 0, site.link.round, "start", value="\n".join(lines)))
+    told = {
+        "start": words.describe(resolved),
+        "model": f"{type(module).__name__}, {parameters:,} parameters; {global_batch} samples a step; {where}",
+        "run": str(site.directory),
+    }
+    for name, text in told.items():
+        site.recorder.emit(Event(time.time(), 0, site.link.round, name, value=text))
     site.recorder.flush()

@@ -351,7 +351,7 @@ def _draw(result: Result, quiet: bool) -> None:
         print(f"no picture: {e}", file=sys.stderr)
         return
     if not quiet:
-        print(f"picture {picture}")
+        print(f"{'picture':<12}{picture}")
 
 
 def _pickle(body: Callable[[], Any]) -> bytes:

@@ -94,6 +94,16 @@ class Trainer:
 
     def loop(self) -> Result:
         try:
+            if self.finished():
+                self.emit(
+                    Event(
+                        time.time(),
+                        self.link.rank,
+                        self.round,
+                        "notice",
+                        value="nothing left to do: this run is at its end already",
+                    )
+                )
             while not self.finished():
                 self.step()
             return self.finish()
@@ -172,6 +182,8 @@ class Trainer:
 
     def _diverged(self, rounds: list[float]) -> None:
         rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
+        self.last_good()  # rank 0 waits for a save under way, then all know which one is the last
+        self.link.all_reduce({"saved": torch.zeros(1, device=self.device)}).wait()
         good = self.last_good()
         raise Diverged(
             f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} (epoch {self._epochs(self.position()):.2f}); "

@@ -37,6 +37,7 @@ class Deviation:
     parameter: float
     by_module: dict[str, float]
     rtol: float
+    noise: list[str] = dataclasses.field(default_factory=list)  # parameters that were left out
 
     @property
     def largest(self) -> float:
@@ -84,6 +85,8 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     print(f"  loss        {deviation.loss:.2e}")
     print(f"  gradients   {deviation.gradient:.2e}")
     print(f"  parameters  {deviation.parameter:.2e}")
+    if deviation.noise:
+        print(f"not compared, gradient zero but for rounding: {', '.join(deviation.noise)}")
     if deviation.equal:
         print(f"EQUAL up to the order of summation (bound {deviation.rtol:g})")
         return True
@@ -138,17 +141,38 @@ def _without_dropout(make: MakeTask) -> Task:
 def _deviation(ours: list[Tensors], alone: list[Tensors], rtol: float) -> Deviation:
     rounds = sorted(k for k in alone[0] if k.startswith("loss/"))
     loss = max(_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds)
+    noise = _noise(alone[0])
     worst = {"gradient": 0.0, "parameter": 0.0}
     by_module: dict[str, float] = {}
     for key in sorted(set(alone[0]) | set(ours[0])):
-        kind, _, rest = key.partition("/")
-        if kind == "loss":
+        kind, name = key.partition("/")[0], _name(key)
+        if kind == "loss" or name in noise:
             continue
         value = _relative(ours[0][key], alone[0][key]) if key in ours[0] and key in alone[0] else float("inf")
         worst[kind] = max(worst[kind], value)
-        module = rest.partition("/")[2].rpartition(".")[0] if kind == "gradient" else rest.rpartition(".")[0]
+        module = name.rpartition(".")[0]
         by_module[module] = max(by_module.get(module, 0.0), value)
-    return Deviation(loss, worst["gradient"], worst["parameter"], by_module, rtol)
+    return Deviation(loss, worst["gradient"], worst["parameter"], by_module, rtol, sorted(noise))
+
+
+def _noise(kept: Tensors) -> set[str]:
+    """Parameters whose gradient is zero but for rounding (a bias before BatchNorm): nothing to compare, and optimizers that
+    divide by the gradient's size blow the rounding up."""
+    largest: dict[str, float] = {}
+    for key, value in kept.items():
+        if key.startswith("gradient/") and value.numel():
+            largest[_name(key)] = max(largest.get(_name(key), 0.0), float(value.abs().max()))
+    bound = max(largest.values(), default=0.0) * 1e3 * _eps(kept)
+    return {name for name, value in largest.items() if 0 < value < bound}
+
+
+def _eps(kept: Tensors) -> float:
+    return max((torch.finfo(v.dtype).eps for k, v in kept.items() if k.startswith("gradient/")), default=0.0)
+
+
+def _name(key: str) -> str:
+    """The parameter of "gradient/<round>/<parameter>" and "parameter/<parameter>"."""
+    return key.split("/", 2)[2] if key.startswith("gradient/") else key.partition("/")[2]
 
 
 def _mean(pairs: list[Tensor]) -> Tensor:

@@ -129,7 +129,11 @@ class LocalLauncher:
             rank = causes[0]
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
         # told to stop while it was still starting, a rank ends by the signal; there was nothing to save
-        if stop.requested and any(codes.values()) and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers):
+        if (
+            stop.requested
+            and any(codes.values())
+            and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers)
+        ):
             raise LaunchError("stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested)
         if killed:
             rank = min(killed)

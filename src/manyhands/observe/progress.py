@@ -53,6 +53,8 @@ class Progress:
                 self._start_s = event.time_s
                 if isinstance(value, str):
                     line("plan", value, STYLES["plan"])
+            case "model" | "run", str():
+                line(event.name, value, STYLES["plan"])
             case "progress", dict():
                 self._screen.progress(event.time_s, value)
             case "evaluate", dict():

@@ -64,8 +64,8 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
             path = self.folder / f"step-{snapshot.round:08d}"
             nbytes = _write(snapshot, metrics, hidden)
-            if path.exists():
-                shutil.rmtree(path)
+            if path.exists():  # a resumed run is here again: the old one steps aside whole, and is swept up with the next save
+                os.rename(path, hidden.with_name(f"{hidden.name}-old"))
             os.rename(hidden, path)
             _sync(self.folder)
             self.last_good = path
