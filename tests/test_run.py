@@ -54,12 +54,16 @@ def make(**changed: Any) -> mh.Task:
     return mh.Task(**{**known, **changed})
 
 
-def train(tmp_path: Path, words: Any = "", resume: bool = False, callbacks: tuple[mh.Callback, ...] = (), **changed: Any) -> mh.Result:
+def train(
+    tmp_path: Path, words: Any = "", resume: bool = False, callbacks: tuple[mh.Callback, ...] = (), **changed: Any
+) -> mh.Result:
     return mh.train(lambda: make(**changed), words, directory=tmp_path / "run", resume=resume, quiet=True, callbacks=callbacks)
 
 
 def events(result: mh.Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for f in sorted(Path(result.directory).glob("events/*.jsonl")) for line in f.read_text().splitlines()]
+    return [
+        json.loads(line) for f in sorted(Path(result.directory).glob("events/*.jsonl")) for line in f.read_text().splitlines()
+    ]
 
 
 def notices(result: mh.Result) -> list[str]:
@@ -104,13 +108,15 @@ def test_the_reported_metrics_are_those_of_the_saved_model(tmp_path: Path) -> No
 
 def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
     result = train(tmp_path, "epochs=4 best=-loss keep=9")
-    scores = {p: json.loads((p / "manifest.json").read_text())["metrics"]["loss"] for p in (tmp_path / "run/checkpoints").glob("step-*")}
+    scores = {
+        p: json.loads((p / "manifest.json").read_text())["metrics"]["loss"] for p in (tmp_path / "run/checkpoints").glob("step-*")
+    }
     best = min(scores, key=lambda p: scores[p])
     from manyhands.recover.checkpoint import load
 
     assert same(dict(mh.load(result.directory, model()).state_dict()), saved(result))
     assert same(dict(mh.load(result.directory, model(), best="-loss").state_dict()), load(best).params)
-    with pytest.raises(mh.CheckpointError, match="no checkpoint of .* knows the metric 'f1'"):
+    with pytest.raises(mh.CheckpointError, match=r"no checkpoint of .* knows the metric 'f1'"):
         mh.load(result.directory, model(), best="f1")
     with pytest.raises(mh.CheckpointError, match="holds no checkpoint"):
         mh.load(tmp_path, model())
@@ -138,7 +144,9 @@ def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_run_stops_after_its_epochs_or_steps(tmp_path: Path, words: str, changed: dict[str, Any], rounds: int, epochs: float) -> None:
+def test_a_run_stops_after_its_epochs_or_steps(
+    tmp_path: Path, words: str, changed: dict[str, Any], rounds: int, epochs: float
+) -> None:
     result = train(tmp_path, f"{words} save=off", **changed)
     assert (result.rounds, pytest.approx(result.epochs)) == (rounds, epochs)
     assert result.checkpoint is None and not (tmp_path / "run" / "checkpoints").exists()
@@ -146,7 +154,13 @@ def test_a_run_stops_after_its_epochs_or_steps(tmp_path: Path, words: str, chang
 
 @pytest.mark.parametrize(
     ("words", "rounds"),
-    [("epochs=2", [7, 14]), ("steps=9", [7, 9]), ("epochs=2 save=3", [3, 6, 9, 12, 14]), ("epochs=1 save=7", [7]), ("epochs=3 batch=26 save=2", [2, 3])],
+    [
+        ("epochs=2", [7, 14]),
+        ("steps=9", [7, 9]),
+        ("epochs=2 save=3", [3, 6, 9, 12, 14]),
+        ("epochs=1 save=7", [7]),
+        ("epochs=3 batch=26 save=2", [2, 3]),
+    ],
 )
 def test_checkpoints_are_written_when_the_plan_says_and_at_the_end(tmp_path: Path, words: str, rounds: list[int]) -> None:
     train(tmp_path, f"{words} keep=99")
@@ -189,7 +203,10 @@ def test_callbacks_are_called_on_round_epoch_and_checkpoint_in_order(tmp_path: P
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "adam, one cycle, dropout, batchnorm": ("", {}),
     "in mid-epoch with accumulation": ("accumulate=2", {}),
-    "sgd with multi-step": ("", {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "schedule": lambda o: lr.MultiStepLR(o, [3, 6, 9])}),
+    "sgd with multi-step": (
+        "",
+        {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "schedule": lambda o: lr.MultiStepLR(o, [3, 6, 9])},
+    ),
     "a stream": ("", {"train": Stream((10, 26))}),
     "loader processes": ("loaders=2", {"train": Rows(), "test": Rows()}),
     "with replacement": ("split=sampled", {}),
@@ -237,7 +254,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
     train(tmp_path, "epochs=1")
-    with pytest.raises(mh.CheckpointError, match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)"):
+    with pytest.raises(
+        mh.CheckpointError, match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)"
+    ):
         train(tmp_path, "epochs=2", resume=True, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)))
 
 
@@ -258,7 +277,10 @@ def test_a_loss_that_becomes_nan_names_rank_round_and_last_good_checkpoint(tmp_p
 
     step.calls = 0  # type: ignore[attr-defined]
     failed = Failed()
-    with pytest.raises(mh.Diverged, match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint is .*step-00000010; lower"):
+    with pytest.raises(
+        mh.Diverged,
+        match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint is .*step-00000010; lower",
+    ):
         train(tmp_path, "epochs=3 save=5", step=step, loss=None, metrics={}, test=None, callbacks=(failed,))
     assert failed.errors == ["Diverged"]
     good = Checkpoints(tmp_path / "run" / "checkpoints").latest()
@@ -266,7 +288,7 @@ def test_a_loss_that_becomes_nan_names_rank_round_and_last_good_checkpoint(tmp_p
 
 
 def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(mh.Diverged, match="at round 1 .*there is no checkpoint yet"):
+    with pytest.raises(mh.Diverged, match=r"at round 1 .*there is no checkpoint yet"):
         train(tmp_path, loss=lambda o, t: o.sum() * math.inf)
 
 
@@ -284,7 +306,9 @@ def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: P
         ("", {"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")}, r"the loss has shape \(4,\)"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_with_what_to_do(tmp_path: Path, words: str, changed: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_trained_is_refused_with_what_to_do(
+    tmp_path: Path, words: str, changed: dict[str, Any], says: str
+) -> None:
     if "device=cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises((mh.TaskError, mh.PlanError), match=says):

@@ -25,7 +25,10 @@ def make(**changed: Any) -> Task:
     [
         ({"loss": None}, r"Task needs either loss=.* or step=.*; got neither"),
         ({"step": lambda m, b: m(b).mean()}, "got both"),
-        ({"loss": None, "step": lambda m, b: m(b).mean(), "metrics": {"a": lambda o, t: o}}, "metrics compare model.* but the task has step="),
+        (
+            {"loss": None, "step": lambda m, b: m(b).mean(), "metrics": {"a": lambda o, t: o}},
+            "metrics compare model.* but the task has step=",
+        ),
         ({"batch": 0}, "batch=0, but a batch holds at least 1 sample; set batch=1 or more"),
         ({"batch": -3}, "batch=-3"),
         ({"steps": 0}, "steps=0, but at least 1 step is needed"),
@@ -44,7 +47,10 @@ def test_a_task_that_cannot_be_is_refused(changed: dict[str, Any], says: str) ->
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (lambda: nn.Linear(2, 1).requires_grad_(False), "Linear has no parameter with requires_grad=True: there is nothing to train"),
+        (
+            lambda: nn.Linear(2, 1).requires_grad_(False),
+            "Linear has no parameter with requires_grad=True: there is nothing to train",
+        ),
         (lambda: nn.ReLU(), "ReLU has no parameter"),
         (lambda: "a string", "Task.model gave a str, but a torch.nn.Module is needed"),
     ],

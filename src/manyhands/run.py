@@ -179,6 +179,7 @@ class Run:
         self.rank, self.size = site.place.rank, site.place.size
         self.directory, self.device = site.directory, site.device
         self._loop: Any = None
+        self._ended: Result | None = None  # how, where the loop was told to stop
         self._outside: Any = None
         self._micro: Micro | None = None
         self._batch: data.Batch | None = None
@@ -201,6 +202,8 @@ class Run:
         plan = dataclasses.replace(
             site.plan, batch=site.plan.batch or batch or build._loader_batch(dataset), seed=site.plan.seed or 0
         )
+        # run.step starts every step without gradients; said between two micro-batches of a step, it would lose the first
+        optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
         self.trainer, walk, module, _ = build.assemble(
             site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
             lambda _: {}, lambda: 0 if self._stop is None else self._stop.requested, self,
@@ -224,7 +227,7 @@ class Run:
         """Save and end the run; called by itself when the script ends."""
         if self in _joined:
             _joined.remove(self)
-        result = None
+        result = self._ended
         if self.trainer is not None and self._loop is not None and not self._loop.dead:
             result = self.trainer.finish()
         self._loop = None
@@ -251,9 +254,10 @@ class Run:
         self._micro = micro
         result = self._loop.switch()
         if self._loop.dead:
-            self._end_early(result)
+            self._ended = result
+            self._end_early()
 
-    def _end_early(self, result: Any) -> None:
+    def _end_early(self) -> None:
         requested = 0 if self._stop is None else self._stop.requested
         if self.rank == 0:
             print(f"stopped; saved in {self.directory}", file=sys.stderr)
@@ -295,6 +299,9 @@ class _Cast(nn.Module):
         with forward.autocast(self._precision, self._device):
             out = self.module(*args, **kwargs)
         return out.float() if isinstance(out, Tensor) and out.is_floating_point() else out
+
+
+def _leave_gradients(set_to_none: bool = True) -> None: ...
 
 
 _joined: list[Run] = []

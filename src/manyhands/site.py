@@ -21,6 +21,7 @@ from manyhands.exchange import collective, hierarchical
 from manyhands.exchange.observed import Observed
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
+from manyhands.launch.memory import keep_freed_memory
 from manyhands.observe.events import Recorder, Sink
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
@@ -78,6 +79,8 @@ class Site:
 
 def open_site(plan: Plan, place: Place, store: dist.Store, options: Options) -> Site:
     device = choose_device(plan, place)
+    if device.type == "cpu":
+        keep_freed_memory()
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     owner, path = _open_directory(place, store, options, plan.timeout_s)

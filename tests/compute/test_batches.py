@@ -20,6 +20,7 @@ from manyhands.split.data import DataSplit, shuffled
 
 CPU = torch.device("cpu")
 N = 23
+START = Position()
 
 
 class Squares(Dataset[tuple[Tensor, int]]):
@@ -71,8 +72,8 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 def walk(
-    data: Any, rank: int, size: int, at: Position = Position(), batch: int = 3, global_batch: int | None = None, **options: Any
-) -> Indexed | Streamed:  # noqa: B008
+    data: Any, rank: int, size: int, at: Position = START, batch: int = 3, global_batch: int | None = None, **options: Any
+) -> Indexed | Streamed:
     found = source(data, CPU, "Task.train")
     total = global_batch or batch * size
     if isinstance(found, StreamSource):

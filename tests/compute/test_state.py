@@ -60,7 +60,9 @@ def steps(mine: Any, n: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "schedule"), [*((o, None) for o in OPTIMIZERS), *(("momentum", s) for s in SCHEDULES), ("adam", "one cycle")], ids=str
+    ("optimizer", "schedule"),
+    [*((o, None) for o in OPTIMIZERS), *(("momentum", s) for s in SCHEDULES), ("adam", "one cycle")],
+    ids=str,
 )
 def test_four_steps_saved_and_loaded_into_a_fresh_model_then_six_are_ten_steps(optimizer: str, schedule: str | None) -> None:
     whole, alone = build(optimizer, schedule)
@@ -105,7 +107,9 @@ def test_groups_keep_their_own_settings_and_this_machine_chooses_its_own_kernels
     assert [(g["lr"], g["weight_decay"]) for g in loaded.param_groups] == [(0.01, 0.5), (0.1, 0.01)]
     assert all(g["foreach"] is False and not g["fused"] for g in loaded.param_groups)
     fewer = torch.optim.AdamW(theirs.parameters())
-    with pytest.raises(CheckpointError, match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same optimizer"):
+    with pytest.raises(
+        CheckpointError, match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same optimizer"
+    ):
         state.load_optimizer(theirs, fewer, tensors, meta)
 
 
@@ -140,7 +144,14 @@ def test_tied_weights_are_saved_and_loaded() -> None:
 
 def test_every_generator_goes_on_where_it_was() -> None:
     def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(())), float(torch.randn(()))]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(np.random.rand()),
+            float(np.random.randn()),
+            float(torch.rand(())),
+            float(torch.randn(())),
+        ]
 
     state.seed_everything(7, 3)
     draw()

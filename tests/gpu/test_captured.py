@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -104,6 +105,7 @@ def test_a_captured_run_resumes_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["precision=bf16", "precision=fp16", "compile=true", "accumulate=2"])
 def test_precision_compile_and_accumulation_train_on_a_gpu(tmp_path: Path, words: str) -> None:
+    torch._inductor.config.compile_threads = 1  # no pool of compiler processes that outlives the test
     result = mh.train(task, f"device=cuda epochs=4 {words}", directory=tmp_path / "run", quiet=True)
     assert result.metrics["accuracy"] > 0.8
 

@@ -146,7 +146,13 @@ X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
 
 
 def make(**changed: Any) -> mh.Task:
-    known: dict[str, Any] = dict(model=nn.Linear(4, 1), step=lambda m, b: m(b[0]).square().mean(), train=(X,), batch=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    known: dict[str, Any] = dict(
+        model=nn.Linear(4, 1),
+        step=lambda m, b: m(b[0]).square().mean(),
+        train=(X,),
+        batch=4,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+    )
     return mh.Task(**{**known, **changed})
 
 
@@ -169,7 +175,9 @@ def test_a_loss_that_becomes_nan_names_its_rank_round_and_the_last_good_checkpoi
 
 
 def test_more_ranks_than_samples_are_refused_with_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(mh.LaunchError, match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set data=2 or fewer"):
+    with pytest.raises(
+        mh.LaunchError, match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set data=2 or fewer"
+    ):
         mh.train(lambda: make(train=(X[:2],)), "data=3", directory=tmp_path / "run", quiet=True)
 
 
@@ -180,7 +188,10 @@ def test_a_task_that_cannot_be_sent_says_what_to_do_before_anything_starts(tmp_p
         with lock:
             return make()
 
-    with pytest.raises(mh.TaskError, match=r"the task cannot be sent to other processes \(TypeError: .*lock.*\); make locks, sockets.* inside task\(\)"):
+    with pytest.raises(
+        mh.TaskError,
+        match=r"the task cannot be sent to other processes \(TypeError: .*lock.*\); make locks, sockets.* inside task\(\)",
+    ):
         mh.train(task, "data=2", directory=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -269,7 +280,9 @@ def test_under_manyhands_run_such_a_script_is_told_to_guard_its_call(tmp_path: P
     (tmp_path / "job.py").write_text(UNGUARDED)
     job = run(tmp_path, [*RUN])
     assert job.process.returncode == 2
-    assert "TaskError: job.py calls train() while its task() is loaded; put that call under: if __name__ == '__main__':" in job.err
+    assert (
+        "TaskError: job.py calls train() while its task() is loaded; put that call under: if __name__ == '__main__':" in job.err
+    )
 
 
 TORCHRUN = """
@@ -291,7 +304,9 @@ if __name__ == "__main__":
     first = mh.train(task, "epochs=2", directory="first", quiet=True)
     second = mh.train(task, "epochs=1", directory="second", quiet=True)
     run = mh.join(directory="third", quiet=True)
-    model, optimizer, data = run.prepare(first_model := nn.Linear(4, 1), torch.optim.SGD(first_model.parameters(), lr=0.01), torch.utils.data.TensorDataset(X), batch=5)
+    model = nn.Linear(4, 1)
+    dataset = torch.utils.data.TensorDataset(X)
+    model, optimizer, data = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), dataset, batch=5)
     for (x,) in data:
         run.step(model(x).square().mean())
     print(f"rank {run.rank} of {run.size}: {first.rounds} {second.rounds} {first.directory}\\n", end="")
@@ -315,6 +330,8 @@ def test_a_port_that_is_taken_for_the_rendezvous_of_other_launchers_is_named(tmp
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        job = run(tmp_path, [sys.executable, "-"], stdin=TORCHRUN, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        job = run(
+            tmp_path, [sys.executable, "-"], stdin=TORCHRUN, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
     assert job.process.returncode == 1
     assert f"LaunchError: port {port} is taken on 127.0.0.1; set MASTER_PORT to a free one" in job.err

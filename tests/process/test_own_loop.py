@@ -19,7 +19,7 @@ import manyhands as mh
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.run import _joined
 
-N = 37
+N = 38
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(N, 6, generator=G), torch.randint(3, (N,), generator=G)
 
@@ -43,7 +43,9 @@ def model() -> nn.Module:
 
 
 def task() -> mh.Task:
-    return mh.Task(model=model(), loss=nn.functional.cross_entropy, train=(X, Y), batch=4, optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+    return mh.Task(
+        model=model(), loss=nn.functional.cross_entropy, train=(X, Y), batch=4, optimizer=lambda p: torch.optim.Adam(p, lr=0.01)
+    )
 
 
 def saved(directory: Path) -> dict[str, Tensor]:
@@ -56,11 +58,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def own(directory: Path, words: str = "", epochs: int = 2, stop_after: int | None = None, data: Any = None, **options: Any) -> mh.Run:
+def own(
+    directory: Path, words: str = "", epochs: int = 2, stop_after: int | None = None, data: Any = None, **options: Any
+) -> mh.Run:
     """The loop that a user keeps, in this process."""
     run = mh.join(words, directory=directory, quiet=True, **options)
     net = model()
-    net, optimizer, batches = run.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01), (X, Y) if data is None else data, batch=4)
+    net, optimizer, batches = run.prepare(
+        net, torch.optim.Adam(net.parameters(), lr=0.01), (X, Y) if data is None else data, batch=4
+    )
     done = 0
     for _ in range(epochs):
         for x, y in batches:
@@ -110,7 +116,9 @@ def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_p
 
 
 def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(mh.PlanError, match="epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop"):
+    with pytest.raises(
+        mh.PlanError, match="epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop"
+    ):
         mh.join("epochs=3", directory=tmp_path / "a")
     run = mh.join(directory=tmp_path / "b", quiet=True)
     net = model()
@@ -119,7 +127,9 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert len(batches) == 8
     with pytest.raises(mh.TaskError, match="one run trains one model"):
         run.prepare(net, optimizer, (X, Y))
-    with pytest.raises(mh.TaskError, match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate over that"):
+    with pytest.raises(
+        mh.TaskError, match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate over that"
+    ):
         run.step(torch.zeros(()))
     run.close()
 
@@ -133,7 +143,7 @@ import torch, manyhands as mh
 from torch import nn
 
 G = torch.Generator().manual_seed(0)
-X, Y = torch.randn(37, 6, generator=G), torch.randint(3, (37,), generator=G)
+X, Y = torch.randn(38, 6, generator=G), torch.randint(3, (38,), generator=G)
 torch.manual_seed(0)
 run = mh.join("accumulate=2")
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -162,7 +172,9 @@ def test_on_two_ranks_with_an_uneven_last_batch_and_accumulation_it_ends_with_th
     assert len(totals) == 2 and sum(totals) == 2 * N, "every sample once an epoch, over both ranks"
     mh.train(task, "data=2 accumulate=2 epochs=2", directory=tmp_path / "trained", quiet=True)
     assert same(saved(tmp_path / "own"), saved(tmp_path / "trained"))
-    assert "accumulate = 2" in (tmp_path / "own" / "plan.toml").read_text(), "what the script says, where the command says nothing"
+    assert "accumulate = 2" in (tmp_path / "own" / "plan.toml").read_text(), (
+        "what the script says, where the command says nothing"
+    )
 
 
 def test_sigterm_stops_an_own_loop_with_a_checkpoint_and_it_goes_on_after(tmp_path: Path) -> None:

@@ -85,10 +85,9 @@ def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(tmp
 
 
 def task() -> mh.Task:
-    torch.set_default_dtype(torch.float32)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)).double()
     return mh.Task(
-        model=model, loss=nn.functional.cross_entropy, train=(X.double(), Y), batch=4, optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        model=model, loss=nn.functional.cross_entropy, train=(X.double(), Y), batch=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=12),
     )  # fmt: skip
 
@@ -103,10 +102,12 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
 
 
 @pytest.mark.parametrize("words", ["data=1", "data=3", "data=2 link=gloo", "data=3 accumulate=2"])
-def test_a_run_goes_on_with_the_same_numbers_on_another_number_of_ranks(halves: tuple[Path, dict[str, Tensor]], tmp_path: Path, words: str) -> None:
+def test_a_run_goes_on_with_the_same_numbers_on_another_number_of_ranks(
+    halves: tuple[Path, dict[str, Tensor]], tmp_path: Path, words: str
+) -> None:
     folder, alone = halves
     shutil.copytree(folder / "half", tmp_path / "run")
     result = mh.train(task, f"{words} steps=12", directory=tmp_path / "run", resume=True, quiet=True)
     assert result.rounds == 12
     for name, value in weights(tmp_path / "run").items():
-        torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")

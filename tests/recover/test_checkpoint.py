@@ -26,8 +26,15 @@ def snapshot(round: int, seed: int = 0, numel: int = 64) -> Snapshot:
     g = torch.Generator().manual_seed(seed + round)
     return Snapshot(
         round,
-        params={"a.weight": torch.randn(numel, generator=g), "b": torch.randn(3, 4, generator=g, dtype=torch.float64), "empty": torch.zeros(0, 2)},
-        optimizer={"a.weight/exp_avg": torch.randn(numel, generator=g).to(torch.bfloat16), "a.weight/step": torch.tensor(float(round))},
+        params={
+            "a.weight": torch.randn(numel, generator=g),
+            "b": torch.randn(3, 4, generator=g, dtype=torch.float64),
+            "empty": torch.zeros(0, 2),
+        },
+        optimizer={
+            "a.weight/exp_avg": torch.randn(numel, generator=g).to(torch.bfloat16),
+            "a.weight/step": torch.tensor(float(round)),
+        },
         state={"anchor/x": torch.arange(5)},
         position=Position(round // 10, round * 3, round),
         rng={"0/torch": torch.arange(7, dtype=torch.uint8), "1/torch": torch.arange(7, dtype=torch.uint8)},
@@ -97,7 +104,13 @@ def test_the_last_k_stay_and_the_best_by_a_metric_too(tmp_path: Path) -> None:
     for best, kept in (("accuracy", 3), ("-loss", 2)):
         folder = tmp_path / best
         checkpoints = Checkpoints(folder, keep=1, best=best)
-        for round, accuracy, loss in ((1, 0.1, 0.9), (2, 0.2, 0.1), (3, 0.9, 0.5), (4, 0.5, 0.3), (5, float("nan"), float("nan"))):
+        for round, accuracy, loss in (
+            (1, 0.1, 0.9),
+            (2, 0.2, 0.1),
+            (3, 0.9, 0.5),
+            (4, 0.5, 0.3),
+            (5, float("nan"), float("nan")),
+        ):
             checkpoints.save(snapshot(round), {"accuracy": accuracy, "loss": loss})
         checkpoints.wait()
         assert names(folder) == [f"step-0000000{kept}", "step-00000005"]
@@ -166,7 +179,7 @@ def test_several_damaged_ones_are_passed_over_and_when_none_is_whole_that_is_an_
     got = Checkpoints(tmp_path, report=said).latest()
     assert got is not None and got.round == 1 and len(said) == 2
     flip(tmp_path / "step-00000001", MANIFEST, 40)
-    with pytest.raises(CheckpointError, match="all 3 checkpoints in .* are damaged; start anew without resume"):
+    with pytest.raises(CheckpointError, match=r"all 3 checkpoints in .* are damaged; start anew without resume"):
         Checkpoints(tmp_path).latest()
     assert Checkpoints(tmp_path / "none").latest() is None
 
@@ -193,7 +206,9 @@ def test_a_newer_format_says_to_update(tmp_path: Path, monkeypatch: pytest.Monke
 # -- crashes --
 
 
-def test_a_crash_before_the_rename_leaves_the_previous_one_and_the_next_save_sweeps_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_before_the_rename_leaves_the_previous_one_and_the_next_save_sweeps_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, [1])
     half = tmp_path / f"{HIDDEN}2-999"
     half.mkdir()
@@ -246,7 +261,9 @@ def test_a_full_disk_leaves_the_last_good_one_and_is_said(tmp_path: Path) -> Non
         signal.signal(signal.SIGXFSZ, before)
     name, text = said[-1]
     assert name == "checkpoint_failed"
-    assert text.startswith("checkpoint at round 2 failed: ") and text.endswith(f"training goes on, the last good one is {tmp_path}/step-00000001")
+    assert text.startswith("checkpoint at round 2 failed: ") and text.endswith(
+        f"training goes on, the last good one is {tmp_path}/step-00000001"
+    )
     assert names(tmp_path) == ["step-00000001"]
     checkpoints.save(snapshot(3, numel=100_000), {})  # space again
     checkpoints.wait()

@@ -41,6 +41,7 @@ BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-le
 STAGING_BYTES = 4 << 20
 BLOCKS_PER_OWNER = 8  # of a segment: enough that every bucket of a gradient has all ranks as owners
 OWNED_BYTES = (4 << 10, 4 << 20)  # smallest and largest such block
+SPINS = 20
 LINE = 8  # int64 words between two ranks' counters: one cache line each
 
 Between = Callable[[Tensor, Op], None]
@@ -109,9 +110,7 @@ class SharedGroup:
 
     def own(self, tensor: Tensor) -> list[slice]:
         """Which elements of a vector from `allocate` this rank owns."""
-        segment = self._segment(tensor)
-        if segment is None:
-            raise ValueError("only a vector from allocate() has owners")
+        segment = self._placed(tensor)
         offset, size = tensor.data_ptr() - segment.first, tensor.element_size()
         found = []
         for index in range(offset // segment.block, -(-(offset + tensor.nbytes) // segment.block)):
@@ -251,15 +250,17 @@ class SharedGroup:
             mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(self._divisor)
 
     def _finish(self, call: _Call) -> None:
-        if self._done.min() > call.number:
+        # what lies in common memory is with everybody as soon as its owners have said that it is there
+        there = self._posted if call.kind == "all_gather" and all(s.common for s in map(self._placed, call.tensors)) else self._done
+        if there.min() > call.number:
             return
 
         def complete() -> bool:
             self._progress()
-            return bool(self._done.min() > call.number)
+            return bool(there.min() > call.number)
 
         def absent() -> list[int]:
-            return [r for r in range(self.size) if min(self._posted[r], self._done[r]) <= call.number and r != self.rank]
+            return [r for r in range(self.size) if there[r] <= call.number and r != self.rank]
 
         self._wait(complete, absent, f"{call.kind} #{call.number}")
 
@@ -268,8 +269,7 @@ class SharedGroup:
         key = (tensor.data_ptr(), tensor.numel(), tensor.dtype)
         if (found := self._parts.get(key)) is not None:
             return found
-        segment = self._segment(tensor)
-        assert segment is not None, "only vectors from allocate() are exchanged in place"
+        segment = self._placed(tensor)
         offset = tensor.data_ptr() - segment.first
         copies = segment.views[:1] if segment.common else segment.views
         everyone = [v[offset : offset + tensor.nbytes].view(tensor.dtype) for v in copies]
@@ -293,6 +293,11 @@ class SharedGroup:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view_as(tensor))
 
+    def _placed(self, tensor: Tensor) -> _Segment:
+        if (segment := self._segment(tensor)) is None:
+            raise ValueError("only a vector from allocate() has owners")
+        return segment
+
     def _segment(self, tensor: Tensor) -> _Segment | None:
         first = tensor.data_ptr()
         return next((s for s in self._segments if s.first <= first < s.stop), None)
@@ -306,16 +311,17 @@ class SharedGroup:
             pass
 
     def _wait(self, ready: Callable[[], bool], absent: Callable[[], list[int]], what: str) -> None:
-        """Spin for a moment, giving the core away each time; then sleep ever longer and look after the peers."""
-        for _ in range(200):
+        """Spin for a moment, giving the core away each time; then sleep ever longer and look after the peers. Not longer: a rank
+        that spins slows the one it waits for, where both share a physical core."""
+        for _ in range(SPINS):
             if ready():
                 return
             os.sched_yield()
         start, nap_s, looked = time.monotonic(), 20e-6, 0.0
         while not ready():
             time.sleep(nap_s)
-            nap_s = min(nap_s * 1.2, 0.5e-3)
             waited = time.monotonic() - start
+            nap_s = 20e-6 if waited < 0.02 else min(nap_s * 1.2, 0.5e-3)
             if waited - looked > 0.1:
                 looked = waited
                 self._look_after(absent, what, waited, ready)

@@ -1,0 +1,81 @@
+"""Where a process stands is read in one place, from whoever started it; what contradicts itself is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from manyhands.core import Place
+from manyhands.errors import LaunchError
+from manyhands.launch.environment import place, store
+
+HOST = {"MANYHANDS_HOST": "here"}
+TORCHRUN = {**HOST, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (HOST, Place(0, 1, 0, 1, "here", "alone")),
+        (TORCHRUN, Place(5, 8, 1, 4, "here", "torchrun")),
+        ({**TORCHRUN, "MANYHANDS_WORKER": "1"}, Place(5, 8, 1, 4, "here", "manyhands")),
+        ({**HOST, "RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "here", "torchrun")),
+        (
+            {**HOST, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
+            Place(3, 4, 1, 2, "here", "slurm"),
+        ),
+        ({**HOST, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Place(0, 1, 0, 1, "here", "alone")),
+        (
+            {
+                **HOST,
+                **{
+                    f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+                },
+            },
+            Place(2, 4, 0, 2, "here", "mpi"),
+        ),
+    ],
+)
+def test_every_launcher_is_understood(env: dict[str, str], expected: Place) -> None:
+    assert place(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other: 0 <= RANK < WORLD_SIZE is needed"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "contradict"),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            "RANK='one', but a whole number is needed; whoever started this process must set it",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LOCALID=None, but a whole number is needed"),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(env: dict[str, str], says: str) -> None:
+    with pytest.raises(LaunchError, match=says):
+        place(env)
+
+
+def test_alone_no_port_is_opened_and_with_others_the_rendezvous_must_be_named() -> None:
+    assert isinstance(store(Place(), 1.0, {}), dist.HashStore)
+    with pytest.raises(LaunchError, match="rank 1 of 2 was started by slurm without MASTER_ADDR and MASTER_PORT; set them"):
+        store(Place(1, 2, started_by="slurm"), 1.0, {})
+
+
+def test_a_rendezvous_that_nobody_hosts_is_said_within_its_timeout() -> None:
+    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = free.port
+    del free
+    with pytest.raises(LaunchError, match=f"rank 1 cannot reach the rendezvous at 127.0.0.1:{port}"):
+        store(Place(1, 2, started_by="torchrun"), 0.3, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+def test_ranks_meet_in_a_store_of_their_own_that_a_restart_does_not_share() -> None:
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hosted.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    one, two = (store(Place(r, 2, started_by="torchrun"), 5.0, env) for r in range(2))
+    one.set("key", "value")
+    assert two.get("key") == b"value"
+    again = store(Place(0, 2, started_by="torchrun"), 5.0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert not again.check(["key"])
