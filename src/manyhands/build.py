@@ -72,6 +72,8 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         )  # fmt: skip
         site.link.all_reduce({"sums": sums}).wait()
         *totals, count = sums.tolist()
+        if not count:
+            raise TaskError("Task.test gave no sample; give at least one, or leave test out")
         return {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
 
     return assemble(
@@ -106,11 +108,13 @@ def assemble(
             "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
         )
     flat, update = _parameters(site, plan, module, optimizer)
+    _same_rest(site, module)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.rank)
     at = Position() if saved is None else saved.position
     walk = _walk(site, plan, train, global_batch, seed, at, fetch_empty)
+    site.closing.append(walk.close)
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
@@ -200,7 +204,8 @@ def _walk(
         if plan.split == "sampled":
             raise PlanError("split=sampled draws samples by index, but the training data is a stream; leave split out")
         site.notice("the training data is a stream: it is read in its own order by every rank, each keeps its part")
-        return data.Streamed(train, lambda n: DataSplit(n, n, batch, rank, size).take(Position()), global_batch, at)
+        cut = lambda n: DataSplit(n, n, batch, rank, size).take(Position())
+        return data.Streamed(train, cut, global_batch, at, fetch_empty=fetch_empty)
     if train.samples < size:
         raise PlanError(
             f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
@@ -271,6 +276,16 @@ def _same_start(site: Site, flat: FlatParameters) -> None:
         for values in flat.values.values():
             values.zero_()
     site.link.all_reduce(flat.values).wait()
+
+
+def _same_rest(site: Site, module: nn.Module) -> None:
+    """Frozen parameters and buffers too are rank 0's, where a script forgot to seed."""
+    rest = [*(p.data for p in module.parameters() if not p.requires_grad), *module.buffers()]
+    if site.rank != 0:
+        for value in rest:
+            value.zero_()
+    if rest:
+        site.link.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()
 
 
 def _restore(site: Site, saved: Snapshot, module: nn.Module, update: Update, schedule: LRScheduler | None, scaler: Any) -> None:

@@ -33,7 +33,7 @@ class PeerLost(ManyhandsError):
 
 
 class Deadlock(ManyhandsError):
-    """In-process ranks wait for ranks that will not come."""
+    """Ranks wait for ranks that will not come, or do not exchange the same thing."""
 
 
 class Diverged(ManyhandsError):

@@ -272,9 +272,9 @@ class LoopData:
         self._run, self._walk, self._started = run, walk, 0
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._started
+        asked, epoch = self._started, self._walk.position.epoch
         self._started += 1
-        while self._walk.position.epoch <= epoch:
+        while self._walk.position.epoch == epoch <= asked:  # to the end of this epoch; after a `break`, the rest of it
             batch = self._walk.next()
             self._run._batch = batch
             if batch.values is None:

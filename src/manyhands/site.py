@@ -59,6 +59,7 @@ class Site:
     checkpoints: Checkpoints
     owner: Any
     link_name: str
+    closing: list[Callable[[], None]] = field(default_factory=list)  # what the run has opened since: loader processes
 
     @property
     def rank(self) -> int:
@@ -69,6 +70,8 @@ class Site:
             self.recorder.emit(Event(time.time(), 0, self.link.round, "notice", value=text))
 
     def close(self) -> None:
+        for close in self.closing:
+            close()
         self.checkpoints.wait()
         self.recorder.close()
         self.link.close()

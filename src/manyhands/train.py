@@ -88,6 +88,7 @@ class Trainer:
         self._rate = 0.0
         self._loss = math.nan
         self._stop = False
+        self._evaluated = self.round
         self._saved = self.round or -1  # what was resumed is saved already
 
     # -- the loop --
@@ -136,6 +137,8 @@ class Trainer:
 
     def finish(self) -> Result:
         self.look()
+        if not self._stop and self.round > max(self._first, self._evaluated):  # steps= may end in the middle of an epoch
+            self._evaluate()
         if self.save_every is not None and self._saved != self.round:
             self.checkpoint()
         seconds = time.perf_counter() - self._started
@@ -216,9 +219,17 @@ class Trainer:
     # -- evaluation and checkpoints, at rounds that all ranks know --
 
     def _end_epoch(self, epoch: int) -> None:
-        started, clock = time.time(), time.perf_counter()
         self.look()
-        self.metrics = self.evaluate()
+        self._evaluate()
+        for callback in self.callbacks:
+            callback.on_epoch(self.run, epoch, self.metrics)
+        if self.save_every == 0:
+            self.checkpoint()
+
+    def _evaluate(self) -> None:
+        started, clock = time.time(), time.perf_counter()
+        self._evaluated = self.round
+        self.metrics = self.evaluate() or self.metrics
         if self.metrics:
             where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
             self.emit(
@@ -227,13 +238,10 @@ class Trainer:
                 )
             )
             self.flush()
-        for callback in self.callbacks:
-            callback.on_epoch(self.run, epoch, self.metrics)
-        if self.save_every == 0:
-            self.checkpoint()
 
     def checkpoint(self) -> None:
         self.look()  # never save a model that has just become NaN
+        self._evaluated = self.round
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()

@@ -63,6 +63,8 @@ class ModuleReplica:
         self._in_flat = [False] * len(flat.pieces)  # the gradient has left the parameter for the flat vector
         self._missing: list[int] = []  # pieces each bucket still waits for
         self._launched = 0
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.device))  # it exists from here on, also where the first round has no samples
         for i, piece in enumerate(flat.pieces):
             piece.parameter.register_post_accumulate_grad_hook(self._hook(i))
 
@@ -116,9 +118,9 @@ class ModuleReplica:
     def square_norm(self) -> Tensor | None:
         if self.clip is None or not self.updates_part:
             return None
-        self._square_norm = (
-            torch.stack([g.square().sum(dtype=torch.float64) for g in self._place()] or [torch.zeros(())]).sum().view(1)
-        )
+        # float64 also where this rank owns nothing: ranks must bring the same dtype
+        squares = [g.square().sum(dtype=torch.float64) for g in self._place()]
+        self._square_norm = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *squares]).sum().view(1)
         return self._square_norm
 
     def step(self) -> None:

@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.core import Finished, Op, Tensors, Work
-from manyhands.errors import PeerLost
+from manyhands.errors import Deadlock, PeerLost
 from manyhands.exchange import segments
 
 BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
 STAGING_BYTES = 4 << 20
 BLOCKS_PER_OWNER = 8  # of a segment: enough that every bucket of a gradient has all ranks as owners
+SIGNATURES = 4096  # calls of one rank that may be under way before a mismatch could go unnoticed
 OWNED_BYTES = (4 << 10, 4 << 20)  # smallest and largest such block
 SPINS = 20
 LINE = 8  # int64 words between two ranks' counters: one cache line each
@@ -81,12 +83,13 @@ class SharedGroup:
         self._queue: deque[_Call] = deque()
         self._calls = 0
         self._lock = threading.Lock()
-        words = self._map(8 * (2 * size * LINE + size + 2 * size * size), made_by=0)[0]
+        words = self._map(8 * (2 * size * LINE + size + 2 * size * size + size * SIGNATURES), made_by=0)[0]
         control = np.frombuffer(words, dtype=np.int64)
         self._posted, self._done = (control[i * size * LINE : (i + 1) * size * LINE : LINE] for i in range(2))
         rest = control[2 * size * LINE :]
         self._pids = rest[:size]
         self._sent, self._read = (rest[size + i * size**2 : size + (i + 1) * size**2].reshape(size, size) for i in range(2))
+        self._signatures = rest[size + 2 * size**2 :].reshape(size, SIGNATURES)
         self._pids[rank] = os.getpid()
         self._meet(b"")  # every pid is known before anybody waits for anybody
         self._staging = self.allocate(STAGING_BYTES, torch.uint8)
@@ -206,6 +209,7 @@ class SharedGroup:
         call = _Call(self, self._calls, tensors, op, kind)
         self._calls += 1
         self._queue.append(call)
+        self._signatures[self.rank, call.number % SIGNATURES] = call.signature
         self._fence()
         self._posted[self.rank] = self._calls
         self._progress()
@@ -214,11 +218,21 @@ class SharedGroup:
     def _progress(self) -> None:
         while self._queue and self._posted.min() > self._queue[0].number:
             call = self._queue.popleft()
+            self._compare(call)
             for tensor in call.tensors:
                 for blocks in self._part(tensor):
                     self._do(call, blocks)
             self._fence()
             self._done[self.rank] = call.number + 1
+
+    def _compare(self, call: _Call) -> None:
+        """Refuse a call that is another one on some rank, before any byte of it is mixed up."""
+        signatures = self._signatures[:, call.number % SIGNATURES]
+        if (others := np.flatnonzero(signatures != call.signature)).size:
+            raise Deadlock(
+                f"call #{call.number} is {call} on rank {self.rank}, but another one on ranks {others.tolist()}; all ranks must exchange the same "
+                "tensors in the same order: look for a branch that depends on the rank or on its data"
+            )
 
     def _do(self, call: _Call, blocks: list[tuple[Tensor, ...]]) -> None:
         """One row of blocks that this rank owns: sum it over ranks, then give it to all, as the call asks."""
@@ -251,7 +265,9 @@ class SharedGroup:
 
     def _finish(self, call: _Call) -> None:
         # what lies in common memory is with everybody as soon as its owners have said that it is there
-        there = self._posted if call.kind == "all_gather" and all(s.common for s in map(self._placed, call.tensors)) else self._done
+        there = (
+            self._posted if call.kind == "all_gather" and all(s.common for s in map(self._placed, call.tensors)) else self._done
+        )
         if there.min() > call.number:
             return
 
@@ -346,6 +362,10 @@ class SharedGroup:
 class _Call:
     def __init__(self, group: SharedGroup, number: int, tensors: list[Tensor], op: Op, kind: Kind):
         self.group, self.number, self.tensors, self.op, self.kind = group, number, tensors, op, kind
+        self.signature = zlib.crc32(str(self).encode())
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.op}) of {', '.join(f'{t.numel()} {t.dtype}' for t in self.tensors)}"
 
     def wait(self) -> None:
         self.group._finish(self)
