@@ -193,7 +193,7 @@ class Failed(mh.Callback):
 def test_callbacks_are_called_on_round_epoch_and_checkpoint_in_order(tmp_path: Path) -> None:
     ours, theirs = Recorded(), Recorded()
     train(tmp_path, "epochs=1 batch=13", callbacks=(ours,))
-    assert ours.calls == [1, 2, ("epoch", 0, ["accuracy", "loss"]), ("checkpoint", "checkpoints")]
+    assert ours.calls == [1, 2, ("epoch", 0, ["accuracy", "loss"]), ("checkpoint", "step-00000002")]
     mh.train(lambda: make(callbacks=(theirs,)), "steps=1 save=off", directory=tmp_path / "other", quiet=True)
     assert theirs.calls == [1]
 

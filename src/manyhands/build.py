@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from manyhands.compute import batches as data
 from manyhands.compute import batchnorm, forward, state
 from manyhands.compute.captured import CapturedReplica
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
-from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part
+from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part, has_sparse_gradients
 from manyhands.core import Event, Plan, Position, Snapshot, Tensors
-from manyhands.errors import PlanError, TaskError
+from manyhands.errors import CheckpointError, PlanError, TaskError
 from manyhands.exchange.shared import SharedGroup
 from manyhands.plan import words
 from manyhands.recover.checkpoint import Checkpoints
@@ -45,8 +45,12 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         epochs=site.plan.epochs if limits_given or task.steps else task.epochs,
         steps=site.plan.steps if limits_given else task.steps,
         clip=site.plan.clip if site.plan.clip is not None else task.clip,
-        batch=(site.plan.batch or task.batch or _loader_batch(task.train) or DEFAULT_BATCH) * site.options.stands_for,
+        batch=(site.plan.batch or task.batch or loader_batch(task.train) or DEFAULT_BATCH) * site.options.stands_for,
     )
+    if isinstance(task.train, DataLoader) and not isinstance(task.train.sampler, RandomSampler | SequentialSampler):
+        site.notice(
+            f"the order comes from split={plan.split}: the DataLoader's own {type(task.train.sampler).__name__} is not used"
+        )
     train = data.source(task.train, site.device, "Task.train", plan.loaders)
     test = None if task.test is None else data.source(task.test, site.device, "Task.test", plan.loaders)
     if plan.loaders and not isinstance(train, data.DatasetSource):
@@ -93,34 +97,32 @@ def assemble(
     stop_requested: Callable[[], int],
     run: Any,
     callbacks: tuple[Callback, ...] = (),
+    one_copy: bool = True,
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
-    """Put one rank's parts together; resume if asked."""
+    """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = site.place.size, plan.seed or 0
-    saved = site.checkpoints.latest() if site.options.resume else None
-    if site.options.resume and saved is None:
-        site.notice(f"nothing to resume in {site.directory}: no checkpoint yet; starting from the beginning")
+    saved = _saved(site, plan, train) if site.options.resume else None
     plan, global_batch = _batch_sizes(site, plan, saved)
     model = model.to(site.device)
-    module, fetch_empty = _with_batchnorm(site, plan, model)
+    module, synced = _with_batchnorm(site, plan, model, lambda: walk.counts)
     optimizer = make_optimizer(module.parameters())
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TaskError(
-            "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
-        )
-    flat, update = _parameters(site, plan, module, optimizer)
+    _check_optimizer(site, module, optimizer)
+    flat, update = _parameters(site, plan, module, optimizer, one_copy)
     _same_rest(site, module)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.rank)
     at = Position() if saved is None else saved.position
-    walk = _walk(site, plan, train, global_batch, seed, at, fetch_empty)
-    site.closing.append(walk.close)
+    walk = _walk(site, plan, train, global_batch, seed, at, borrow=synced)
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
         flat, update, next_loss, nominal=global_batch, clip=plan.clip, schedule=schedule, scaler=scaler,
+        overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
+        left_out=[p for p in module.parameters() if not p.requires_grad],
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
     )  # fmt: skip
+    site.closing += [walk.close, plain.close]
     if saved is not None:
         _restore(site, saved, module, update, schedule, scaler)
     replica = _captured(site, plan, plain, next_loss, walk)
@@ -154,7 +156,7 @@ def assemble(
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
             "scaler": None if scaler is None else scaler.state_dict(),
             "global_batch": global_batch,
-            "batch": plan.batch,
+            "order": _order(plan, train),
             "plan": words.describe(plan),
             "metrics": trainer.metrics,
         }
@@ -165,14 +167,15 @@ def assemble(
         if site.rank == 0:
             site.checkpoints.save(snapshot, metrics)
         for callback in trainer.callbacks:
-            callback.on_checkpoint(run, str(site.checkpoints.folder))
+            callback.on_checkpoint(run, str(site.checkpoints.path(snapshot.round)))
 
     trainer = Trainer(
         plan.strategy, replica, site.link, merge_state,
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
         emit=site.recorder.emit, flush=site.recorder.flush, evaluate=evaluate_agreed, snapshot=snapshot, save=save,
-        last_good=lambda: _last_good(site.checkpoints), save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
+        last_good=lambda: _last_good(site.checkpoints), save_evaluated=plan.best is not None,
+        save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
         metrics={} if saved is None else dict(saved.meta["metrics"]),
@@ -184,45 +187,86 @@ def assemble(
 # -- the parts --
 
 
+def _saved(site: Site, plan: Plan, train: data.Source) -> Snapshot | None:
+    """What to go on from: the same on every rank, or an error."""
+    saved = site.checkpoints.latest()
+    here = torch.tensor([-1 if saved is None else saved.round], dtype=torch.int64, device=site.device)
+    span = torch.cat([here, -here])
+    site.link.all_reduce({"round": span}, op="max").wait()
+    if span[0] != -span[1]:
+        raise CheckpointError(
+            f"ranks see different checkpoints in {site.directory} (rounds {-int(span[1])} to {int(span[0])}; -1: none); "
+            "all ranks must see the same directory: put it on a shared disk"
+        )
+    if saved is None:
+        site.notice(f"nothing to resume in {site.directory}: no checkpoint yet; starting from the beginning")
+    elif saved.position.offset and (then := saved.meta["order"]) != (now := _order(plan, train)):
+        changed = ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if then[k] != now[k])
+        site.notice(
+            f"the order of samples is another one than before ({changed}): in this epoch some may come twice or not at all"
+        )
+    return saved
+
+
+def _order(plan: Plan, train: data.Source) -> dict[str, Any]:
+    """What the order of samples follows from."""
+    return {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
+
+
 def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
     """A step's samples over all ranks. A resumed run keeps that number on any number of ranks, so it walks the same way."""
     batch = plan.batch or DEFAULT_BATCH
     size = site.place.size
     wanted = batch * plan.accumulate * size
-    if saved is not None and site.plan.batch is None and saved.meta["global_batch"] != wanted:
-        kept = saved.meta["global_batch"]
+    kept = wanted if saved is None else saved.meta["global_batch"]
+    if kept != wanted and site.plan.batch is not None:
+        site.notice(f"{wanted} samples a step from here on, {kept} before")
+    elif kept != wanted:
         site.notice(f"keeping {kept} samples a step as before, {-(-kept // size)} or fewer a rank; batch= changes that")
         return dataclasses.replace(plan, batch=batch), kept
     return dataclasses.replace(plan, batch=batch), wanted
 
 
-def _walk(
-    site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, fetch_empty: bool
-) -> data.Batches:
+def _walk(site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, borrow: bool) -> data.Batches:
     rank, size, batch = site.rank, site.place.size, plan.batch or DEFAULT_BATCH
     if isinstance(train, data.StreamSource):
         if plan.split == "sampled":
             raise PlanError("split=sampled draws samples by index, but the training data is a stream; leave split out")
         site.notice("the training data is a stream: it is read in its own order by every rank, each keeps its part")
         cut = lambda n: DataSplit(n, n, batch, rank, size).take(Position())
-        return data.Streamed(train, cut, global_batch, at, fetch_empty=fetch_empty)
+        return data.Streamed(train, cut, global_batch, at, borrow=borrow)
     if train.samples < size:
         raise PlanError(
             f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
         )
     order = SPLITS[plan.split]
     split = DataSplit(train.samples, global_batch, batch, rank, size)
-    return data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, fetch_empty=fetch_empty)
+    return data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow)
 
 
-def _with_batchnorm(site: Site, plan: Plan, model: nn.Module) -> tuple[nn.Module, bool]:
+def _check_optimizer(site: Site, module: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
+        )
+    known = {id(p) for p in module.parameters()}
+    if strangers := sum(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
+        raise TaskError(
+            f"{strangers} of the optimizer's parameters are not the model's, so nobody would merge or save them; "
+            "make them parameters of the model (a learnable temperature: self.temperature = nn.Parameter(...))"
+        )
+    if site.place.size > 1 and has_sparse_gradients(module):
+        raise TaskError("an embedding with sparse=True gives sparse gradients, which this rule cannot merge; set sparse=False")
+
+
+def _with_batchnorm(site: Site, plan: Plan, model: nn.Module, counts: Callable[[], bool]) -> tuple[nn.Module, bool]:
     if site.place.size == 1 or plan.batchnorm == "local" or not batchnorm.has_batchnorm(model):
         return model, False
 
     def reduce(values: Tensor) -> None:
         site.link.all_reduce({"batchnorm": values}).wait()
 
-    return batchnorm.synchronise(model, reduce), True  # ranks without samples must still join its all-reduce
+    return batchnorm.synchronise(model, reduce, counts), True
 
 
 def _captured(
@@ -239,25 +283,24 @@ def _captured(
     return CapturedReplica(replica, next_loss, walk, site.notice)
 
 
-def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer) -> tuple[FlatParameters, Update]:
+def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer, one_copy: bool) -> tuple[FlatParameters, Update]:
     """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
     parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
-    shared = site.link.group
-    if (
-        isinstance(shared, SharedGroup)
-        and getattr(plan.strategy, "replicas_agree", False)
-        and plan.precision != "fp16"
-        and can_part(optimizer)
-    ):
-        flat = FlatParameters(
-            module, shared.allocate, bucket_bytes, allocate_values=functools.partial(shared.allocate, common=True), writes=site.rank == 0
-        )  # fmt: skip
+    shared = site.link.group if isinstance(site.link.group, SharedGroup) else None
+    agree = getattr(plan.strategy, "replicas_agree", False) and plan.precision != "fp16"
+    if shared is None or not agree or not can_part(optimizer):
+        flat = FlatParameters(module, site.allocate, bucket_bytes)
+        _same_start(site, flat)
+        return flat, WholeUpdate(flat, module, optimizer)
+    if one_copy:
+        common = functools.partial(shared.allocate, common=True)
+        flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=site.rank == 0)
         shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
-        return flat, PartUpdate(flat, module, optimizer, shared.own)
-    flat = FlatParameters(module, site.allocate, bucket_bytes)
-    _same_start(site, flat)
-    return flat, WholeUpdate(flat, module, optimizer)
+    else:
+        flat = FlatParameters(module, shared.allocate, bucket_bytes)
+        _same_start(site, flat)
+    return flat, PartUpdate(flat, module, optimizer, shared.own)
 
 
 def _same_start(site: Site, flat: FlatParameters) -> None:
@@ -318,7 +361,7 @@ def _last_good(checkpoints: Checkpoints) -> str | None:
     return None if checkpoints.last_good is None else str(checkpoints.last_good)
 
 
-def _loader_batch(train: Any) -> int | None:
+def loader_batch(train: Any) -> int | None:
     return train.batch_size if isinstance(train, DataLoader) else None
 
 

@@ -89,17 +89,27 @@ def start(body: Callable[[Words, Options], dict[str, Any]], words: Words, option
     here = environment.place()
     plan = plan_words.parse(words, size=None if here.started_by == "alone" else here.size)
     if here.started_by == "alone" and plan.layout.size > 1:
-        job = Job(plan.layout.size, _pickle(functools.partial(body, plan_words.overlay(words), options)), plan.threads, port)
+        job = Job(
+            plan.layout.size,
+            _pickle(functools.partial(_with_arguments, sys.argv, functools.partial(body, plan_words.overlay(words), options))),
+            plan.threads,
+            port,
+        )
         result = LocalLauncher().launch(job)
     else:
         result = body(plan_words.overlay(words), options)
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
     if finished.directory and here.rank == 0 and here.started_by != "manyhands":
         _draw(finished, quiet=options.quiet)
-    if finished.stopped and here.started_by == "alone":  # whatever comes after training must not run on half a model
+    if finished.stopped and here.started_by != "manyhands":  # whatever comes after training must not run on half a model
         by = signal.Signals(finished.stopped).name
         raise LaunchError(f"stopped by {by}; go on with --resume --dir {finished.directory}", 128 + finished.stopped)
     return finished
+
+
+def _with_arguments(arguments: list[str], body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    sys.argv = arguments  # a task may read the command line of the script it stands in
+    return body()
 
 
 def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
@@ -200,13 +210,14 @@ class Run:
         model = model.to(site.device)
         train = data.source(dataset, site.device, "the training data", site.plan.loaders)
         plan = dataclasses.replace(
-            site.plan, batch=site.plan.batch or batch or build._loader_batch(dataset), seed=site.plan.seed or 0
+            site.plan, batch=site.plan.batch or batch or build.loader_batch(dataset), seed=site.plan.seed or 0
         )
         # run.step starts every step without gradients; said between two micro-batches of a step, it would lose the first
         optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
         self.trainer, walk, module, _ = build.assemble(
             site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
             lambda _: {}, lambda: 0 if self._stop is None else self._stop.requested, self,
+            one_copy=False,  # a loop of one's own may change parameters itself (clamp, average), on every rank
         )  # fmt: skip
         return _Cast(module, plan.precision, site.device) if plan.precision != "fp32" else module, optimizer, LoopData(self, walk)
 
@@ -322,7 +333,7 @@ def join(
         "resume": resume,
         "quiet": quiet,
     }
-    stop = Stop(interrupt=here.started_by == "torchrun")
+    stop = Stop(interrupt=here.started_by != "manyhands")
     stop.__enter__()
     site = open_site(given, here, _corner(here, given.timeout_s), Options(**{**own, **handed}))
     run = Run(site, stop)

@@ -68,6 +68,7 @@ class Trainer:
     save: Callable[[Snapshot, dict[str, float]], None]
     last_good: Callable[[], str | None]
     save_every: int | None  # rounds; 0: at the end of each epoch; None: never
+    save_evaluated: bool  # also wherever it was evaluated, so that the best can be kept
     stop_requested: Callable[[], int]  # the number of a signal, or 0
     directory: str
     device: torch.device
@@ -194,6 +195,18 @@ class Trainer:
             "lower the learning rate, clip gradients (clip=1.0) or look at the data of that rank"
         )
 
+    def _refuse_nan(self) -> None:
+        """A gradient can be NaN where the loss was finite; such a model is never saved over a good one."""
+        bad = torch.stack([(~v.isfinite()).any().float() for v in self.replica.params.values()]).max().view(1)
+        self.link.all_reduce({"bad": bad}, op="max").wait()
+        if float(bad) > 0:
+            good = self.last_good()
+            raise Diverged(
+                f"parameters became NaN or infinite by round {self.round} (epoch {self._epochs(self.position()):.2f}), though the loss was "
+                f"finite; {f'the last good checkpoint is {good}' if good else 'there is no checkpoint yet'}; "
+                "clip gradients (clip=1.0) or look for a division by zero in backward"
+            )
+
     def _progress(self, now: float, elapsed: float) -> None:
         at = self.position()
         seen = self._seen(at)
@@ -223,7 +236,7 @@ class Trainer:
         self._evaluate()
         for callback in self.callbacks:
             callback.on_epoch(self.run, epoch, self.metrics)
-        if self.save_every == 0:
+        if self.save_every == 0 or (self.save_every and self.save_evaluated):
             self.checkpoint()
 
     def _evaluate(self) -> None:
@@ -240,12 +253,13 @@ class Trainer:
             self.flush()
 
     def checkpoint(self) -> None:
-        self.look()  # never save a model that has just become NaN
+        self.look()
+        self._refuse_nan()
         self._evaluated = self.round
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()
-        self.save(self.snapshot(self.round), self.metrics)
+        self.save(self.snapshot(self.round), self.metrics if self._evaluated == self.round else {})
         self.emit(Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock))
 
     # -- arithmetic --

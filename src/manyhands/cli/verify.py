@@ -61,8 +61,8 @@ class Record(Callback):
         if replica.updates_part:
             run.trainer.link.all_gather(replica.flat.grads).wait()
         if run.rank == 0:
-            for piece in replica.flat.pieces:
-                if (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:
+            for piece, used in zip(replica.flat.pieces, replica.flat.used.tolist(), strict=True):
+                if used and (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:
                     self.kept[f"gradient/{round}/{piece.name}"] = grad.detach().clone().contiguous()
         if round == self.steps:
             if run.rank == 0:

@@ -21,7 +21,7 @@ from manyhands.errors import TaskError
 
 @dataclass
 class Batch:
-    values: Any  # None where count is 0 and nothing was fetched
+    values: Any  # None where count is 0 and none was borrowed
     count: int
     last: bool  # of this rank's share of the step
 
@@ -86,8 +86,6 @@ class DatasetSource:
 
     def fetch(self, indices: Tensor) -> Any:
         wanted = indices.tolist()
-        if not wanted:
-            return self.place(_emptied(self.collate([self.dataset[0]])))
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(wanted)
         else:
@@ -176,14 +174,13 @@ def source(data: Any, device: torch.device, what: str, loaders: int | None = Non
 
 
 class Indexed:
-    """`order(epoch)` lists an epoch's indices; `split` says which offsets of it this rank takes at each step."""
+    """`order(epoch)` lists an epoch's indices; `split` says which offsets of it this rank takes at each step. Where a rank
+    without samples must still run the model (`borrow`), it gets one that is not its own; `counts` is False then."""
 
-    def __init__(
-        self, source: TensorSource | DatasetSource, order: Order, split: Walk, at: Position, *, fetch_empty: bool = False
-    ):
+    def __init__(self, source: TensorSource | DatasetSource, order: Order, split: Walk, at: Position, *, borrow: bool = False):
         self.source, self.position, self.steps_per_epoch = source, at, -(-split.samples // split.global_batch)
         self.samples: int | None = split.samples
-        self._order, self._fetch_empty = order, fetch_empty
+        self._order, self._borrow, self.counts = order, borrow, True
         self._epoch, self._indices = -1, torch.empty(0, dtype=torch.long)
         self._takes = split.walk(at)
         self._take: Take | None = None
@@ -194,10 +191,13 @@ class Indexed:
 
     def next(self) -> Batch:
         count, last = self.peek()
-        if not count and not self._fetch_empty:
+        self.counts = count > 0
+        if not count:
+            if self._borrow:
+                return Batch(self._borrowed(), 0, last)
             self.skip()
             return Batch(None, 0, last)
-        if self._ahead is not None and count:
+        if self._ahead is not None:
             self.skip()
             return Batch(next(self._ahead), count, last)
         return Batch(self.source.fetch(self.next_indices()), count, last)
@@ -215,6 +215,12 @@ class Indexed:
         indices = self._of(self._take.position.epoch)[where.start : where.stop]
         self.skip()
         return indices
+
+    def _borrowed(self) -> Any:
+        assert self._take is not None
+        first = self._of(self._take.position.epoch)[:1]
+        self.skip()
+        return self.source.fetch(first)
 
     def skip(self) -> None:
         _, last = self.peek()
@@ -238,11 +244,11 @@ class Streamed:
     """Every rank reads the whole stream and keeps its part of each global batch."""
 
     def __init__(
-        self, source: StreamSource, cut: Callable[[int], Take], global_batch: int, at: Position, *, fetch_empty: bool = False
+        self, source: StreamSource, cut: Callable[[int], Take], global_batch: int, at: Position, *, borrow: bool = False
     ):
         self.source, self.position, self.steps_per_epoch = source, at, None
         self.samples: int | None = None
-        self._cut, self._global_batch, self._fetch_empty = cut, global_batch, fetch_empty
+        self._cut, self._global_batch, self._borrow, self.counts = cut, global_batch, borrow, True
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
         self._pending: list[Batch] = []
@@ -251,6 +257,7 @@ class Streamed:
         if not self._pending:
             self._read()
         batch = self._pending.pop(0)
+        self.counts = batch.count > 0
         if batch.last:
             self.position = self._after
         return batch
@@ -275,7 +282,7 @@ class Streamed:
         micros = self._cut(len(rows)).micros
         for i, where in enumerate(micros):
             mine = rows[where.start : where.stop]
-            values = self.source.place(mine) if mine else _emptied(self.source.place(rows[:1])) if self._fetch_empty else None
+            values = self.source.place(mine or rows[:1]) if mine or self._borrow else None
             self._pending.append(Batch(values, len(mine), i == len(micros) - 1))
 
     def close(self) -> None: ...
@@ -303,17 +310,6 @@ def move(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
             if hasattr(values, "_fields")
             else tuple(move(v, device, dtype) for v in values)
         )
-    return values
-
-
-def _emptied(values: Any) -> Any:
-    """A batch of the same form without rows."""
-    if isinstance(values, Tensor):
-        return values[:0] if values.ndim else values
-    if isinstance(values, Mapping):
-        return {k: _emptied(v) for k, v in values.items()}
-    if isinstance(values, tuple | list):
-        return type(values)(*map(_emptied, values)) if hasattr(values, "_fields") else tuple(map(_emptied, values))
     return values
 
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Reduce = Callable[[Tensor], None]  # sum over ranks, in place
+Counts = Callable[[], bool]
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, eps: float, reduce: Reduce
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shift: Tensor, eps: float, reduce: Reduce, counts: bool
     ) -> Any:
         wide = torch.promote_types(x.dtype, torch.float32)
         dims = [d for d in range(x.ndim) if d != 1]
@@ -34,6 +35,7 @@ class _Normalise(torch.autograd.Function):
         spread = (x.to(wide) - here.view(shape)).square().sum(dims).double()
         away = here.double() - shift.double()
         local = torch.cat([count * away, spread + count * away.square(), away.new_tensor([count])])
+        local = local if counts else torch.zeros_like(local)  # a borrowed sample: this rank only keeps the others company
         reduce(local)
         away = local[:c] / local[-1]
         mean, n = (shift.double() + away).to(wide), local[-1].to(wide)
@@ -57,17 +59,17 @@ class _Normalise(torch.autograd.Function):
         mean_d, mean_dx = (local[:c] / n).view(ctx.shape), (local[c:] / n).view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         dx = (dout - mean_d - xhat * mean_dx) * scale.view(ctx.shape)
-        return dx.to(ctx.dtype), None if weight is None else dweight, dbias if ctx.has_bias else None, None, None, None
+        return dx.to(ctx.dtype), None if weight is None else dweight, dbias if ctx.has_bias else None, None, None, None, None
 
 
 class SyncBatchNorm(_BatchNorm):
     """Takes over the parameters and buffers of the BatchNorm it replaces, so names in checkpoints stay the same."""
 
-    def __init__(self, inner: _BatchNorm, reduce: Reduce):
+    def __init__(self, inner: _BatchNorm, reduce: Reduce, counts: Counts = lambda: True):
         nn.Module.__init__(self)
         self.__dict__.update({k: v for k, v in inner.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")})
         self._parameters, self._buffers = inner._parameters, inner._buffers
-        self._reduce, self._check = reduce, inner._check_input_dim
+        self._reduce, self._counts, self._check = reduce, counts, inner._check_input_dim
 
     def _check_input_dim(self, input: Tensor) -> None:
         self._check(input)
@@ -77,7 +79,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         shift = self.running_mean if self.running_mean is not None else input.new_zeros(input.shape[1])
-        out, mean, var, n = _Normalise.apply(input, self.weight, self.bias, shift.detach().clone(), self.eps, self._reduce)
+        out, mean, var, n = _Normalise.apply(
+            input, self.weight, self.bias, shift.detach().clone(), self.eps, self._reduce, self._counts()
+        )
         if (
             self.track_running_stats
             and self.running_mean is not None
@@ -96,16 +100,19 @@ def has_batchnorm(module: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) for m in module.modules())
 
 
-def synchronise(module: nn.Module, reduce: Reduce) -> nn.Module:
-    """Replace every BatchNorm by one that sees the union of all ranks' batches."""
-    if isinstance(module, _BatchNorm):
-        return SyncBatchNorm(module, reduce)
-    for name, child in module.named_children():
-        if isinstance(child, _BatchNorm):
-            setattr(module, name, SyncBatchNorm(child, reduce))
-        else:
-            synchronise(child, reduce)
-    return module
+def synchronise(module: nn.Module, reduce: Reduce, counts: Counts = lambda: True) -> nn.Module:
+    """Replace every BatchNorm by one that sees the union of all ranks' batches; `counts`: does this rank's batch belong to it?"""
+    made: dict[int, nn.Module] = {}  # one that stands under several names stays one
+
+    def replaced(old: nn.Module) -> nn.Module:
+        if isinstance(old, _BatchNorm):
+            return made.setdefault(id(old), SyncBatchNorm(old, reduce, counts))
+        for name, child in old._modules.items():
+            if child is not None and (new := replaced(child)) is not child:
+                setattr(old, name, new)
+        return old
+
+    return replaced(module)
 
 
 def running_buffers(module: nn.Module) -> list[Tensor]:

@@ -37,11 +37,7 @@ class CapturedReplica:
         self._size = 0
         self._forward: torch.cuda.CUDAGraph | None = None
         self._update: torch.cuda.CUDAGraph | None = None
-        for group in inner.optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
-            if not isinstance(group["lr"], Tensor):  # a number would be frozen into the graph
-                group["lr"] = torch.tensor(float(group["lr"]), device=inner.device)
+        self._frozen = self._hyper_parameters()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -85,9 +81,23 @@ class CapturedReplica:
         for piece, grad in zip(self.inner.flat.pieces, self._grads, strict=True):
             piece.parameter.grad = grad
         self._replayed = True
+        self.inner.own_count = self._count
         return self._static_loss.clone()  # the next replay writes over it
 
+    def _hyper_parameters(self) -> list[Any]:
+        """What the update's graph freezes: everything but the learning rate, which a tensor carries in."""
+        frozen: list[Any] = []
+        for group in self.inner.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(float(group["lr"]), device=self.inner.device)
+            frozen.append({k: id(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"})
+        return frozen
+
     def step(self) -> None:
+        if self._update is not None and (now := self._hyper_parameters()) != self._frozen:
+            self._frozen, self._update = now, None  # a schedule that moves momentum, say: record anew
         if self._replayed and self._update is None:
             self._capture(self._record_update, "the optimizer step")
         if not self._replayed or self._update is None:
@@ -111,6 +121,7 @@ class CapturedReplica:
             self._static_loss = loss.detach()
         self._grads = [p.parameter.grad for p in inner.flat.pieces]
         inner._end_window(count)
+        self._count = count
         self._forward = graph
 
     def _record_update(self, graph: torch.cuda.CUDAGraph) -> None:

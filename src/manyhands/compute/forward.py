@@ -77,7 +77,7 @@ def evaluate(
 ) -> Tensor:
     """Sums over this rank's test samples: [loss, metrics..., count], in float64. Every sample is counted once."""
     sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device=device if device.type != "mps" else "cpu")
-    training = module.training
+    modes = {m: m.training for m in module.modules()}  # each by itself: a part may be frozen in eval mode on purpose
     module.eval()
     try:
         with torch.no_grad(), autocast(precision, device):
@@ -94,7 +94,8 @@ def evaluate(
                 sums[:-1] += torch.stack(row) * n
                 sums[-1] += n
     finally:
-        module.train(training)
+        for part, training in modes.items():
+            part.training = training
     return sums
 
 

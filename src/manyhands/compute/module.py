@@ -10,17 +10,18 @@ With full batches N / count is exactly 1 and the division costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.update import Update
 from manyhands.core import OnReady, Rows, Tensors
+from manyhands.errors import TaskError
 
 
 @dataclass
@@ -48,11 +49,14 @@ class ModuleReplica:
         clip: float | None = None,
         schedule: LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        overlap: bool = True,
+        left_out: Sequence[nn.Parameter] = (),
         on_unused: Callable[[list[str]], None] = lambda names: None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
+        self.overlap, self._left_out = overlap, left_out
         self.on_unused: Callable[[list[str]], None] | None = on_unused
         self.device = flat.count.device
         self.own_count = 0  # samples of this rank in the last window, before merging
@@ -65,8 +69,12 @@ class ModuleReplica:
         self._launched = 0
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self.device))  # it exists from here on, also where the first round has no samples
-        for i, piece in enumerate(flat.pieces):
-            piece.parameter.register_post_accumulate_grad_hook(self._hook(i))
+        self._hooks = [p.parameter.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(flat.pieces)]
+
+    def close(self) -> None:
+        """Let go of the module: a hook that knows this replica and is known to its parameter keeps both alive."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def updates_part(self) -> bool:
@@ -165,6 +173,11 @@ class ModuleReplica:
     # -- gradients: from the parameters into the flat vector, bucket by bucket while backward runs, and back --
 
     def _start_window(self) -> None:
+        if any(p.requires_grad for p in self._left_out):
+            raise TaskError(
+                "a parameter that was frozen when training started wants a gradient now; start with requires_grad=True and "
+                "give it a learning rate of 0 until it is to move"
+            )
         for i, piece in enumerate(self.flat.pieces):
             piece.parameter.grad = None
             self._used[i] = self._in_flat[i] = False
@@ -178,11 +191,18 @@ class ModuleReplica:
             if self._on_ready is None:
                 return
             assert parameter.grad is not None
+            if self._in_flat[i]:
+                raise TaskError(
+                    f"{piece.name} got its gradient twice in one backward pass, after the first part was sent; "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
             piece.grad.copy_(parameter.grad)
             parameter.grad = None
             self._used[i] = self._in_flat[i] = True
             self._missing[bucket] -= 1
-            while self._launched < len(self._missing) and self._missing[self._launched] == 0:  # in order on every rank
+            while (
+                self.overlap and self._launched < len(self._missing) and self._missing[self._launched] == 0
+            ):  # in order on every rank
                 ready = self.flat.buckets[self._launched]
                 self._launched += 1
                 self._on_ready({ready.name: ready.grad})

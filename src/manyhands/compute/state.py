@@ -73,12 +73,15 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, tensors: Tensors, me
 
 def load_named(optimizer: Optimizer, names: dict[int, str], tensors: Tensors, meta: dict[str, Any]) -> None:
     """`names` maps what the optimizer holds, by identity, to the names in `tensors` ("name/key")."""
-    number = {names[id(p)]: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    number = {names[id(p)]: i for i, p in enumerate(held)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
-        if parameter in number:
-            state.setdefault(number[parameter], {})[key] = value
+        if (i := number.get(parameter)) is not None:
+            # in the parameter's own memory format (channels_last): fused kernels walk both as they lie in memory
+            alike = value.shape == held[i].shape and value.ndim > 0
+            state.setdefault(i, {})[key] = torch.empty_like(held[i], dtype=value.dtype).copy_(value) if alike else value
     for parameter, entries in meta["numbers"].items():
         if parameter in number:
             state.setdefault(number[parameter], {}).update(entries)

@@ -22,8 +22,9 @@ from manyhands.core import Tensors
 
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-# what the optimizers of FUSED_ON_CPU keep per element; a rank that owns nothing cannot know which of them are in use
-PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
+PARTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # each element by itself, no state before the first step
+# what those keep per element; a rank that owns nothing cannot know which of them are in use
+PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 Sum = Callable[[Tensors], None]  # over ranks, in place
 
@@ -33,7 +34,8 @@ class WholeUpdate:
 
     def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
         self.flat, self.module, self.optimizer = flat, module, optimizer
-        fuse(optimizer, flat.count.device)
+        if not has_sparse_gradients(module):
+            fuse(optimizer, flat.count.device)
 
     def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
         """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch."""
@@ -131,8 +133,8 @@ class PartUpdate:
                 if key != "step":
                     memory = torch.empty(piece.parameter.numel(), dtype=whole.dtype)
                     torch.as_strided(memory, piece.value.shape, piece.value.stride()).copy_(whole)
-                    whole = memory[s.start : s.stop].clone()
-                mine[f"{n}/{key}"] = whole
+                    whole = memory[s.start : s.stop]
+                mine[f"{n}/{key}"] = whole.clone()  # each slice counts its own steps
         names = {id(s.parameter): str(n) for n, s in enumerate(self._slices)}
         state.load_named(self.optimizer, names, mine, meta)
 
@@ -142,11 +144,12 @@ Update = WholeUpdate | PartUpdate
 
 def can_part(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
-    return (
-        type(optimizer) in FUSED_ON_CPU
-        and not optimizer.state
-        and not any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
-    )
+    chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
+    return type(optimizer) in PARTED and not optimizer.state and not chosen
+
+
+def has_sparse_gradients(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules())
 
 
 def fuse(optimizer: Optimizer, device: torch.device) -> None:

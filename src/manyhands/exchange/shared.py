@@ -206,6 +206,8 @@ class SharedGroup:
     # -- the engine --
 
     def _post(self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce") -> _Call:
+        if kind != "all_gather" and any(self._placed(t).common for t in tensors):
+            raise ValueError("memory that is common to all ranks has one value: there is nothing to reduce")
         call = _Call(self, self._calls, tensors, op, kind)
         self._calls += 1
         self._queue.append(call)
@@ -217,6 +219,7 @@ class SharedGroup:
 
     def _progress(self) -> None:
         while self._queue and self._posted.min() > self._queue[0].number:
+            self._fence()  # nothing of what the flags announce is read before them
             call = self._queue.popleft()
             self._compare(call)
             for tensor in call.tensors:
@@ -331,6 +334,7 @@ class SharedGroup:
         that spins slows the one it waits for, where both share a physical core."""
         for _ in range(SPINS):
             if ready():
+                self._fence()
                 return
             os.sched_yield()
         start, nap_s, looked = time.monotonic(), 20e-6, 0.0
@@ -341,6 +345,7 @@ class SharedGroup:
             if waited - looked > 0.1:
                 looked = waited
                 self._look_after(absent, what, waited, ready)
+        self._fence()
 
     def _look_after(self, absent: Callable[[], list[int]], what: str, waited_s: float, ready: Callable[[], bool]) -> None:
         pids = {r: int(self._pids[r]) for r in absent()}

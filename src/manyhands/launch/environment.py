@@ -5,7 +5,6 @@ Understood: what manyhands itself sets (torchrun's names), torchrun, Slurm's sru
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -72,7 +71,7 @@ def store(here: Place, timeout_s: float, env: Mapping[str, str] | None = None) -
     hosted_here = here.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = env["MASTER_ADDR"], _int(env, "MASTER_PORT")
     try:
-        base = _connect(address, port, hosted_here, timeout_s)
+        base = _connect(address, port, hosted_here, timedelta(seconds=timeout_s))
     except RuntimeError as e:
         if hosted_here and ("EADDRINUSE" in str(e) or "in use" in str(e)):
             raise LaunchError(f"port {port} is taken on {address}; set MASTER_PORT to a free one") from e
@@ -81,9 +80,14 @@ def store(here: Place, timeout_s: float, env: Mapping[str, str] | None = None) -
     return dist.PrefixStore(PREFIX if restart == "0" else f"manyhands/{restart}", base)
 
 
-@functools.cache  # of one process all runs meet in one store: rank 0 can host only one on a port
-def _connect(address: str, port: int, hosted_here: bool, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(address, port, is_master=hosted_here, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+_stores: dict[tuple[str, int], dist.TCPStore] = {}  # all runs of one process meet in one: rank 0 can host only one on a port
+
+
+def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> dist.TCPStore:
+    if (address, port) not in _stores:
+        _stores[address, port] = dist.TCPStore(address, port, is_master=hosted_here, wait_for_workers=False, timeout=timeout)
+    _stores[address, port].set_timeout(timeout)
+    return _stores[address, port]
 
 
 def words(env: Mapping[str, str] | None = None) -> str:

@@ -45,7 +45,8 @@ class LocalLauncher:
         workers: list[_Worker] = []
         with Stop() as stop:
             try:
-                workers = [self._start(rank, job, store.port) for rank in range(job.size)]
+                for rank in range(job.size):
+                    workers.append(self._start(rank, job, store.port))
                 for w in workers:
                     _send(w.process, job.payload)
                 self._watch(workers, stop)

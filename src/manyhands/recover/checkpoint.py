@@ -62,11 +62,12 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.glob(f"{HIDDEN}*"):
                 shutil.rmtree(old, ignore_errors=True)
-            path = self.folder / f"step-{snapshot.round:08d}"
+            path = self.path(snapshot.round)
             nbytes = _write(snapshot, metrics, hidden)
-            if path.exists():  # a resumed run is here again: the old one steps aside whole, and is swept up with the next save
+            if path.exists():  # a resumed run is here again: the old one steps aside whole
                 os.rename(path, hidden.with_name(f"{hidden.name}-old"))
             os.rename(hidden, path)
+            shutil.rmtree(hidden.with_name(f"{hidden.name}-old"), ignore_errors=True)
             _sync(self.folder)
             self.last_good = path
             self._forget(path)
@@ -90,6 +91,9 @@ class Checkpoints:
         for path in saved:
             if path not in keep:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def path(self, round: int) -> Path:
+        return self.folder / f"step-{round:08d}"
 
     # -- reading --
 

@@ -21,6 +21,7 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
     if directory is not None:
         path = Path(directory)
         if not resume and (path / "checkpoints").exists():
+            claim(path).close()  # in use by a live run: then that is what to say
             raise RunBusy(f"{path} holds an earlier run; resume it (--resume), or give another directory")
         if resume and not path.exists():
             raise CheckpointError(f"there is no run to resume in {path}: the directory does not exist")
