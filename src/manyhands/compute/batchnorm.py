@@ -45,6 +45,7 @@ class _Normalise(torch.autograd.Function):
         out = xhat if weight is None else xhat * weight.to(wide).view(shape)
         out = out if bias is None else out + bias.to(wide).view(shape)
         ctx.save_for_backward(xhat, inverse, weight, n)
+        ctx.counts = counts
         ctx.reduce, ctx.dims, ctx.shape, ctx.dtype, ctx.has_bias = reduce, dims, shape, x.dtype, bias is not None
         return out.to(x.dtype), mean, var, n
 
@@ -59,6 +60,8 @@ class _Normalise(torch.autograd.Function):
         mean_d, mean_dx = (local[:c] / n).view(ctx.shape), (local[c:] / n).view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         dx = (dout - mean_d - xhat * mean_dx) * scale.view(ctx.shape)
+        if not ctx.counts:
+            dx = torch.zeros_like(dx)  # the mean does not depend on a borrowed sample
         return dx.to(ctx.dtype), None if weight is None else dweight, dbias if ctx.has_bias else None, None, None, None, None
 
 

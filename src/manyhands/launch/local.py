@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing.connection
 import os
 import signal
 import struct
@@ -25,7 +26,7 @@ from manyhands.errors import LaunchError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 
-POLL_S = 0.02
+POLL_S = 0.5
 SETTLE_S = 0.4  # after the first failure: time for the guilty rank's report to overtake its victims'
 GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
 
@@ -37,6 +38,7 @@ class _Worker:
     tail: list[str]
     pump: threading.Thread | None
     ended_by_us: bool = False
+    handle: int | None = None  # of the process, readable when it ends, where the system has such a thing
 
 
 class LocalLauncher:
@@ -96,7 +98,8 @@ class LocalLauncher:
             prefix = "" if rank == 0 else f"[rank{rank}]: "
             pump = threading.Thread(target=_pump, args=(process.stdout, prefix, tail), daemon=True)
             pump.start()
-        return _Worker(rank, process, tail, pump)
+        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        return _Worker(rank, process, tail, pump, handle=handle)
 
     def _watch(self, workers: list[_Worker], stop: Stop) -> None:
         forwarded = 0.0
@@ -104,7 +107,7 @@ class LocalLauncher:
             if any(w.process.poll() not in (None, 0) for w in workers):
                 deadline = time.monotonic() + SETTLE_S
                 while time.monotonic() < deadline and any(w.process.poll() is None for w in workers):
-                    time.sleep(POLL_S)
+                    _wait_for_an_end(workers, POLL_S)
                 return
             if stop.requested and not forwarded:
                 forwarded = time.monotonic()
@@ -115,7 +118,7 @@ class LocalLauncher:
                     w.process.send_signal(signal.SIGTERM)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
                 return
-            time.sleep(POLL_S)
+            _wait_for_an_end(workers, POLL_S)
 
     def _judge(self, workers: list[_Worker], store: dist.Store, stop: Stop) -> None:
         codes = {w.rank: w.process.returncode for w in workers}
@@ -153,6 +156,15 @@ class LocalLauncher:
             raise LaunchError(f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}", codes[failed[0]])
 
 
+def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
+    """Sleep until a worker ends, a signal comes or the time is over: looking often would take a core from the workers."""
+    handles = [w.handle for w in workers if w.handle is not None and w.process.returncode is None]
+    if handles:
+        multiprocessing.connection.wait(handles, timeout_s)
+    else:
+        time.sleep(min(timeout_s, 0.05))
+
+
 def _attributed(rank: int, size: int, text: str) -> str:
     return text.rstrip() if size == 1 else f"rank {rank} failed:\n{text.rstrip()}"
 
@@ -175,6 +187,9 @@ def _end(workers: list[_Worker]) -> None:
         if w.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 w.process.stdin.close()
+        if w.handle is not None:
+            os.close(w.handle)
+            w.handle = None
         if w.pump is not None:
             w.pump.join(timeout=2.0)
     if workers and _is_real(sys.stdout) and sys.stdout.isatty():
