@@ -66,7 +66,8 @@ def collect(events: list[Event]) -> Curves:
                 for name, x in curves.final.items():
                     _put(curves.metrics.setdefault(name, []), at, x)
             case "finish", dict() as value:
-                curves.final = measures(value) or curves.final
+                final = {k: v for k, v in measures(value).items() if k != "samples_per_s"}  # the caption has it already
+                curves.final = final or curves.final
     return curves
 
 
