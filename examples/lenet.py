@@ -22,8 +22,9 @@ class LeNet(nn.Sequential):
 
 
 def task() -> mh.Task:
-    _, train, test = datasets.images()
+    name, train, test = datasets.images()
     return mh.Task(
+        name=f"LeNet on {name}",
         model=LeNet(),
         loss=nn.functional.cross_entropy,
         train=train,

@@ -65,6 +65,9 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
             f"best={plan.best}: no such metric; the task has {', '.join(['loss', *task.metrics]) if test is not None else 'no test data'}"
         )
 
+    if task.name:
+        site.notice(task.name)
+
     def losses(module: nn.Module, walk: data.Batches) -> NextLoss:
         return forward.TaskLoss(module, walk, task.loss, task.step, plan.precision, site.device)
 

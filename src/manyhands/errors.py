@@ -4,8 +4,8 @@ ManyhandsError
 +-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
 +-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
 +-- PeerLost             another rank died or never came; the round did not happen
-+-- Deadlock             in-process ranks wait for each other for ever
-+-- Diverged             loss is NaN or infinite
++-- Deadlock             ranks wait for each other for ever, or exchange different things
++-- Diverged             loss or parameters are NaN or infinite
 +-- CheckpointError      a checkpoint is damaged, or of another model
 +-- RunBusy              the run directory belongs to a live run
 +-- LaunchError          processes could not be started, or one of them failed
@@ -37,7 +37,7 @@ class Deadlock(ManyhandsError):
 
 
 class Diverged(ManyhandsError):
-    """A loss became NaN or infinite."""
+    """A loss or a parameter became NaN or infinite."""
 
 
 class CheckpointError(ManyhandsError):

@@ -54,7 +54,7 @@ class Task:
     schedule: Callable[[Optimizer], LRScheduler] | None = None  # stepped once per optimizer step
     clip: float | None = None
     seed: int = 0
-    name: str = "task"
+    name: str = ""  # said at the start of a run: what is trained on what
     callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:

@@ -96,16 +96,9 @@ class Trainer:
 
     def loop(self) -> Result:
         try:
-            if self.finished():
-                self.emit(
-                    Event(
-                        time.time(),
-                        self.link.rank,
-                        self.round,
-                        "notice",
-                        value="nothing left to do: this run is at its end already",
-                    )
-                )
+            if self.finished() and self.link.rank == 0:
+                said = "nothing left to do: this run is at its end already"
+                self.emit(Event(time.time(), 0, self.round, "notice", value=said))
             while not self.finished():
                 self.step()
             return self.finish()
@@ -129,7 +122,7 @@ class Trainer:
             self.look()
         if self.position().epoch > epoch:
             self._end_epoch(epoch)
-        if self.save_every and self.round % self.save_every == 0:
+        if self.save_every and self.round % self.save_every == 0 and self._saved != self.round:
             self.checkpoint()
 
     def finished(self) -> bool:
