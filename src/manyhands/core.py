@@ -8,7 +8,7 @@ They meet only as arguments of `Strategy.round`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -78,6 +78,8 @@ class Replica(Protocol):
     samples (by a factor that is the same on all ranks), so summing both over ranks and then calling `step`, which
     divides once, gives the gradient of the union batch however uneven the shares. (The rest of `count` says how many
     ranks used each parameter.) Where `updates_part`, `step` changes only the part of `params` that this rank owns.
+
+    Without samples `step` changes nothing, so a rule may let ranks step by themselves however uneven their shares.
     """
 
     @property
@@ -90,6 +92,23 @@ class Replica(Protocol):
     def grads(self) -> Tensors: ...
     @property
     def count(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor:
+        """`grads` = `scale` * mean gradient of the samples in `count`: what to multiply a term by that is added to them."""
+        ...
+
+    @property
+    def lr(self) -> float: ...  # of the optimizer's first group, now
+    @property
+    def moments(self) -> Tensors:
+        """What the optimizer remembers (momentum, Adam's averages), by name, the same names on every rank; to change in place."""
+        ...
+
+    def reset_moments(self) -> None: ...
+    def steps(self, most: int) -> Iterator[int]:
+        """0, 1, ... at most `most` of them: a block of steps ends early where the run does, on the same step on every rank."""
+        ...
+
     def rows(self) -> Rows: ...
     def load(self, values: Tensors) -> None: ...
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
@@ -114,6 +133,12 @@ class Group(Protocol):
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work: ...
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
+        ...
+
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        """Point to point: send `give[r]` to rank r and receive from rank r into `into[r]`, contiguous tensors of which both
+        ends know length and dtype. Only the ranks named take part; messages from one rank to another arrive in order.
+        Nothing given may change, and nothing received be read, before `wait`."""
         ...
 
     def close(self) -> None: ...
@@ -142,13 +167,26 @@ class Store(Protocol):
 L = TypeVar("L", Group, Store, contravariant=True)
 
 
+Cargo = Literal["gradients", "updates", "parameters"]
+
+
 class Strategy(Protocol[L]):
-    """One distributed training algorithm: a frozen dataclass whose fields are its hyper-parameters."""
+    """One distributed training algorithm: a frozen dataclass whose fields are its hyper-parameters. Rules inherit from this
+    for what most of them share; `init` and `round` are theirs."""
 
     link: ClassVar[type]
+    sends: ClassVar[Cargo] = "gradients"  # what travels decides which wires can carry it
+    replicas_agree: ClassVar[bool] = False  # between any two rounds, to the bit, so they may share memory and the update
+
+    def check(self, size: int) -> None:
+        """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""
 
     def init(self, replica: Replica) -> Tensors: ...
     def round(self, replica: Replica, link: L, state: Tensors) -> Tensor: ...
+    def consensus(self, replica: Replica, link: L, state: Tensors) -> Tensors | None:
+        """The one model that all replicas stand for, to evaluate and to save; None: each of them holds it already. Every
+        rank calls it; it changes neither replica nor state."""
+        return None
 
 
 @dataclass(frozen=True)

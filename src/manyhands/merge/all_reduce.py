@@ -15,13 +15,13 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from manyhands.core import Group, PartGroup, Replica, Tensors, Work
+from manyhands.core import Group, PartGroup, Replica, Strategy, Tensors, Work
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(Strategy[Group]):
     link: ClassVar[type] = Group
-    replicas_agree: ClassVar[bool] = True  # between any two rounds, so they may share memory and the update
+    replicas_agree: ClassVar[bool] = True
 
     def init(self, replica: Replica) -> Tensors:
         return {}
