@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check docs bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -23,8 +23,11 @@ check: $(VENV)/.dev ## style (ruff), types (mypy), who imports whom (import-lint
 		echo "== $$tool"; $(BIN)/$$tool || failed="$$failed [$$tool]"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
+docs: $(VENV)/.dev ## write docs/rules/ anew from the rules' docstrings
+	$(BIN)/python docs/make_rules.py
+
 bench: $(VENV)/.dev ## every benchmark; each prints a ratio against a peer measured in the same run
-	@set -e; for file in benchmarks/[!_]*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	$(BIN)/manyhands bench all
 
 clean: ## remove the environment and caches; keep runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

@@ -18,20 +18,25 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from manyhands.compute import batches as data
 from manyhands.compute import batchnorm, forward, state
 from manyhands.compute.captured import CapturedReplica
+from manyhands.compute.distil import student
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
 from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part, has_sparse_gradients
-from manyhands.core import Event, Plan, Position, Snapshot, Tensors
-from manyhands.errors import CheckpointError, PlanError, TaskError
+from manyhands.core import Event, Group, Plan, Position, Snapshot, Strategy
+from manyhands.errors import PlanError, TaskError
+from manyhands.exchange import algorithms, wires
+from manyhands.exchange.noise import NoiseGauge
 from manyhands.exchange.shared import SharedGroup
 from manyhands.plan import words
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.site import Site
+from manyhands.snapshots import Snapshots, found
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.task import Callback, Task
-from manyhands.train import Trainer
+from manyhands.train import Rule, Trainer
 
 DEFAULT_BATCH = 64
+OF_THE_RUN = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
 
 
 # -- a task --
@@ -60,10 +65,11 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         for source in (train, test):
             if source is not None:
                 source.cast(torch.float64)
-    if plan.best is not None and (test is None or plan.best.lstrip("-") not in {"loss", *task.metrics}):
-        raise PlanError(
-            f"best={plan.best}: no such metric; the task has {', '.join(['loss', *task.metrics]) if test is not None else 'no test data'}"
-        )
+    has = ["loss", *task.metrics] if test is not None else []
+    goals = {"best": plan.best and plan.best.lstrip("-"), "until": plan.until and plan.until.name, "at": plan.at and plan.at.name}
+    for key, name in goals.items():
+        if name is not None and name not in [*has, *(() if key == "best" else OF_THE_RUN)]:
+            raise PlanError(f"{key}={getattr(plan, key)}: no such metric; the task has {', '.join(has) or 'no test data'}")
 
     if task.name:
         site.notice(task.name)
@@ -104,12 +110,13 @@ def assemble(
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = site.place.size, plan.seed or 0
-    saved = _saved(site, plan, train) if site.options.resume else None
+    order = {"split": plan.split, "seed": seed, "samples": train.samples}  # what the order of samples follows from
+    saved = found(site, order) if site.options.resume else None
     plan, global_batch = _batch_sizes(site, plan, saved)
     model = model.to(site.device)
     module, synced = _with_batchnorm(site, plan, model, lambda: walk.counts)
     optimizer = make_optimizer(module.parameters())
-    _check_optimizer(site, module, optimizer)
+    _check_optimizer(site, plan, module, optimizer)
     flat, update = _parameters(site, plan, module, optimizer, one_copy)
     _same_rest(site, module)
     schedule = None if make_schedule is None else make_schedule(optimizer)
@@ -120,25 +127,28 @@ def assemble(
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
-        flat, update, next_loss, nominal=global_batch, clip=plan.clip, schedule=schedule, scaler=scaler,
+        flat, update, next_loss, nominal=global_batch if _agree(plan) else max(1, global_batch // size),
+        clip=plan.clip, schedule=schedule, scaler=scaler,
         overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
         left_out=[p for p in module.parameters() if not p.requires_grad],
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
+        ended=lambda: trainer.at_end(),
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
+    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order)
+    first = _first_rule(plan, saved)
     if saved is not None:
-        _restore(site, saved, module, update, schedule, scaler)
-    replica = _captured(site, plan, plain, next_loss, walk)
-    merge_state = plan.strategy.init(replica)
+        snapshots.restore(saved, first)
+    learns_from_others = any(getattr(rule, "distils", False) for rule in _rules(plan).values())
+    replica = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
+    rule = _rule(site, plan, plain, first, saved, snapshots)
     if saved is not None:
-        for key, value in saved.state.items():
-            merge_state[key].copy_(value)
         site.notice(
             f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) from {site.checkpoints.last_good}"
         )
 
     def agree_on_buffers() -> None:
-        buffers = batchnorm.running_buffers(module) if plan.batchnorm == "local" and size > 1 else []
+        buffers = batchnorm.running_buffers(module) if not synced and size > 1 else []
         if buffers:
             site.link.all_reduce({str(i): b for i, b in enumerate(buffers)}, op="mean").wait()
 
@@ -146,25 +156,9 @@ def assemble(
         agree_on_buffers()
         return evaluate(computing)
 
-    def snapshot(round: int) -> Snapshot:
+    def snapshot(round: int, rule: Rule) -> Snapshot:
         agree_on_buffers()
-        rng = _all_rng(site)
-        if site.rank != 0 and not update.part_only:
-            return Snapshot(round, {}, {}, {}, walk.position)
-        tensors, optimizer_meta = update.save(lambda values: site.link.all_reduce(values).wait())
-        if site.rank != 0:
-            return Snapshot(round, {}, {}, {}, walk.position)
-        meta = {
-            "optimizer": optimizer_meta,
-            "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "global_batch": global_batch,
-            "order": _order(plan, train),
-            "plan": words.describe(plan),
-            "metrics": trainer.metrics,
-        }
-        copies = {k: v.detach().to("cpu", copy=True) for k, v in merge_state.items()}
-        return Snapshot(round, state.model_state(module), tensors, copies, walk.position, rng, meta)
+        return snapshots.take(round, rule, trainer.metrics)
 
     def save(snapshot: Snapshot, metrics: dict[str, float]) -> None:
         if site.rank == 0:
@@ -172,14 +166,17 @@ def assemble(
         for callback in trainer.callbacks:
             callback.on_checkpoint(run, str(site.checkpoints.path(snapshot.round)))
 
+    comes_later = plan.then is not None and first != plan.then
     trainer = Trainer(
-        plan.strategy, replica, site.link, merge_state,
+        rule, replica, site.link,
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
         emit=site.recorder.emit, flush=site.recorder.flush, evaluate=evaluate_agreed, snapshot=snapshot, save=save,
         last_good=lambda: _last_good(site.checkpoints), save_evaluated=plan.best is not None,
         save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
+        until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
+        change=(lambda: _rule(site, plan, plain, plan.then or "")) if comes_later else None,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
         metrics={} if saved is None else dict(saved.meta["metrics"]),
     )  # fmt: skip
@@ -190,30 +187,42 @@ def assemble(
 # -- the parts --
 
 
-def _saved(site: Site, plan: Plan, train: data.Source) -> Snapshot | None:
-    """What to go on from: the same on every rank, or an error."""
-    saved = site.checkpoints.latest()
-    here = torch.tensor([-1 if saved is None else saved.round], dtype=torch.int64, device=site.device)
-    span = torch.cat([here, -here])
-    site.link.all_reduce({"round": span}, op="max").wait()
-    if span[0] != -span[1]:
-        raise CheckpointError(
-            f"ranks see different checkpoints in {site.directory} (rounds {-int(span[1])} to {int(span[0])}; -1: none); "
-            "all ranks must see the same directory: put it on a shared disk"
-        )
-    if saved is None:
-        site.notice(f"nothing to resume in {site.directory}: no checkpoint yet; starting from the beginning")
-    elif saved.position.offset and (then := saved.meta["order"]) != (now := _order(plan, train)):
-        changed = ", ".join(f"{k} {then[k]} -> {now[k]}" for k in now if then[k] != now[k])
-        site.notice(
-            f"the order of samples is another one than before ({changed}): in this epoch some may come twice or not at all"
-        )
-    return saved
+def _rules(plan: Plan) -> dict[str, Strategy[Any]]:
+    """The rule of the start and the one that comes after it, by their words."""
+    later = {} if plan.then is None or plan.next_strategy is None else {plan.then: plan.next_strategy}
+    return {**later, plan.merge: plan.strategy}
 
 
-def _order(plan: Plan, train: data.Source) -> dict[str, Any]:
-    """What the order of samples follows from."""
-    return {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
+def _agree(plan: Plan) -> bool:
+    return all(rule.replicas_agree for rule in _rules(plan).values())
+
+
+def _first_rule(plan: Plan, saved: Snapshot | None) -> str:
+    """A resumed run that has changed its rule already goes on with the second one."""
+    return plan.then if plan.then is not None and saved is not None and saved.meta.get("rule") == plan.then else plan.merge
+
+
+def _rule(
+    site: Site, plan: Plan, replica: ModuleReplica, name: str, saved: Snapshot | None = None, snapshots: Snapshots | None = None
+) -> Rule:
+    """A rule ready to work: its link, behind the plan's algorithm and wire, and its state, new or restored."""
+    strategy = _rules(plan)[name]
+    link: Group = site.link
+    if plan.algorithm != "native" and link.size > 1:
+        link = algorithms.wrap(link, plan.algorithm)
+    wire = None
+    if plan.encoding is not None and link.size > 1:
+        link = wire = wires.wrap(link, plan.encoding, strategy.sends, replica.flat.shapes())
+    gauge = None
+    if strategy.sends == "gradients" and not getattr(strategy, "swaps", False) and link.size > 1:
+        buckets = [b.name for b in replica.flat.buckets]
+        link = gauge = NoiseGauge(link, buckets, lambda: site.link.round, site.device)
+    rule = Rule(name, strategy, link, strategy.init(replica), gauge, dict if wire is None else lambda: wire.state)
+    if saved is not None and snapshots is not None:
+        of_wire = snapshots.restore_rule(saved, rule)
+        if wire is not None:
+            wire.load_state(of_wire)
+    return rule
 
 
 def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
@@ -247,7 +256,7 @@ def _walk(site: Site, plan: Plan, train: data.Source, global_batch: int, seed: i
     return data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow)
 
 
-def _check_optimizer(site: Site, module: nn.Module, optimizer: Optimizer) -> None:
+def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
@@ -258,12 +267,20 @@ def _check_optimizer(site: Site, module: nn.Module, optimizer: Optimizer) -> Non
             f"{strangers} of the optimizer's parameters are not the model's, so nobody would merge or save them; "
             "make them parameters of the model (a learnable temperature: self.temperature = nn.Parameter(...))"
         )
+    own = getattr(plan.encoding, "momentum", 0)
+    if own and any(g.get("momentum") for g in optimizer.param_groups):
+        raise TaskError(
+            f"wire.momentum={own} keeps momentum before compression, and the optimizer has momentum too: it would count twice; "
+            "give the optimizer momentum=0 or set wire.momentum=0"
+        )
     if site.place.size > 1 and has_sparse_gradients(module):
         raise TaskError("an embedding with sparse=True gives sparse gradients, which this rule cannot merge; set sparse=False")
 
 
 def _with_batchnorm(site: Site, plan: Plan, model: nn.Module, counts: Callable[[], bool]) -> tuple[nn.Module, bool]:
-    if site.place.size == 1 or plan.batchnorm == "local" or not batchnorm.has_batchnorm(model):
+    # steps that a rank takes by itself are not held up by statistics of others
+    synced = plan.batchnorm == "sync" or (plan.batchnorm == "auto" and _agree(plan))
+    if site.place.size == 1 or not synced or not batchnorm.has_batchnorm(model):
         return model, False
 
     def reduce(values: Tensor) -> None:
@@ -275,9 +292,9 @@ def _with_batchnorm(site: Site, plan: Plan, model: nn.Module, counts: Callable[[
 def _captured(
     site: Site, plan: Plan, replica: ModuleReplica, next_loss: NextLoss, walk: data.Batches
 ) -> ModuleReplica | CapturedReplica:
-    """Capture the step as CUDA graphs where that is possible; a rule that exchanges gradients needs them between the two."""
+    """Capture the step as CUDA graphs where that is possible; a rule that looks at gradients needs them between the two."""
     possible = (
-        plan.capture == "auto" and site.device.type == "cuda" and site.place.size == 1 and replica.scaler is None
+        plan.capture == "auto" and site.device.type == "cuda" and site.place.size == 1 and replica.scaler is None and _agree(plan)
         and isinstance(next_loss, forward.TaskLoss) and isinstance(walk, data.Indexed) and isinstance(walk.source, data.TensorSource)
     )  # fmt: skip
     if not possible:
@@ -291,7 +308,8 @@ def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer,
     parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
     shared = site.link.group if isinstance(site.link.group, SharedGroup) else None
-    agree = getattr(plan.strategy, "replicas_agree", False) and plan.precision != "fp16"
+    plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
+    agree = _agree(plan) and plain_link and plan.precision != "fp16"
     if shared is None or not agree or not can_part(optimizer):
         flat = FlatParameters(module, site.allocate, bucket_bytes)
         _same_start(site, flat)
@@ -332,29 +350,6 @@ def _same_rest(site: Site, module: nn.Module) -> None:
             value.zero_()
     if rest:
         site.link.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()
-
-
-def _restore(site: Site, saved: Snapshot, module: nn.Module, update: Update, schedule: LRScheduler | None, scaler: Any) -> None:
-    state.load_model(module, saved.params)
-    update.load(saved.optimizer, saved.meta["optimizer"])
-    if schedule is not None and saved.meta["schedule"] is not None:
-        schedule.load_state_dict(state.from_plain(saved.meta["schedule"]))
-    if scaler is not None and saved.meta["scaler"] is not None:
-        scaler.load_state_dict(saved.meta["scaler"])
-    mine = {k.partition("/")[2]: v for k, v in saved.rng.items() if k.partition("/")[0] == str(site.rank)}
-    if mine and all(f"{r}/torch" in saved.rng for r in range(site.place.size)):
-        state.load_rng(mine, site.device)
-
-
-def _all_rng(site: Site) -> Tensors:
-    """Every rank's generators, on rank 0."""
-    mine = state.rng_state(site.device)
-    rows = {k: torch.zeros(site.place.size, v.numel(), dtype=torch.int32) for k, v in mine.items()}
-    for k, v in mine.items():
-        rows[k][site.rank] = v.to(torch.int32)
-    rows = {k: v.to(site.device) for k, v in rows.items()} if site.device.type == "cuda" else rows
-    site.link.all_reduce(rows).wait()
-    return {f"{r}/{k}": v[r].to("cpu", torch.uint8) for k, v in rows.items() for r in range(site.place.size)}
 
 
 def _last_good(checkpoints: Checkpoints) -> str | None:

@@ -8,7 +8,9 @@ They meet only as arguments of `Strategy.round`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -109,8 +111,15 @@ class Replica(Protocol):
         """0, 1, ... at most `most` of them: a block of steps ends early where the run does, on the same step on every rank."""
         ...
 
+    @property
+    def in_block(self) -> bool: ...  # between two of those steps
+
     def rows(self) -> Rows: ...
     def load(self, values: Tensors) -> None: ...
+    def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
+        """Have `values` as parameters for a while, then its own again; None: stay as it is."""
+        ...
+
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         """Compute the loss and gradient of the next batch; `on_ready` gets parts of `grads` as soon as they are final, in
         the same order on every rank."""
@@ -121,6 +130,15 @@ class Replica(Protocol):
         ...
 
     def step(self) -> None: ...
+
+
+class Student(Replica, Protocol):
+    """A replica that can also learn from what other models say about its data."""
+
+    def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
+        """As `backward`, where for a `share` of the samples the loss is `weight` times its own plus the rest times the distance
+        from the mean output of the `teachers`, given by their `params`."""
+        ...
 
 
 @runtime_checkable
@@ -198,9 +216,36 @@ class Position:
     steps: int = 0  # global batches consumed since the start
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A number to reach: `accuracy:0.88` is at least that, `-loss:0.3` at most; `epoch:5` and `step:1000` are goals too."""
+
+    name: str
+    bound: float
+    at_most: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Goal:
+        name, colon, bound = text.rpartition(":")
+        if not colon or not name.lstrip("-"):
+            raise ValueError("NAME:NUMBER is needed, such as epoch:5, accuracy:0.88 or -loss:0.3 (at most)")
+        return cls(name.lstrip("-"), float(bound), name.startswith("-"))
+
+    def __str__(self) -> str:
+        return f"{'-' if self.at_most else ''}{self.name}:{repr(self.bound).removesuffix('.0')}"
+
+    def reached(self, values: Mapping[str, float]) -> bool:
+        value = values.get(self.name, math.nan)
+        return value <= self.bound if self.at_most else value >= self.bound
+
+
 @dataclass
 class Snapshot:
-    """All of a run at the end of a round, by parameter name: free of layout, world size and buffers."""
+    """All of a run at the end of a round, by parameter name: free of layout, world size and buffers.
+
+    `params` is the one model that the ranks stand for. What is a rank's own (its model where replicas differ, its
+    momentum, its error feedback) stands in `ranks` under "<rank>/<kind>/<name>", or "*/..." where all ranks have the same.
+    """
 
     round: int
     params: Tensors
@@ -209,6 +254,7 @@ class Snapshot:
     position: Position
     rng: Tensors = field(default_factory=dict)  # "<rank>/<generator>" -> bytes
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON: hyper-parameters, schedule, scaler, plan
+    ranks: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -234,14 +280,22 @@ class Plan:
     layout: Layout
     strategy: Strategy[Any]
     merge: str = "all_reduce"
+    then: str | None = None  # the rule to change to when `at` is reached
+    next_strategy: Strategy[Any] | None = None
+    at: Goal | None = None
+    wire: str = "none"
+    encoding: Any = None  # one of exchange.wires, where wire= names one
+    algorithm: str = "native"
     split: str = "shuffled"
     batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
     accumulate: int = 1
     epochs: float | None = None
     steps: int | None = None
+    until: Goal | None = None  # stop as soon as an evaluation reaches it
+    evaluate: str = "epoch"  # or every so many steps besides
     seed: int | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    batchnorm: Literal["sync", "local"] = "sync"
+    batchnorm: Literal["auto", "sync", "local"] = "auto"  # sync where ranks merge every gradient
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -18,10 +18,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import greenlet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ from manyhands.compute.state import load_model
 from manyhands.core import Event, Job, Place
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, TaskError
 from manyhands.launch import environment
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.choice import launcher
 from manyhands.launch.signals import Stop
 from manyhands.observe import curves
 from manyhands.plan import words as plan_words
@@ -95,7 +97,7 @@ def start(body: Callable[[Words, Options], dict[str, Any]], words: Words, option
             plan.threads,
             port,
         )
-        result = LocalLauncher().launch(job)
+        result = launcher().launch(job)
     else:
         result = body(plan_words.overlay(words), options)
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
@@ -240,12 +242,28 @@ class Run:
             _joined.remove(self)
         result = self._ended
         if self.trainer is not None and self._loop is not None and not self._loop.dead:
-            result = self.trainer.finish()
+            result = self._end_block() if self.trainer.replica.in_block else self.trainer.finish()
         self._loop = None
         self._site.close()
         if self._stop is not None:
             self._stop.__exit__(None, None, None)
         return result
+
+    def merged(self) -> AbstractContextManager[None]:
+        """`with run.merged():` the model holds what all replicas together stand for, to evaluate or to save it; every rank
+        must come. Where a rule keeps replicas equal, that is what it holds anyway."""
+        if self.trainer is None:
+            raise TaskError("run.merged() needs a model; call run.prepare(...) first")
+        return self.trainer.merged()
+
+    def _end_block(self) -> Result | None:
+        """The loop ended among the steps that a rule takes without its peers: what they have learnt is merged all the same."""
+        assert self.trainer is not None
+        self.trainer.steps = self.trainer.position().steps  # no more than there were
+        self._micro = Micro(None, 0, True)  # a step without samples changes nothing
+        self._outside = greenlet.getcurrent()
+        ended: Result | None = self._loop.switch()
+        return ended
 
     # control passes between the rule's round and the user's loop
 
@@ -255,8 +273,6 @@ class Run:
         return self._micro
 
     def _hand_over(self, micro: Micro) -> None:
-        import greenlet
-
         assert self.trainer is not None
         self._outside = greenlet.getcurrent()
         if self._loop is None:

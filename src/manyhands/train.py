@@ -2,7 +2,7 @@
 
     while there is work:
         loss = strategy.round(replica, link, state)       # everything that is distributed happens here
-        now and then, on the same round on every rank:    look (stop asked? loss finite?), evaluate, save
+        now and then, on the same round on every rank:    look (stop asked? loss finite?), evaluate, save, change the rule
 
 A round ends on every rank or raises on every rank. All ranks hold the same position in the data, so they agree on
 epochs, evaluations and checkpoints without asking; what only one of them can know (a signal, a NaN) is shared by one
@@ -15,13 +15,14 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Group, Position, Replica, Snapshot, Strategy, Tensors
+from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Strategy, Tensors
 from manyhands.errors import Diverged
 from manyhands.task import Callback
 
@@ -33,6 +34,25 @@ class Link(Group, Protocol):
 
     round: int
     seconds: float
+
+
+class Gauge(Protocol):
+    """What measures the gradient noise scale (`exchange.noise`)."""
+
+    def take(self) -> Tensor: ...
+    def read(self, sums: Sequence[float]) -> float: ...
+
+
+@dataclass
+class Rule:
+    """A strategy at work: its link (the run's own, or that behind a wire) and its state."""
+
+    name: str
+    strategy: Strategy[Any]
+    link: Group
+    state: Tensors
+    gauge: Gauge | None = None
+    wire_state: Callable[[], Tensors] = dict
 
 
 @dataclass
@@ -53,10 +73,9 @@ class Result:
 class Trainer:
     """One rank's part in a run. `build` puts the parts together; nothing here knows which ones they are."""
 
-    strategy: Strategy[Any]
+    rule: Rule
     replica: Replica
     link: Link
-    state: Tensors
     position: Callable[[], Position]
     epochs: float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
     steps: float
@@ -64,7 +83,7 @@ class Trainer:
     emit: Callable[[Event], None]
     flush: Callable[[], None]
     evaluate: Callable[[], dict[str, float]]
-    snapshot: Callable[[int], Snapshot]
+    snapshot: Callable[[int, Rule], Snapshot]
     save: Callable[[Snapshot, dict[str, float]], None]
     last_good: Callable[[], str | None]
     save_every: int | None  # rounds; 0: at the end of each epoch; None: never
@@ -72,6 +91,10 @@ class Trainer:
     stop_requested: Callable[[], int]  # the number of a signal, or 0
     directory: str
     device: torch.device
+    until: Goal | None = None  # stop as soon as an evaluation reaches it
+    evaluate_every: int | None = None  # steps, besides the end of each epoch
+    change_at: Goal | None = None
+    change: Callable[[], Rule] | None = None  # to the rule that comes after this one
     callbacks: Sequence[Callback] = ()
     round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -88,7 +111,8 @@ class Trainer:
         self._samples_seen = 0
         self._rate = 0.0
         self._loss = math.nan
-        self._stop = False
+        self._stop = self._reached = False
+        self._noise = math.nan
         self._evaluated = self.round
         self._saved = self.round or -1  # what was resumed is saved already
 
@@ -108,11 +132,11 @@ class Trainer:
             raise
 
     def step(self) -> None:
-        epoch = self.position().epoch
+        before = self.position()
         started = time.time()
         clock = time.perf_counter()
         self.link.round = self.round + 1
-        loss = self.strategy.round(self.replica, self.link, self.state)
+        loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
         self.round += 1
         self._losses.append((self.round, loss, self.replica.own_count))
         self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
@@ -120,14 +144,24 @@ class Trainer:
             callback.on_round(self.run, self.round, loss)
         if self.round >= self._next_look:
             self.look()
-        if self.position().epoch > epoch:
-            self._end_epoch(epoch)
+        at = self.position()
+        if at.epoch > before.epoch:
+            self._end_epoch(before.epoch)
+        elif self.evaluate_every and at.steps // self.evaluate_every > before.steps // self.evaluate_every:
+            self.look()
+            self._evaluate()
+        if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
+            self._change_rule()
         if self.save_every and self.round % self.save_every == 0 and self._saved != self.round:
             self.checkpoint()
 
     def finished(self) -> bool:
+        return self._stop or self._reached or self.at_end()
+
+    def at_end(self) -> bool:
+        """Whether all the steps or epochs that were asked for are done."""
         at = self.position()
-        return self._stop or at.steps >= self.steps or self._epochs(at) >= self.epochs - 1e-9
+        return at.steps >= self.steps or self._epochs(at) >= self.epochs - 1e-9
 
     def finish(self) -> Result:
         self.look()
@@ -160,15 +194,20 @@ class Trainer:
         counts = torch.tensor([count for *_, count in self._losses], dtype=torch.float64)
         bad = (~losses.isfinite()).nonzero().flatten()
         size, rank = self.link.size, self.link.rank
-        shared = torch.zeros(4 + size, dtype=torch.float64)
+        shared = torch.zeros(4 + size + 5, dtype=torch.float64)
         shared[0] = float(self.stop_requested() > 0)
         shared[1] = (losses.double() * counts).sum()
         shared[2] = counts.sum()
         shared[3] = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
         shared[4 + rank] = float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
         shared = shared.to(self.device) if self.device.type == "cuda" else shared
+        if self.rule.gauge is not None:
+            shared[4 + size :] = self.rule.gauge.take()
         self.link.all_reduce({"look": shared}).wait()
-        stop, total, count, interval, *diverged = shared.tolist()
+        stop, total, count, interval, *rest = shared.tolist()
+        diverged = rest[:size]
+        if self.rule.gauge is not None:
+            self._noise = self.rule.gauge.read(rest[size:])
         self._stop = self._stop or stop > 0
         self._next_look = self.round + int(interval)
         self._loss = total / count if count else self._loss
@@ -217,6 +256,7 @@ class Trainer:
                 "exchange_share": min(1.0, (waited - self._exchange_before) / max(elapsed, 1e-9)),
                 "eta_s": self._eta(now, at),
                 "step": float(at.steps),
+                **({"noise": self._noise} if math.isfinite(self._noise) else {}),
             }
             self.emit(Event(time.time(), 0, self.round, "progress", value=value))
         self._exchange_before, self._looked, self._looked_at, self._at_look = waited, now, self.round, at
@@ -235,7 +275,9 @@ class Trainer:
     def _evaluate(self) -> None:
         started, clock = time.time(), time.perf_counter()
         self._evaluated = self.round
-        self.metrics = self.evaluate() or self.metrics
+        with self.merged():
+            self.metrics = self.evaluate() or self.metrics
+        self._reached = self._reached or (self.until is not None and self.until.reached(self._known()))
         if self.metrics:
             where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
             self.emit(
@@ -252,10 +294,37 @@ class Trainer:
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()
-        self.save(self.snapshot(self.round), self.metrics if self._evaluated == self.round else {})
+        self.save(self.snapshot(self.round, self.rule), self.metrics if self._evaluated == self.round else {})
         self.emit(Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock))
 
+    def merged(self) -> AbstractContextManager[None]:
+        """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it."""
+        model = self.rule.strategy.consensus(self.replica, self.link, self.rule.state)
+        if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
+            model = {k: v.clone() for k, v in self.replica.params.items()}
+            self.link.all_reduce(model, op="mean").wait()
+        return self.replica.holding(model)
+
+    def _change_rule(self) -> None:
+        """All go on from what they together stand for, with the mean of what their optimizers remember."""
+        assert self.change is not None
+        model = self.rule.strategy.consensus(self.replica, self.link, self.rule.state)
+        if model is not None:
+            self.replica.load(model)
+        if not self.rule.strategy.replicas_agree:
+            self.link.all_reduce(self.replica.moments, op="mean").wait()
+        self.look()  # what was measured under the old rule is read before it goes
+        self.rule, self.change = self.change(), None
+        if self.link.rank == 0:
+            said = f"{self.rule.name} from here on: {self.change_at} is reached"
+            self.emit(Event(time.time(), 0, self.round, "notice", value=said))
+
     # -- arithmetic --
+
+    def _known(self) -> dict[str, float]:
+        """What a goal may name; the same on every rank."""
+        at = self.position()
+        return {**self.metrics, "epoch": self._epochs(at), "step": float(at.steps), "noise": self._noise}
 
     def _epochs(self, at: Position) -> float:
         samples = self.samples()

@@ -145,7 +145,106 @@ def test_meta_tensors_travel_like_others() -> None:
     assert World(2).run(main) == [(1000, 1000)] * 2
 
 
+def test_a_sender_goes_on_while_its_message_travels_and_its_port_is_busy() -> None:
+    asked = []
+
+    def cost(what: str, nbytes: int, peers: int) -> float:
+        asked.append((what, nbytes, peers))
+        return nbytes / 4
+
+    world = World(3, cost)
+
+    def main(link: InprocGroup) -> float:
+        if link.rank == 0:
+            works = [link.transfer({1: torch.ones(4), 2: torch.ones(2)}, {}), link.transfer({1: torch.ones(1)}, {})]
+            sent_at = world.now[0]
+            for work in works:
+                work.wait()
+            return sent_at
+        world.spend(link.rank, 1.0)
+        link.transfer({}, {0: torch.zeros(6 - 2 * link.rank)}).wait()
+        came_at = world.now[link.rank]
+        if link.rank == 1:
+            link.transfer({}, {0: torch.zeros(1)}).wait()
+        return came_at
+
+    # the first is on the way from 0 to 4, the second, from the same port, from 4 to 6, the third to 7
+    assert world.run(main) == [0.0, 4.0, 6.0]
+    assert world.now == [7.0, 7.0, 6.0]
+    assert asked == [("transfer", 16, 1), ("transfer", 8, 1), ("transfer", 4, 1)]
+    assert world.busy[1] == {"compute": 1.0, "exchange": 6.0, "wait": 0.0}
+
+
+def test_who_asks_before_anything_was_sent_waits_and_only_the_rest_is_exchange() -> None:
+    world = World(2, lambda what, nbytes, peers: 2.0)
+
+    def main(link: InprocGroup) -> None:
+        if link.rank == 0:
+            world.spend(0, 5.0)
+            link.transfer({1: torch.ones(1)}, {})
+        else:
+            link.transfer({}, {0: torch.zeros(1)}).wait()
+
+    world.run(main)
+    assert world.busy[1] == {"compute": 0.0, "exchange": 2.0, "wait": 5.0}
+
+
+def test_transfers_are_not_counted_among_the_calls_that_all_ranks_make() -> None:
+    def main(link: Group) -> list[float]:
+        x = torch.full((1,), float(link.rank))
+        if link.rank < 2:
+            link.transfer({1 - link.rank: x.clone()}, {1 - link.rank: x}).wait()
+        link.all_reduce({"x": x}).wait()
+        return x.tolist()
+
+    assert World(3).run(main) == [[3.0]] * 3
+
+
+def test_a_meta_tensor_is_transferred_like_others() -> None:
+    def main(link: Group) -> None:
+        x, into = torch.empty(1000, 1000, device="meta"), torch.empty(1000, 1000, device="meta")
+        link.transfer({1 - link.rank: x}, {1 - link.rank: into}).wait()
+
+    world = World(2, lambda what, nbytes, peers: nbytes)
+    world.run(main)
+    assert world.now == [4e6, 4e6]
+
+
 # -- where a real link would hang --
+
+
+def test_a_message_that_nobody_sends() -> None:
+    def main(link: Group) -> None:
+        if link.rank < 2:
+            link.transfer({1 - link.rank: torch.ones(1)}, {1 - link.rank: torch.ones(1)}).wait()
+            link.transfer({}, {r: torch.ones(1) for r in range(3) if r != link.rank}).wait()
+
+    with pytest.raises(Deadlock) as e:
+        World(3).run(main)
+    assert "rank 0 waits in transfer #1 for ranks [1, 2]; rank 1 waits in transfer #1 for ranks [0, 2]; rank 2 finished" in str(
+        e.value
+    )
+
+
+def test_a_message_that_nobody_asks_for() -> None:
+    """A link without buffers would hang, and one with small buffers would hang on long messages only."""
+
+    def main(link: Group) -> None:
+        link.transfer({1 - link.rank: torch.ones(1)}, {}).wait()
+        link.transfer({}, {1 - link.rank: torch.ones(1)}).wait()
+
+    with pytest.raises(Deadlock, match="rank 0 waits in transfer #0 for rank 1; rank 1 waits in transfer #0 for rank 0"):
+        World(2).run(main)
+
+
+@pytest.mark.parametrize("into", [torch.ones(3), torch.ones(2, dtype=torch.int64)])
+def test_the_two_ends_of_a_message_must_agree(into: torch.Tensor) -> None:
+    def main(link: Group) -> None:
+        link.transfer({1: torch.ones(2)} if link.rank == 0 else {}, {0: into} if link.rank == 1 else {}).wait()
+
+    other = f"{into.numel()} {str(into.dtype).removeprefix('torch.')}"
+    with pytest.raises(Deadlock, match=f"rank 0 gives 2 float32, rank 1 waits for {other}"):
+        World(2).run(main)
 
 
 def test_a_rank_that_finished_is_named_by_those_that_wait_for_it() -> None:

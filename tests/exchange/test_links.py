@@ -27,6 +27,7 @@ from manyhands.core import Group, Op, PartGroup, Tensors
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical, segments
 from manyhands.exchange.inproc import World
+from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
 from manyhands.exchange.observed import Observed
 from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -35,6 +36,7 @@ TIMEOUT_S = 30.0
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
 NUMELS = (0, 1, 1023, 20_011)  # nothing, one, odd and owned by one rank, odd and cut into parts
 LARGE = STAGING_BYTES // 4 + 1003  # float32: one staging buffer and a bit
+LONG = SLOTS * PIECE_BYTES // 4 + 40_003  # float32: one mailbox and a bit
 OPS: tuple[Op, ...] = ("sum", "mean", "max")
 
 
@@ -287,9 +289,138 @@ def a_swap_may_overtake_an_all_reduce(link: Group) -> list[Tensor]:
     return [x]
 
 
+def around(link: Group) -> tuple[int, int]:
+    return (link.rank - 1) % link.size, (link.rank + 1) % link.size
+
+
+def assert_came(got: Tensor, peer: int) -> None:
+    assert torch.equal(got.detach().reshape(-1), given(peer, got.numel(), got.dtype)), f"{got.numel()} {got.dtype} of rank {peer}"
+
+
+@check
+def transfer_round_a_ring_of_all_lengths_and_dtypes(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    for dtype, numel in itertools.product(DTYPES, NUMELS):
+        into = torch.empty(numel, dtype=dtype)
+        link.transfer({right: given(link.rank, numel, dtype)}, {left: into}).wait()
+        assert_came(into, left)
+    return []
+
+
+@check
+def transfer_keeps_shapes_and_takes_parts_of_larger_tensors(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    mine, into = torch.zeros(50, 33), place(link, 50 * 33, torch.float32).view(50, 33)
+    mine[10:41] = given(link.rank, 1023, torch.float32).view(31, 33)
+    link.transfer({right: mine[10:41]}, {left: into[10:41]}).wait()
+    assert_came(into[10:41], left)
+    assert (into[:10] == 0).all() and (into[41:] == 0).all(), "the rest of it is left alone"
+    weight = torch.nn.Parameter(torch.zeros(7))
+    link.transfer({right: torch.nn.Parameter(given(link.rank, 7, torch.float32))}, {left: weight}).wait()
+    assert_came(weight, left)
+    return []
+
+
+@check
+def transfer_of_more_than_a_mailbox_both_ways_at_once(link: Group) -> list[Tensor]:
+    """More than any buffer between the ranks holds, so that somebody must receive while it sends."""
+    left, right = around(link)
+    mine = given(link.rank, LONG, torch.float32)
+    for give, take in ((right, left), (left, right)):
+        into = torch.empty(LONG)
+        link.transfer({give: mine}, {take: into}).wait()
+        assert_came(into, take)
+    peers = [r for r in range(link.size) if r != link.rank][:3] if link.size <= 4 else []
+    got = {r: torch.empty(LONG) for r in peers}
+    link.transfer(dict.fromkeys(peers, mine), got).wait()
+    for r, x in got.items():
+        assert_came(x, r)
+    return []
+
+
+@check
+def a_ring_in_which_everybody_sends_first_goes_round(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    if left == link.rank:
+        return []  # who writes to itself names both ends in one call
+    for numel in (1, LONG):
+        into = torch.empty(numel)
+        sent = link.transfer({right: given(link.rank, numel, torch.float32)}, {})
+        got = link.transfer({}, {left: into})
+        sent.wait()
+        got.wait()
+        assert_came(into, left)
+    return []
+
+
+@check
+def messages_between_two_ranks_arrive_in_order_however_they_are_waited_for(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    if left == link.rank:
+        return []
+    numels = (1, 300, 70_001, 0, 5)
+    into = [torch.empty(n) for n in numels]
+    sent = [link.transfer({right: given(link.rank, n, torch.float32)}, {}) for n in numels]
+    got = [link.transfer({}, {left: x}) for x in into]
+    for work in (got[3], got[1], *sent, *got, sent[0]):
+        work.wait()
+    for x in into:
+        assert_came(x, left)
+    return []
+
+
+@check
+def a_transfer_concerns_only_the_ranks_it_names(link: Group) -> list[Tensor]:
+    """Rank 0 writes to the last rank and hears from it; the others make no call at all."""
+    last, x = link.size - 1, torch.zeros(3)
+    if link.rank == 0 and last:
+        link.transfer({last: given(0, 3, torch.float32)}, {last: x}).wait()
+        assert_came(x, last)
+    elif link.rank == last and last:
+        link.transfer({}, {0: x}).wait()
+        assert_came(x, 0)
+        link.transfer({0: given(last, 3, torch.float32)}, {}).wait()
+    link.transfer({}, {}).wait()
+    return []
+
+
+@check
+def transfers_swaps_and_all_reduces_may_be_under_way_together(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    x, into = place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32)), torch.empty(LONG)
+    transfer = link.transfer({right: given(link.rank, LONG, torch.float32)}, {left: into})
+    reduction = link.all_reduce({"x": x}, "mean")
+    assert_swapped(link, mine := to_swap(link), [left, right], link.swap(mine, [left, right]))
+    reduction.wait()
+    transfer.wait()
+    assert_came(into, left)
+    assert_reduced(x, link.size, "mean")
+    return [x]
+
+
+@check
+def what_was_transferred_belongs_to_the_receiver(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    mine, into = given(link.rank, 33, torch.float32), torch.empty(33)
+    link.transfer({right: mine}, {left: into}).wait()
+    mine.fill_(-1.0)
+    assert_came(into, left)
+    return []
+
+
+@check
+def transfers_to_nobody_and_of_stripes_are_refused(link: Group) -> list[Tensor]:
+    for give in ({link.size: torch.ones(1)}, {-1: torch.ones(1)}, {link.rank: torch.ones(4)[::2]}, {link.rank: torch.ones(1)}):
+        with pytest.raises(ValueError, match=rf"rank {link.rank} transfers"):
+            link.transfer(give, {})
+    return []
+
+
 # -- running them --
 
-OBSERVED = {name: f for name, f in CHECKS.items() if "staging_buffer" not in name}  # who watches does not see the buffer
+OBSERVED = {
+    name: f for name, f in CHECKS.items() if "staging_buffer" not in name and "mailbox" not in name
+}  # who watches does not see the buffer
 
 Outcomes = dict[tuple[bool, str], str]  # (observed, check) -> hash of the results, or what went wrong
 
@@ -388,6 +519,11 @@ def test_every_link_is_a_group(case: Case) -> None:
 def test_who_is_alone_swaps_with_nobody_else() -> None:
     with pytest.raises(ValueError, match="rank 0 is alone"):
         SoloGroup().swap({}, [1])
+
+
+def test_who_is_alone_writes_to_nobody_else() -> None:
+    with pytest.raises(ValueError, match="rank 0 transfers from rank 1, but rank 0 is alone"):
+        SoloGroup().transfer({}, {1: torch.ones(1)})
 
 
 def test_every_rank_needs_a_host() -> None:

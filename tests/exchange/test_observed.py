@@ -50,6 +50,19 @@ def test_a_swap_counts_its_bytes_once_a_peer() -> None:
         assert [(e.rank, e.name, e.nbytes) for e in events] == [(rank, "swap", 128)]
 
 
+def test_a_transfer_counts_what_is_given() -> None:
+    def main(link: object) -> list[Event]:
+        events: list[Event] = []
+        over = Observed(link, events.append)  # type: ignore[arg-type]
+        right, left = (over.rank + 1) % 3, (over.rank - 1) % 3
+        over.transfer({right: torch.ones(10), left: torch.ones(4)}, {left: torch.ones(10), right: torch.ones(4)}).wait()
+        assert (over.calls, over.nbytes) == (1, 56)
+        return events
+
+    for rank, events in enumerate(World(3).run(main)):
+        assert [(e.rank, e.name, e.nbytes) for e in events] == [(rank, "transfer", 56)]
+
+
 def test_totals_count_all_rounds_and_events_come_for_some() -> None:
     link, events = watched(every=3)
     for link.round in range(7):

@@ -25,12 +25,15 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
     everyone = [r for r in range(link.size) if r != rank]
     link.all_reduce({"x": x}).wait()
     link.swap({"x": x}, everyone)
+    link.transfer(dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}).wait()
     parent.send("ready")
     try:
         if rank == link.size - 1:
             parent.recv()  # never comes: this rank is to be killed
         elif how == "swap":
             link.swap({"x": x}, everyone)
+        elif how == "transfer":
+            link.transfer(dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}).wait()
         else:
             link.all_reduce({"x": x}).wait()
     except PeerLost as e:
@@ -42,7 +45,7 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
 CASES = [Case("shared", "aaa"), Case("gloo", "aaa"), Case("hierarchical", "aab"), Case("hierarchical", "aabb")]
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "swap"])
+@pytest.mark.parametrize("how", ["all_reduce", "swap", "transfer"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

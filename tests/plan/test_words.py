@@ -117,7 +117,7 @@ def test_a_word_like_no_other_gets_the_list() -> None:
         ("merge=allreduce", r"unknown merge='allreduce'; did you mean all_reduce\?"),
         ("split=shufled", r"unknown split='shufled'; did you mean shuffled\?"),
         ("precision=fp8", "precision=fp8: one of fp32, bf16, fp16 is needed"),
-        ("batchnorm=none", "batchnorm=none: one of sync, local is needed"),
+        ("batchnorm=none", "batchnorm=none: one of auto, sync, local is needed"),
         ("batch=0", "batch=0, but more than 0 and"),
         ("batch=-4", "batch=-4, but more than 0"),
         ("accumulate=0", "accumulate=0"),

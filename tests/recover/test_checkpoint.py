@@ -199,7 +199,7 @@ def test_a_newer_format_says_to_update(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
     saved(tmp_path, [1])
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 99, this version reads up to 1; update manyhands"):
+    with pytest.raises(CheckpointError, match="has format 99, this version reads up to 2; update manyhands"):
         load(tmp_path / "step-00000001")
 
 

@@ -76,6 +76,45 @@ def verify(
 
 
 @app.command()
+def race(
+    script: Script,
+    plans: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLAN...", help='What to race, a plan a word: ddp "data=2 merge=local_sgd". ddp is torch DDP.'),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="When a plan is there: accuracy=0.88, or -loss=0.3 for at most.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of every plan, each with its own seed; default: 1.", min=1)] = None,
+    common: Annotated[list[str] | None, typer.Option("--with", help='Words for all plans: "data=4 epochs=10".')] = None,
+    dir: Annotated[Path | None, typer.Option("--dir", help="Race directory; default: runs/<script>-race-<time>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the race in --dir, or with this script's last one.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only the table.")] = False,
+) -> None:
+    """Train under several plans until each reaches a target: who is there first, and at what cost."""
+    from manyhands.cli.race import verb
+
+    raise typer.Exit(verb(script, plans or [], target, seeds, common or [], dir, resume, quiet))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def lab(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="[--] VERB ...", help="What to run there: run, race, verify or bench, with its arguments."),
+    ],
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    rate: Annotated[
+        str | None, typer.Option(help="Of each host's link, each way, e.g. 200mbit, 1gbit, 1.5gbit; default: no limit.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="Of each message between hosts, e.g. 5ms; needs netem in the kernel.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Of packets between hosts, e.g. 0.1%; needs netem in the kernel.")] = None,
+) -> None:
+    """Run a command on several hosts with slow links, all of them on this Linux machine."""
+    from manyhands.cli.lab import lab as verb
+
+    raise typer.Exit(verb(hosts, rate, delay, loss, command))
+
+
+@app.command()
 def trace(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")] = None,

@@ -7,7 +7,8 @@ Gradients are cut into buckets from the back, the order in which backward makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,34 @@ class FlatParameters:
             p.data = value
             self.pieces.append(Piece(name, p, value, torch.as_strided(grads, p.shape, stride, start), key, start))
         self._cut(first, [*starts, end], key, grads, bucket_bytes)
+
+    @contextlib.contextmanager
+    def holding(self, values: Tensors | None) -> Iterator[None]:
+        """Have other `values` for a while; None: stay as it is."""
+        if values is None:
+            yield
+            return
+        own = {k: v.clone() for k, v in self.values.items()}
+        try:
+            for k, v in values.items():
+                self.values[k].copy_(v)
+            yield
+        finally:
+            for k, v in own.items():
+                self.values[k].copy_(v)
+
+    def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
+        """Which parameters lie where in each vector and in each bucket, by name."""
+        whole: dict[str, list[tuple[slice, torch.Size]]] = {k: [] for k in self.values}
+        for piece in self.pieces:
+            whole[piece.vector].append((slice(piece.start, piece.start + piece.parameter.numel()), piece.parameter.shape))
+        for bucket in self.buckets:
+            first = self.pieces[bucket.pieces[0]].start
+            inside = [self.pieces[i] for i in bucket.pieces]
+            whole[bucket.name] = [
+                (slice(p.start - first, p.start - first + p.parameter.numel()), p.parameter.shape) for p in inside
+            ]
+        return whole
 
     def _cut(self, first: int, bounds: list[int], key: str, grads: Tensor, bucket_bytes: int) -> None:
         stop = len(bounds) - 1

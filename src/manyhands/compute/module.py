@@ -10,7 +10,8 @@ With full batches N / count is exactly 1 and the division costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.flat import FlatParameters
-from manyhands.compute.update import Update
+from manyhands.compute.update import Update, moments
 from manyhands.core import OnReady, Rows, Tensors
 from manyhands.errors import TaskError
 
@@ -52,6 +53,7 @@ class ModuleReplica:
         overlap: bool = True,
         left_out: Sequence[nn.Parameter] = (),
         on_unused: Callable[[list[str]], None] = lambda names: None,
+        ended: Callable[[], bool] = lambda: False,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
@@ -60,6 +62,8 @@ class ModuleReplica:
         self.on_unused: Callable[[list[str]], None] | None = on_unused
         self.device = flat.count.device
         self.own_count = 0  # samples of this rank in the last window, before merging
+        self.in_block = False  # between two steps of a block that a rule takes without its peers
+        self._ended = ended  # whether the run is at its end
         self._square_norm: Tensor | None = None
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.pieces}
         self._on_ready: OnReady | None = None
@@ -93,12 +97,42 @@ class ModuleReplica:
     def count(self) -> Tensor:
         return self.flat.count
 
+    @property
+    def scale(self) -> Tensor:
+        return self.flat.count[0] / self.nominal
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def moments(self) -> Tensors:
+        if self.updates_part:
+            raise ValueError("each rank holds the moments of its own part only; nobody has all of them")
+        return moments(self.flat, self.optimizer)
+
+    def reset_moments(self) -> None:
+        self.optimizer.state.clear()
+
+    def steps(self, most: int) -> Iterator[int]:
+        try:
+            for i in range(most):
+                if i and self._ended():
+                    return
+                yield i
+                self.in_block = True
+        finally:
+            self.in_block = False
+
     def rows(self) -> Rows:
         return dict.fromkeys(self.params)
 
     def load(self, values: Tensors) -> None:
         for k, v in values.items():
             self.params[k].copy_(v)
+
+    def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
+        return self.flat.holding(values)
 
     # -- compute --
 
@@ -132,6 +166,10 @@ class ModuleReplica:
         return self._square_norm
 
     def step(self) -> None:
+        if self.own_count == 0 and float(self.flat.count[0]) == 0:  # nobody's samples: momentum alone must not move anything
+            if self.schedule is not None:
+                self.schedule.step()
+            return
         grads = self._place()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

@@ -142,6 +142,31 @@ class PartUpdate:
 Update = WholeUpdate | PartUpdate
 
 
+def moments(flat: FlatParameters, optimizer: Optimizer) -> Tensors:
+    """The optimizer's own tensors of a parameter's shape. An optimizer makes them at its first step; where a rank has had no
+    samples yet, that step is taken with gradients of zero and its effect on the parameters undone."""
+    if not optimizer.state:
+        before = {k: v.clone() for k, v in flat.values.items()}
+        held = [p for g in optimizer.param_groups for p in g["params"]]
+        kept = [p.grad for p in held]
+        for p in held:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p, grad in zip(held, kept, strict=True):
+            p.grad = grad
+            for key, value in optimizer.state.get(p, {}).items():
+                if key == "step":
+                    optimizer.state[p][key] = torch.zeros_like(value) if isinstance(value, Tensor) else 0
+        for k, v in flat.values.items():
+            v.copy_(before[k])
+    return {
+        f"{piece.name}/{key}": value
+        for piece in flat.pieces
+        for key, value in optimizer.state.get(piece.parameter, {}).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == piece.parameter.shape and value.ndim
+    }
+
+
 def can_part(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
     chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)

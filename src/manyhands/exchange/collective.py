@@ -3,6 +3,7 @@
     sum, max    the backend's own all-reduce, one a tensor, all under way at once
     mean        sum, then one division by the number of ranks when `wait` returns
     swap        receives first, then sends, then wait for all: no rank sends before somebody listens, none waits before sending
+    transfer    the same, under a tag of its own: swaps and transfers that are under way together do not mix
 
 Works on the process group alone, never on torch's default group, so that one process can hold several and a lost one can
 be replaced. A tensor travels as it is if it is contiguous and the backend knows its dtype, else as a copy.
@@ -10,7 +11,7 @@ be replaced. A tensor travels as it is if it is contiguous and the backend knows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from manyhands.core import Finished, Op, Tensors, Work
 from manyhands.errors import PeerLost, PlanError
+from manyhands.exchange.solo import to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # what gloo and nccl add up themselves; the rest is widened on the way
@@ -38,6 +40,7 @@ WIRE = {t: t for t in NATIVE} | {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
 }
+SWAP, TRANSFER = 0, 1  # tags
 
 
 class CollectiveGroup:
@@ -91,7 +94,7 @@ class CollectiveGroup:
         receives = [(p, _bytes(into[k])) for p, into in remote for k, v in sent.items() if v.numel()]
         sends = [(p, _bytes(v)) for p, _ in remote for v in sent.values() if v.numel()]
         try:
-            works = self._post(receives, sends)
+            works = self._post(receives, sends, SWAP)
         except RuntimeError as e:
             raise self._lost(what, e) from e
 
@@ -106,6 +109,21 @@ class CollectiveGroup:
 
         return finish
 
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        to_oneself(self, give, into)
+        what = self._next("transfer")
+        sent = {r: v.detach().to(self._device or v.device) for r, v in give.items() if r != self.rank and v.numel()}
+        got = {r: v.detach() for r, v in into.items() if r != self.rank and v.numel()}
+        pending = [
+            (v, torch.empty_like(v, device=self._device) if self._device not in (None, v.device) else v) for v in got.values()
+        ]
+        receives = [(r, _bytes(landing)) for r, (_, landing) in zip(got, pending, strict=True)]
+        try:
+            works = self._post(receives, [(r, _bytes(v)) for r, v in sent.items()], TRANSFER)
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
+        return _Transfer(self, what, works, pending, sent)
+
     def close(self) -> None:
         # gloo ends its threads and sockets when the last reference goes, not on shutdown
         close, self._close, self._open = self._close, None, None
@@ -118,14 +136,14 @@ class CollectiveGroup:
             raise PeerLost(f"rank {self.rank} of {self.size}: this group is closed; connect again")
         return self._open
 
-    def _post(self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]]) -> list[dist.Work]:
-        if not receives:
+    def _post(self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+        if not receives and not sends:
             return []
-        group, device = self._group, receives[0][1].device
+        group, device = self._group, (receives or sends)[0][1].device
         together = group._get_backend(device).supports_coalescing
         if together:  # nccl: one kernel for all, or two ranks that send to each other first would wait for ever
             group._start_coalescing(device)
-        works = [group.recv([into], p, 0) for p, into in receives] + [group.send([v], p, 0) for p, v in sends]
+        works = [group.recv([into], p, tag) for p, into in receives] + [group.send([v], p, tag) for p, v in sends]
         return [group._end_coalescing(device)] if together else works
 
     def _next(self, what: str) -> str:
@@ -157,6 +175,30 @@ class _Reduction:
             if sent.data_ptr() != value.data_ptr():
                 value.copy_(sent)
         self._works, self._pending = [], []  # a second wait divides nothing
+
+
+class _Transfer:
+    def __init__(
+        self,
+        group: CollectiveGroup,
+        what: str,
+        works: list[dist.Work],
+        pending: list[tuple[Tensor, Tensor]],
+        sent: dict[int, Tensor],
+    ):
+        self._group, self._what, self._works, self._pending = group, what, works, pending
+        self._sent = sent  # held until all is over: the backend reads from these
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as e:
+            raise self._group._lost(self._what, e) from e
+        for into, landing in self._pending:
+            if into.data_ptr() != landing.data_ptr():
+                into.copy_(landing)
+        self._works, self._pending, self._sent = [], [], {}
 
 
 def connect(

@@ -10,7 +10,7 @@ of all hosts hold the same bits. The group's ranks are global; which host a rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,10 @@ class HierarchicalGroup:
         self.rank, self.size = rank, len(hosts)
         names = list(dict.fromkeys(hosts))
         self._neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]  # global ranks, by local rank
-        self._hosts, self._store, self._timeout_s = names, store, timeout_s
-        self._anyone: collective.CollectiveGroup | None = None
+        self._hosts = names
+        # every rank with every other, for swaps and transfers. Here, and not when first needed: a transfer is between two
+        # ranks, and the others would not come to connect
+        self._anyone = collective.connect(rank, self.size, dist.PrefixStore("anyone", store), "gloo", timeout_s)
         self._column: collective.CollectiveGroup | None = None
         self._latest: Work = Finished()
         host, local = names.index(hosts[rank]), self._neighbours.index(rank)
@@ -47,8 +49,9 @@ class HierarchicalGroup:
                 divisor=self.size,
             )
         except PeerLost as e:
-            if self._column is not None:
-                self._column.close()
+            for group in (self._column, self._anyone):
+                if group is not None:
+                    group.close()
             raise self._globally(e) from e
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -67,10 +70,6 @@ class HierarchicalGroup:
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         near = [p for p in peers if p in self._neighbours]
         far = [p for p in peers if p not in self._neighbours]
-        # made here, where all ranks meet anyway: most strategies never swap, and this connects every rank with every other
-        if self._anyone is None:
-            anyone = dist.PrefixStore("anyone", self._store)
-            self._anyone = collective.connect(self.rank, self.size, anyone, "gloo", self._timeout_s)
         try:
             # An owner stands still while its part crosses hosts. If one did so behind a swap, its neighbours' swaps would
             # wait for it, and the owners of other hosts, which it waits for, for their neighbours: a circle.
@@ -82,6 +81,11 @@ class HierarchicalGroup:
             raise self._globally(e) from e
         got_far = iter(finish())
         return [next(got_near if p in self._neighbours else got_far) for p in peers]
+
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        # to neighbours too: gloo moves bytes while this rank stands still elsewhere, shared memory does not, and a rank that
+        # waits for another host would keep back the rest of a message to its neighbour, which the other host may wait for
+        return self._anyone.transfer(give, into)
 
     def close(self) -> None:
         for group in (self._inside, self._column, self._anyone):

@@ -11,20 +11,27 @@ An all-reduce travels while its ranks go on: it starts when the last rank has co
 
     start = max(post_0, ..., post_{n-1}, finish of the previous one);    finish = start + cost
 
-and a rank pays only for the part of it that is not over when it waits.
+and a rank pays only for the part of it that is not over when it waits. A transfer is between two ranks and travels alike,
+
+    start = max(sent, finish of what this rank sent before);    finish = start + cost
+
+and is over at both ends when it has arrived and was asked for: what would hang on a link that does not buffer, does so here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
 from manyhands.core import Op, Tensors, Work
 from manyhands.errors import Deadlock
+from manyhands.exchange.solo import to_oneself
 
 Cost = Callable[[str, int, int], float]  # (what, bytes of one rank, ranks it goes to) -> seconds
 Kind = Literal["compute", "exchange", "wait"]
@@ -114,6 +121,8 @@ class World:
         self._turns = [threading.Semaphore(0) for _ in range(self.size)]
         self._meetings: dict[int, _Meeting] = {}
         self._link_free = 0.0
+        self._port_free = [0.0] * self.size
+        self._on_the_way: dict[tuple[int, int], deque[_Message]] = {}  # (from, to) -> sent or asked for, but not both
 
     # -- turns: only the rank that has the turn calls these --
 
@@ -171,11 +180,29 @@ class World:
                 meeting.finish = self._link_free = start + self.cost(post.what, post.nbytes, self.size)
         return meeting
 
+    def _hand_over(self, source: int, sink: int, tensor: Tensor, gives: bool) -> _Message:
+        """One end of a message from `source` to `sink`: the oldest that has only the other end, or a new one."""
+        waiting = self._on_the_way.setdefault((source, sink), deque())
+        if not waiting or (waiting[0].given if gives else waiting[0].into) is not None:
+            waiting.append(message := _Message(source, sink))
+        else:
+            message = waiting.popleft()
+        rank = source if gives else sink
+        message.latest = max(message.latest, self.now[rank])
+        if gives:
+            message.given = tensor
+            start = max(self.now[rank], self._port_free[rank])
+            message.finish = self._port_free[rank] = start + self.cost("transfer", tensor.nbytes, 1)
+        else:
+            message.into = tensor
+        message.move()
+        return message
+
 
 class InprocGroup:
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
-        self._calls = 0
+        self._calls = self._transfers = 0
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if op not in get_args(Op):
@@ -192,7 +219,19 @@ class InprocGroup:
         self.world.spend(self.rank, self.world.cost("swap", post.nbytes, len(peers)), "exchange")
         return [post.inbox[i] for i in range(len(peers))]
 
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        to_oneself(self, give, into)
+        self._transfers += 1
+        hand_over = self.world._hand_over
+        sent = [hand_over(self.rank, r, v.detach(), True) for r, v in give.items() if r != self.rank]
+        got = [hand_over(r, self.rank, v.detach(), False) for r, v in into.items() if r != self.rank]
+        return _Transfer(self, self._transfers - 1, sent + got)
+
     def close(self) -> None: ...
+
+    def clock(self) -> float:
+        """This rank's time, for who would otherwise look at the wall."""
+        return self.world.now[self.rank]
 
     def _post(self, post: _Post) -> _Meeting:
         self._calls += 1
@@ -211,6 +250,51 @@ class _Reduction:
         world.wait(rank, f"all_reduce #{meeting.number}", meeting.all_came_at, lambda: meeting.absent(range(world.size)))
         world.spend(rank, max(0.0, meeting.finish - world.now[rank]), "exchange")
         self._done = True
+
+
+class _Transfer:
+    def __init__(self, group: InprocGroup, number: int, messages: list[_Message]):
+        self._group, self._number, self._messages = group, number, messages
+
+    def wait(self) -> None:
+        if not self._messages:
+            return
+        world, rank, messages = self._group.world, self._group.rank, self._messages
+
+        def came_at() -> float | None:
+            return max(m.latest for m in messages) if all(m.moved for m in messages) else None
+
+        def absent() -> list[int]:
+            return sorted({m.sink if m.source == rank else m.source for m in messages if not m.moved})
+
+        world.wait(rank, f"transfer #{self._number}", came_at, absent)
+        world.spend(rank, max(0.0, max(m.finish for m in messages) - world.now[rank]), "exchange")
+        self._messages = []
+
+
+@dataclass
+class _Message:
+    """On its way from one rank to another. It moves when both ends are there: until then neither is touched."""
+
+    source: int
+    sink: int
+    given: Tensor | None = None
+    into: Tensor | None = None
+    latest: float = 0.0  # when the second of the two ends came
+    finish: float = 0.0
+    moved: bool = False
+
+    def move(self) -> None:
+        if self.given is None or self.into is None:
+            return
+        if (self.given.numel(), self.given.dtype) != (self.into.numel(), self.into.dtype):
+            raise Deadlock(
+                f"a transfer does not match: rank {self.source} gives {_length(self.given)}, rank {self.sink} waits for "
+                f"{_length(self.into)}. Both ends of every message must know its length and dtype"
+            )
+        self.into.view(-1).copy_(self.given.view(-1))
+        self.given = self.into = None  # a message kept by one end would keep the other end's memory
+        self.moved = True
 
 
 @dataclass
@@ -314,6 +398,10 @@ def _reduce(everyone: list[Tensors], op: Op) -> None:
             total.div_(len(everyone)) if total.is_floating_point() else total.floor_divide_(len(everyone))
         for values in everyone:
             values[name].detach().copy_(total)
+
+
+def _length(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _shapes(values: Tensors) -> list[tuple[str, torch.Size, torch.dtype]]:

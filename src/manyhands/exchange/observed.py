@@ -3,13 +3,13 @@
     seconds of a call = time inside `all_reduce` + time inside its `wait`          (what overlaps with compute is free)
 
 A span ends when the wait does and is as long as the rank was held up; the hidden part of the exchange is not in it.
-Bytes are those that this rank gives: all values once in an all-reduce, once a peer in a swap.
+Bytes are those that this rank gives: all values once in an all-reduce, once a peer in a swap, what is given in a transfer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -24,7 +24,8 @@ class Observed:
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
     by `every`, totals always."""
 
-    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
+    allocate: Callable[[int, torch.dtype], Tensor]  # these two are there only when the inner link has them
+    clock: Clock
 
     def __init__(self, group: Group, emit: Emit, clock: Clock = time.perf_counter, now: Clock = time.time, every: int = 1):
         if every < 1:
@@ -35,15 +36,17 @@ class Observed:
         self._emit, self._clock, self._now = emit, clock, now
         if hasattr(group, "allocate"):
             self.allocate = group.allocate
+        if hasattr(group, "clock"):
+            self.clock = group.clock
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
-        return self._watch("all_reduce", values, lambda: self.group.all_reduce(values, op))
+        return self._watch("all_reduce", values.values(), lambda: self.group.all_reduce(values, op))
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
-        return self._watch("reduce_scatter", values, lambda: cast(PartGroup, self.group).reduce_scatter(values, op))
+        return self._watch("reduce_scatter", values.values(), lambda: cast(PartGroup, self.group).reduce_scatter(values, op))
 
     def all_gather(self, values: Tensors) -> Work:
-        return self._watch("all_gather", values, lambda: cast(PartGroup, self.group).all_gather(values))
+        return self._watch("all_gather", values.values(), lambda: cast(PartGroup, self.group).all_gather(values))
 
     def own(self, tensor: Tensor) -> list[slice]:
         return cast(PartGroup, self.group).own(tensor)
@@ -59,14 +62,17 @@ class Observed:
         self._report("swap", self.round, nbytes, seconds)
         return got
 
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        return self._watch("transfer", give.values(), lambda: self.group.transfer(give, into))
+
     def close(self) -> None:
         self.group.close()
 
-    def _watch(self, name: str, values: Tensors, begin: Callable[[], Work]) -> Work:
+    def _watch(self, name: str, given: Iterable[Tensor], begin: Callable[[], Work]) -> Work:
         start = self._clock()
         work = begin()
         seconds = self._clock() - start
-        nbytes = sum(v.nbytes for v in values.values())
+        nbytes = sum(v.nbytes for v in given)
         self.calls += 1
         self.nbytes += nbytes
         self.seconds += seconds

@@ -12,7 +12,7 @@ in the segment, block by block in turn, so a slice has the owners it has within 
 push out and `all_gather` is nothing but it; memory that is `common` to all ranks needs no push at all.
 There is no helper thread: a rank that posts call t also reduces whatever earlier calls have become complete, so exchange
 overlaps with backward without a second thread fighting for the core. Tensors from elsewhere travel through a small
-staging buffer.
+staging buffer, messages between two ranks through a mailbox.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -37,6 +37,8 @@ from torch import Tensor
 from manyhands.core import Finished, Op, Tensors, Work
 from manyhands.errors import Deadlock, PeerLost
 from manyhands.exchange import segments
+from manyhands.exchange.mailbox import Mailboxes, Parcel
+from manyhands.exchange.solo import to_oneself
 
 BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
 STAGING_BYTES = 4 << 20
@@ -81,15 +83,16 @@ class SharedGroup:
         self._maps: list[list[mmap.mmap]] = []
         self._parts: dict[tuple[int, int, torch.dtype], list[list[tuple[Tensor, ...]]]] = {}
         self._queue: deque[_Call] = deque()
-        self._calls = 0
+        self._calls = self._transfers = 0
         self._lock = threading.Lock()
-        words = self._map(8 * (2 * size * LINE + size + 2 * size * size + size * SIGNATURES), made_by=0)[0]
+        words = self._map(8 * (2 * size * LINE + size + 5 * size * size + size * SIGNATURES), made_by=0)[0]
         control = np.frombuffer(words, dtype=np.int64)
         self._posted, self._done = (control[i * size * LINE : (i + 1) * size * LINE : LINE] for i in range(2))
         rest = control[2 * size * LINE :]
         self._pids = rest[:size]
         self._sent, self._read = (rest[size + i * size**2 : size + (i + 1) * size**2].reshape(size, size) for i in range(2))
-        self._signatures = rest[size + 2 * size**2 :].reshape(size, SIGNATURES)
+        self._mail = Mailboxes(rank, size, rest[size + 2 * size**2 : size + 5 * size**2], store, self._fence)
+        self._signatures = rest[size + 5 * size**2 :].reshape(size, SIGNATURES)
         self._pids[rank] = os.getpid()
         self._meet(b"")  # every pid is known before anybody waits for anybody
         self._staging = self.allocate(STAGING_BYTES, torch.uint8)
@@ -197,9 +200,18 @@ class SharedGroup:
     def _await(self, counters: np.ndarray, peer: int, due: int) -> None:
         self._wait(lambda: bool(counters[peer, self.rank] >= due), lambda: [peer], "swap")
 
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        to_oneself(self, give, into)
+        parcels = [self._mail.send(r, v) for r, v in give.items() if r != self.rank and v.numel()]
+        parcels += [self._mail.receive(r, v) for r, v in into.items() if r != self.rank and v.numel()]
+        self._mail.progress()
+        self._transfers += 1
+        return _Transfer(self, self._transfers - 1, parcels)
+
     def close(self) -> None:
         """Leave: whoever waits for this rank from now on is told so instead of waiting for its process to end."""
         self._queue.clear()
+        self._mail.close()
         self._fence()
         self._pids[self.rank] = 0
 
@@ -336,9 +348,11 @@ class SharedGroup:
             if ready():
                 self._fence()
                 return
+            self._mail.progress()  # a peer may need the rest of a message before it can do what we wait for
             os.sched_yield()
         start, nap_s, looked = time.monotonic(), 20e-6, 0.0
         while not ready():
+            self._mail.progress()
             time.sleep(nap_s)
             waited = time.monotonic() - start
             nap_s = 20e-6 if waited < 0.02 else min(nap_s * 1.2, 0.5e-3)
@@ -374,6 +388,23 @@ class _Call:
 
     def wait(self) -> None:
         self.group._finish(self)
+
+
+class _Transfer:
+    def __init__(self, group: SharedGroup, number: int, parcels: list[Parcel]):
+        self._group, self._number, self._parcels = group, number, parcels
+
+    def wait(self) -> None:
+        group, parcels = self._group, self._parcels
+
+        def complete() -> bool:
+            group._progress()  # a peer may wait for an all-reduce of ours before it sends
+            group._mail.progress()
+            return all(p.done for p in parcels)
+
+        if not all(p.done for p in parcels):
+            group._wait(complete, lambda: [p.peer for p in parcels if not p.done], f"transfer #{self._number}")
+        self._parcels = []
 
 
 def _push(mine: Tensor, others: list[Tensor]) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
 
 from manyhands.core import Finished, Op, Tensors, Work
+
+
+class Ranked(Protocol):
+    rank: int
+    size: int
 
 
 class SoloGroup:
@@ -19,4 +27,25 @@ class SoloGroup:
             raise ValueError(f"swap with ranks {list(peers)}, but rank 0 is alone; start more ranks or give peers=[]")
         return [{k: v.detach().clone() for k, v in values.items()} for _ in peers]
 
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        to_oneself(self, give, into)
+        return Finished()
+
     def close(self) -> None: ...
+
+
+def to_oneself(link: Ranked, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+    """Check a transfer at the door of any link, and make the part of it that goes from a rank to itself."""
+    for way, messages in (("to", give), ("from", into)):
+        for r, tensor in messages.items():
+            if not 0 <= r < link.size:
+                ranks = f"ranks are 0 to {link.size - 1}" if link.size > 1 else "rank 0 is alone"
+                raise ValueError(f"rank {link.rank} transfers {way} rank {r}, but {ranks}")
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"rank {link.rank} transfers a tensor {way} rank {r} that is not contiguous; give x.contiguous()"
+                )
+    if (link.rank in give) != (link.rank in into):
+        raise ValueError(f"rank {link.rank} transfers to itself; needed: both ends, give and into, in the same call")
+    if link.rank in give:
+        into[link.rank].detach().copy_(give[link.rank].detach())

@@ -18,6 +18,9 @@ from manyhands.errors import LaunchError
 STARTED_BY_US = "MANYHANDS_WORKER"
 WORDS = "MANYHANDS_PLAN"
 OPTIONS = "MANYHANDS_OPTIONS"
+HOST = "MANYHANDS_HOST"
+LAB = "MANYHANDS_LAB"  # the hosts of the lab that this process may start others on, as JSON; `launch.lab` writes and reads it
+LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: whose lab it is
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -27,7 +30,7 @@ def variables() -> Mapping[str, str]:
 
 def place(env: Mapping[str, str] | None = None) -> Place:
     env = os.environ if env is None else env
-    host = env.get("MANYHANDS_HOST") or socket.gethostname()
+    host = env.get(HOST) or socket.gethostname()
     if "RANK" in env and "WORLD_SIZE" in env:
         ours = env.get(STARTED_BY_US) == "1"
         rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
@@ -97,6 +100,11 @@ def words(env: Mapping[str, str] | None = None) -> str:
 
 def options(env: Mapping[str, str] | None = None) -> str:
     return (os.environ if env is None else env).get(OPTIONS, "{}")
+
+
+def lab(env: Mapping[str, str] | None = None) -> str:
+    """The description of the lab this process stands in; "": in none."""
+    return (os.environ if env is None else env).get(LAB, "")
 
 
 def hand_over(plan_words: str, plan_options: str) -> None:

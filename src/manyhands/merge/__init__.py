@@ -1,7 +1,31 @@
 """How replicas agree. One algorithm, one file; its name here is its name in a plan: `merge=all_reduce`."""
 
+from manyhands.merge.ad_psgd import ADPSGD
+from manyhands.merge.admm import ADMM
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.merge.bmuf import BMUF
+from manyhands.merge.d_psgd import DPSGD
+from manyhands.merge.diloco import DiLoCo
+from manyhands.merge.easgd import EASGD
+from manyhands.merge.ensemble import Ensemble
+from manyhands.merge.local_sgd import LocalSGD
+from manyhands.merge.model_average import ModelAverage
+from manyhands.merge.robust import Robust
+from manyhands.merge.sgp import SGP
+from manyhands.merge.streaming_diloco import StreamingDiLoCo
 
 STRATEGIES = {
     "all_reduce": AllReduce,
+    "model_average": ModelAverage,
+    "local_sgd": LocalSGD,
+    "bmuf": BMUF,
+    "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
+    "easgd": EASGD,
+    "admm": ADMM,
+    "d_psgd": DPSGD,
+    "ad_psgd": ADPSGD,
+    "sgp": SGP,
+    "ensemble": Ensemble,
+    "robust": Robust,
 }

@@ -26,7 +26,7 @@ BAR = 24
 STYLES = {"plan": "bold", "notice": "yellow", "evaluate": "cyan", "checkpoint": "dim", "failed": "bold red", "done": "bold green"}
 
 # What a narrow terminal loses first. The bar goes between `rate` and `eta`: it takes what room is left.
-EXPENDABLE = ("exchange", "rate", "eta", "percent")
+EXPENDABLE = ("noise", "exchange", "rate", "eta", "percent")
 
 Value = dict[str, float]
 
@@ -211,6 +211,8 @@ def describe(value: Value) -> dict[str, str]:
         fields["rate"] = f"{rate:,.0f} samples/s"
     if math.isfinite(share := value.get("exchange_share", math.nan)):
         fields["exchange"] = f"exchange {share:.0%}"
+    if math.isfinite(noise := value.get("noise", math.nan)):
+        fields["noise"] = f"noise scale {noise:,.0f}"
     if math.isfinite(eta := value.get("eta_s", math.nan)):
         fields["eta"] = f"eta {duration(eta)}"
     return fields

@@ -15,20 +15,35 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from manyhands.core import Layout, Plan
+from manyhands.core import Goal, Layout, Plan, Store
 from manyhands.errors import PlanError
+from manyhands.exchange import algorithms, wires
 from manyhands.merge import STRATEGIES
 from manyhands.split.data import SPLITS
 
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
 
 AXES = {f.name: int for f in dataclasses.fields(Layout)}
-PLAIN = {
-    k: v for k, v in get_type_hints(Plan).items() if k not in ("layout", "strategy", "forecast", "reasons", "merge", "split")
+# one of a table each, with options of its own: `merge=local_sgd merge.period=8`; None: may be left out
+TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
+    "merge": (STRATEGIES, "all_reduce"),
+    "then": (STRATEGIES, None),
+    "wire": (wires.WIRES, "none"),
+}
+OBJECTS = {"merge": "strategy", "then": "next_strategy", "wire": "encoding"}
+APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
+PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
+SERVED = {
+    "downpour": "easgd",
+    "stale_sync": "local_sgd",
+    "dc_asgd": "all_reduce",
+    "async_easgd": "easgd",
+    "async_admm": "admm",
+    "backup": "all_reduce",
 }
 POSITIVE = ("batch", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
 
@@ -44,20 +59,28 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
             raise PlanError(f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more")
         if axis != "data" and n != 1:
             raise PlanError(f"{axis}={n}: splitting the model over ranks is not built yet; only data= can be more than 1")
-    merge = str(given.pop("merge", "all_reduce"))
-    split = str(given.pop("split", "shuffled"))
-    _known("merge", merge, STRATEGIES)
-    _known("split", split, SPLITS)
-    options = {k.removeprefix("merge."): given.pop(k) for k in list(given) if k.startswith("merge.")}
-    strategy: Any = _strategy(merge, options)
-    known = [*AXES, "merge", "split", *PLAIN, *(f"merge.{f.name}" for f in dataclasses.fields(strategy))]
+    chosen: dict[str, Any] = {}
+    known = [*AXES, *TABLES, "split", "algorithm", *PLAIN]
+    for key in TABLES:
+        chosen |= _chosen(key, given)
+        known += [f"{key}.{f.name}" for f in dataclasses.fields(chosen[OBJECTS[key]])] if chosen[OBJECTS[key]] is not None else []
+    for key, table, default in (
+        ("split", SPLITS, "shuffled"),
+        ("algorithm", dict.fromkeys(("native", *algorithms.NAMES)), "native"),
+    ):
+        chosen[key] = str(given.pop(key, default))
+        _known(key, chosen[key], table)
     for key in given:
         if key not in PLAIN:
             _refuse("plan word", key, known)
     fields = {k: _convert(k, v, PLAIN[k]) for k, v in given.items()}
-    plan = Plan(Layout(**axes), strategy, merge=merge, split=split, **fields)
+    plan = Plan(Layout(**axes), **chosen, **fields)
     _check(plan)
-    return _fit(plan, size, given="data" in axes)
+    plan = _fit(plan, size, given="data" in axes)
+    for key in ("merge", "then"):
+        if (rule := getattr(plan, OBJECTS[key])) is not None:
+            rule.check(plan.layout.data)
+    return plan
 
 
 def describe(plan: Plan) -> str:
@@ -80,9 +103,14 @@ def overlay(*given: Words) -> dict[str, Any]:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     axes = {k: getattr(plan.layout, k) for k in AXES if k == "data" or getattr(plan.layout, k) != 1}
-    options = {f"merge.{f.name}": getattr(plan.strategy, f.name) for f in dataclasses.fields(cast(Any, plan.strategy))}
+    chosen: dict[str, Any] = {}
+    for key, attribute in OBJECTS.items():
+        if (made := getattr(plan, attribute)) is not None:
+            options = {f"{key}.{f.name}": getattr(made, f.name) for f in dataclasses.fields(made)}
+            chosen |= {key: getattr(plan, key), **{k: v for k, v in options.items() if v is not None}}
+    chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
     plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None}
-    return {**axes, "merge": plan.merge, **options, "split": plan.split, **plain}
+    return {**axes, **chosen, "split": plan.split, **{k: str(v) if isinstance(v, Goal) else v for k, v in plain.items()}}
 
 
 def to_toml(plan: Plan) -> str:
@@ -130,19 +158,40 @@ def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _strategy(merge: str, options: dict[str, Any]) -> Any:
-    kind: Any = STRATEGIES[merge]
+def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The word `key` and its options, as the plan's name and object."""
+    table, default = TABLES[key]
+    name = given.pop(key, default)
+    name = None if name is None else str(name)
+    options = {k.removeprefix(f"{key}."): given.pop(k) for k in list(given) if k.startswith(f"{key}.")}
+    if name is None or name == "none":
+        if options:
+            raise PlanError(f"{key}.{next(iter(options))} has no effect without {key}=; add {key}={next(iter(table))}, say")
+        return {key: name, OBJECTS[key]: None}
+    if table is STRATEGIES and name in SERVED:
+        raise PlanError(
+            f"{key}={name} pulls from and pushes to a parameter server, which this version does not have yet (servers=1 will start "
+            f"one); nearest without a server: {key}={SERVED[name]}"
+        )
+    _known(key, name, table)
+    kind = table[name]
     types = {k: v for k, v in get_type_hints(kind).items() if k in {f.name for f in dataclasses.fields(kind)}}
-    for key in options:
-        if key not in types:
-            has = f"has {', '.join(f'merge.{t}' for t in types)}" if types else "has no options"
-            raise PlanError(f"merge.{key} has no effect: merge={merge} {has}")
-    return kind(**{k: _convert(f"merge.{k}", v, types[k]) for k, v in options.items()})
+    for option in options:
+        if option not in types:
+            has = f"has {', '.join(f'{key}.{t}' for t in types)}" if types else "has no options"
+            raise PlanError(f"{key}.{option} has no effect: {key}={name} {has}")
+    return {key: name, OBJECTS[key]: kind(**{k: _convert(f"{key}.{k}", v, types[k]) for k, v in options.items()})}
 
 
 def _convert(key: str, value: Any, kind: Any) -> Any:
     if isinstance(value, str) and value.lower() in ("none", "") and type(None) in getattr(kind, "__args__", ()):
         return None
+    if Goal in getattr(kind, "__args__", ()) or kind is Goal:
+        try:
+            return value if isinstance(value, Goal) else Goal.parse(str(value))
+        except ValueError as e:
+            reason = str(e) if "needed" in str(e) else "a number is needed after the colon"
+            raise PlanError(f"{key}={value}: {reason}") from None
     if kind is str and isinstance(value, int):  # save = 10 in TOML is save=10 in words
         value = str(value)
     try:
@@ -184,6 +233,18 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
         raise PlanError(f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them")
+    if plan.evaluate != "epoch" and not (plan.evaluate.isdigit() and int(plan.evaluate) > 0):
+        raise PlanError(f"evaluate={plan.evaluate}: epoch or a number of steps is needed")
+    if (plan.then is None) != (plan.at is None):
+        given, needed = ("then", "at=epoch:5") if plan.at is None else ("at", "then=local_sgd")
+        raise PlanError(f"{given}= alone has no effect: add the other half, such as {needed}")
+    for key in ("merge", "then"):
+        if (rule := getattr(plan, OBJECTS[key])) is None:
+            continue
+        if rule.link is Store:
+            raise PlanError(f"{key}={getattr(plan, key)} needs a parameter server; add servers=1")
+        if plan.encoding is not None and (reason := wires.refusal(plan.encoding, type(rule))):
+            raise PlanError(reason)
     if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
         raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
     if plan.link == "nccl" and plan.device == "cpu":

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from manyhands.core import Position, Snapshot, Tensors
 from manyhands.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
 
 Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
@@ -154,7 +154,7 @@ def load(path: Path) -> Snapshot:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}..."
         )
-    kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}}
+    kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}, "ranks": {}}
     try:
         with safetensors.safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -170,6 +170,7 @@ def load(path: Path) -> Snapshot:
         Position(**manifest["position"]),
         kinds["rng"],
         manifest["meta"],
+        kinds["ranks"],
     )
 
 
@@ -191,7 +192,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _write(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
     folder.mkdir()
-    groups = {"model": snapshot.params, "optimizer": snapshot.optimizer, "state": snapshot.state, "rng": snapshot.rng}
+    groups = {
+        "model": snapshot.params,
+        "optimizer": snapshot.optimizer,
+        "state": snapshot.state,
+        "rng": snapshot.rng,
+        "ranks": snapshot.ranks,
+    }
     tensors = {f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()}
     file = folder / TENSORS
     save_file(tensors, file)

@@ -1,0 +1,5 @@
+"""`python -m manyhands` is `manyhands`."""
+
+from manyhands.cli import main
+
+main()

@@ -1,0 +1,305 @@
+"""`ddp` as a plan of a race: the same task trained by torch's DistributedDataParallel, written as a careful user would.
+
+It walks the same batches as our plans (the same order, each rank its part of the same union batch), weighs an uneven last batch
+rightly, takes the task's optimizer, schedule, clipping and test, evaluates at the same places, and leaves the same events in a
+run directory, so that whoever reads runs need not know which kind it reads. Nothing else of ours is in its step: no flat buffers,
+no link, no allocator settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from manyhands.build import DEFAULT_BATCH
+from manyhands.compute import batches as data
+from manyhands.compute import forward, state
+from manyhands.core import Event, Place, Plan, Position
+from manyhands.errors import Diverged, PlanError
+from manyhands.launch import environment
+from manyhands.launch.signals import Stop
+from manyhands.observe.events import Recorder
+from manyhands.plan import words as plan_words
+from manyhands.plan.words import Words
+from manyhands.recover import directory
+from manyhands.run import MakeTask
+from manyhands.site import Options, choose_device
+from manyhands.split.data import SPLITS, DataSplit
+from manyhands.task import Task, build_model, resolve
+from manyhands.train import LOOK_EVERY_S, Result
+
+# the words of a plan that mean something to DDP; merge rules, wires and links are exactly what it does not have
+KNOWN = (
+    "data", "split", "batch", "accumulate", "epochs", "steps", "seed", "precision", "clip", "device", "threads", "bucket_mb",
+    "loaders", "compile", "until", "evaluate", "timeout_s",
+)  # fmt: skip
+SAMPLE_EVERY = 10  # of DDP's own account of its backward pass; it takes a few readings of the clock
+
+
+def check(words: dict[str, Any]) -> None:
+    """Refuse words that DDP has no use for."""
+    if strangers := [k for k in words if k not in KNOWN]:
+        raise PlanError(f"{', '.join(strangers)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; leave it out")
+
+
+def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[str, Any]:
+    """One rank's whole life under DDP; `make` loads the task."""
+    here = environment.place()
+    plan = plan_words.parse(words, size=here.size)
+    with Stop(interrupt=here.started_by != "manyhands") as stop:
+        store = dist.PrefixStore("ddp", environment.store(here, plan.timeout_s))
+        device = choose_device(plan, here)
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.default_stream(device))  # as in a script of the user's own
+        if plan.threads is not None:
+            torch.set_num_threads(plan.threads)
+        task, seed = resolve(make(), plan.seed)
+        path = Path(options.directory or options.name)
+        owner = directory.claim(path) if here.rank == 0 else None
+        recorder = Recorder(path, here.rank)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=plan.timeout_s)
+        )
+        try:
+            peer = Peer(task, settle(task, plan, seed), here, device, recorder, str(path), lambda: stop.requested, words)
+            return dataclasses.asdict(peer.train())
+        finally:
+            recorder.close()
+            dist.destroy_process_group()
+            if owner is not None:
+                owner.close()
+
+
+def settle(task: Task, plan: Plan, seed: int) -> Plan:
+    """What the plan leaves open is the task's, as in our own runs."""
+    limited = plan.epochs is not None or plan.steps is not None
+    own_batch = task.train.batch_size if isinstance(task.train, DataLoader) else None
+    return dataclasses.replace(
+        plan,
+        seed=seed,
+        epochs=plan.epochs if limited or task.steps else task.epochs,
+        steps=plan.steps if limited else task.steps,
+        clip=plan.clip if plan.clip is not None else task.clip,
+        batch=plan.batch or task.batch or own_batch or DEFAULT_BATCH,
+    )
+
+
+class Peer:
+    """One rank of a DDP run."""
+
+    def __init__(
+        self,
+        task: Task,
+        plan: Plan,
+        place: Place,
+        device: torch.device,
+        recorder: Recorder,
+        path: str,
+        stop_requested: Callable[[], int],
+        words: Words,
+    ):
+        self.task, self.plan, self.rank, self.size, self.device = task, plan, place.rank, place.size, device
+        self.recorder, self.path, self.stop_requested = recorder, path, stop_requested
+        batch = plan.batch or DEFAULT_BATCH
+        self.global_batch = batch * plan.accumulate * self.size
+        self.test_batch = 4 * batch
+        module = build_model(task).to(device)
+        if device.type == "cuda":
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # torch has it for GPUs only
+        self.module = module
+        self.nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        self.optimizer = task.optimizer(module.parameters())
+        self.schedule = None if task.schedule is None else task.schedule(self.optimizer)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
+        state.seed_everything(plan.seed or 0, self.rank)
+        self.walk = self._walk(batch)
+        self.test = None if task.test is None else data.source(task.test, device, "Task.test", plan.loaders)
+        given = plan_words.overlay(words)
+        self.ddp = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=plan.bucket_mb if "bucket_mb" in given else None,  # else torch's own choice
+        )
+        self.ddp._set_ddp_runtime_logging_sample_rate(SAMPLE_EVERY)
+        computing = torch.compile(self.ddp) if plan.compile else self.ddp
+        self.losses = forward.TaskLoss(computing, self.walk, task.loss, task.step, plan.precision, device)  # type: ignore[arg-type]
+        self.round = self.evaluated = 0
+        self.next_look = 1
+        self.rounds: list[tuple[float, float]] = []  # since the last look: start, seconds
+        self.loss_sum, self.count = torch.zeros((), dtype=torch.float64, device=device), 0
+        self.loss, self.rate, self.samples_seen = math.nan, 0.0, 0.0
+        self.stopped = 0
+        self.reached = False
+        self.metrics: dict[str, float] = {}
+        self._announce(given)
+
+    def _walk(self, batch: int) -> data.Batches:
+        train = data.source(self.task.train, self.device, "Task.train", self.plan.loaders)
+        if isinstance(train, data.StreamSource):
+            cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).take(Position())
+            return data.Streamed(train, cut, self.global_batch, Position(), borrow=True)
+        split = DataSplit(train.samples, self.global_batch, batch, self.rank, self.size)
+        order, seed, n = SPLITS[self.plan.split], self.plan.seed or 0, train.samples
+        return data.Indexed(train, lambda epoch: order(n, seed, epoch), split, Position(), borrow=True)
+
+    # -- the loop --
+
+    def train(self) -> Result:
+        self.started = self.looked = time.perf_counter()
+        self.seen_at_look = 0.0
+        while not self.finished():
+            epoch, started, clock = self.walk.position.epoch, time.time(), time.perf_counter()
+            self.step()
+            self.round += 1
+            self.rounds.append((started, time.perf_counter() - clock))
+            if self.round >= self.next_look:
+                self.look()
+            ended = self.walk.position.epoch > epoch
+            every = 0 if self.plan.evaluate == "epoch" else int(self.plan.evaluate)
+            if ended or (every and self.round % every == 0):
+                self.evaluate()
+        self.look()
+        if not self.stopped and self.evaluated < self.round:
+            self.evaluate()
+        seconds = time.perf_counter() - self.started
+        rate = self.samples_seen / max(seconds, 1e-9)
+        metrics = {**self.metrics, "train_loss": self.loss}
+        self._emit("finish", {**metrics, "samples_per_s": rate}, seconds)
+        return Result(self.path, self.round, self.epochs(), seconds, rate, metrics, self.stopped)
+
+    def step(self) -> None:
+        """The whole of what a user writes by hand: DDP exchanges inside backward."""
+        total = self._total()
+        self.optimizer.zero_grad()
+        last = False
+        while not last:
+            batch = self.walk.next()
+            last = batch.last
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                loss, _ = self.losses.forward(batch.values, batch.count)
+                # DDP takes the mean over ranks: this makes it the mean over the samples of all ranks
+                share = batch.count * self.size / total if total else float(batch.count > 0)
+                self.scaler.scale(loss * share).backward()
+            self.loss_sum += loss.detach() * batch.count
+            self.count += batch.count
+        if self.plan.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.plan.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _total(self) -> int | None:
+        """Samples of the next step over all ranks; a stream does not know."""
+        samples, at = self.walk.samples, self.walk.position
+        return None if isinstance(self.walk, data.Streamed) or samples is None else min(self.global_batch, samples - at.offset)
+
+    def finished(self) -> bool:
+        steps, epochs = self.plan.steps, self.plan.epochs
+        return (
+            self.reached
+            or self.stopped > 0
+            or (steps is not None and self.walk.position.steps >= steps)
+            or (epochs is not None and self.epochs() >= epochs - 1e-9)
+        )
+
+    def epochs(self) -> float:
+        at, samples = self.walk.position, self.walk.samples
+        return at.epoch + min(at.offset / samples, 1 - 1e-6) if samples else float(at.epoch)
+
+    # -- what ranks must agree on --
+
+    def look(self) -> None:
+        """A signal, a loss that is not finite, the mean loss: about four times a second, as our own loop does it."""
+        now = time.perf_counter()
+        elapsed, rounds = now - self.looked, len(self.rounds)
+        if not rounds:
+            return
+        interval = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if self.rank == 0 else 0
+        mine = [float(self.stop_requested()), float(self.loss_sum), float(self.count), float(interval)]
+        shared = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared)
+        stop, total, count, agreed = shared.tolist()
+        self.stopped = (self.stop_requested() or 15) if stop else 0
+        self.next_look = self.round + int(agreed)
+        self.loss = total / count if count else self.loss
+        if not math.isfinite(total):
+            raise Diverged(f"the loss became NaN or infinite by round {self.round} (epoch {self.epochs():.2f})")
+        waited = self._waited_s()
+        for i, (started, seconds) in enumerate(self.rounds, self.round - rounds + 1):
+            self.recorder.emit(Event(started, self.rank, i, "round", seconds))
+            held = min(waited, seconds)
+            self.recorder.emit(Event(started + seconds - held, self.rank, i, "all_reduce", held, self.nbytes))
+        seen = self.epochs() * (self.walk.samples or 0)
+        rate = (seen - self.seen_at_look) / max(elapsed, 1e-9)
+        self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
+        self.samples_seen = self.seen_at_look = seen
+        limit = {} if self.plan.epochs is None else {"epochs": self.plan.epochs}
+        value = {"epoch": self.epochs(), **limit, "loss": self.loss, "samples_per_s": self.rate, "step": float(self.round)}
+        self._emit("progress", {**value, "exchange_share": min(1.0, waited * rounds / max(elapsed, 1e-9))})
+        self.rounds.clear()
+        self.loss_sum.zero_()
+        self.count, self.looked = 0, time.perf_counter()
+        self.recorder.flush()
+
+    def _waited_s(self) -> float:
+        """What a step waits for its peers after backward has computed the last gradient, by DDP's own account, on average."""
+        account = self.ddp._get_ddp_logging_data()
+        exchange, hidden = (account.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time"))
+        return max(0.0, (exchange - hidden) / 1e9)
+
+    def evaluate(self) -> None:
+        self.look()
+        self.evaluated = self.round
+        if self.test is None:
+            return
+        started, clock, task = time.time(), time.perf_counter(), self.task
+        for buffer in self.module.buffers():  # as DDP itself does before a forward pass in training
+            dist.broadcast(buffer, 0)
+        sums = forward.evaluate(
+            self.module, self.test, self.rank, self.size, self.test_batch, task.loss, task.step, task.metrics, self.plan.precision,
+            self.device,
+        )  # fmt: skip
+        dist.all_reduce(sums)
+        *totals, count = sums.tolist()
+        self.metrics = {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
+        where = {"epoch": self.epochs(), "step": float(self.walk.position.steps)}
+        seconds = time.perf_counter() - clock
+        self.recorder.emit(Event(started, self.rank, self.round, "evaluate", seconds, value={**where, **self.metrics}))
+        self.recorder.flush()
+        self.reached = self.plan.until is not None and self.plan.until.reached({**self.metrics, **where})
+        self.looked = time.perf_counter()
+
+    # -- events of rank 0 --
+
+    def _emit(self, name: str, value: str | dict[str, float], seconds: float = 0.0) -> None:
+        if self.rank == 0:
+            self.recorder.emit(Event(time.time(), 0, self.round, name, seconds, value=value))
+
+    def _announce(self, given: dict[str, Any]) -> None:
+        resolved = {**plan_words.to_dict(dataclasses.replace(self.plan, threads=torch.get_num_threads())), **given}
+        words = {k: v for k, v in resolved.items() if k in KNOWN and (k != "bucket_mb" or k in given)}
+        parameters = sum(p.numel() for p in self.module.parameters())
+        where = f"{self.size} x {self.device.type} over {dist.get_backend()}"
+        self._emit("start", f"ddp {plan_words.line(words)}")
+        self._emit(
+            "model", f"{type(self.module).__name__}, {parameters:,} parameters; {self.global_batch} samples a step; {where}"
+        )
+        self._emit("run", self.path)
+        if self.device.type == "cpu" and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()):
+            self._emit("notice", "torch has no synchronised BatchNorm for CPUs: every rank takes the statistics of its own batch")
+        self.recorder.flush()

@@ -1,0 +1,9 @@
+"""`manyhands lab --hosts 2 --rate 1gbit -- run script.py data=2`: a command on several hosts of this machine's own making."""
+
+from __future__ import annotations
+
+from manyhands.launch import lab as labs
+
+
+def lab(hosts: int, rate: str | None, delay: str | None, loss: str | None, command: list[str]) -> int:
+    return labs.run(labs.parse(hosts, rate, delay, loss), command)

@@ -1,0 +1,128 @@
+"""All-reduce over point to point: eight algorithms, each a screen of pseudo-code, and the choice between them.
+
+    ALGORITHMS        name -> the algorithm, a function of one rank's `Vector`
+    Algorithmic       a link whose all_reduce runs one of them over the transfers of the link it wraps
+    cost, choose      what each should take (cost.py); `auto` measures the link and takes the cheapest for each message
+
+An all-reduce is over when it returns, so that all ranks do the same in the same order and no thread is needed. Its messages
+take their place among the transfers of a pair of ranks: both must make their own transfers before it, or both after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Finished, Group, Op, Tensors, Work
+from manyhands.errors import PlanError
+from manyhands.exchange.algorithms.binary_blocks import binary_blocks
+from manyhands.exchange.algorithms.butterfly import butterfly
+from manyhands.exchange.algorithms.cost import Cost, choose, cost, measure
+from manyhands.exchange.algorithms.double_tree import double_tree
+from manyhands.exchange.algorithms.halving_doubling import halving_doubling
+from manyhands.exchange.algorithms.hierarchical import group_of, hierarchical
+from manyhands.exchange.algorithms.ring import ring
+from manyhands.exchange.algorithms.star import star
+from manyhands.exchange.algorithms.tree import tree
+from manyhands.exchange.algorithms.vector import Scratch, Vector, Watch
+
+__all__ = ["ALGORITHMS", "NAMES", "Algorithmic", "Cost", "check", "choose", "cost", "measure", "wrap"]
+
+Algorithm = Callable[..., None]
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "star": star,
+    "tree": tree,
+    "double_tree": double_tree,
+    "butterfly": butterfly,
+    "halving_doubling": halving_doubling,
+    "ring": ring,
+    "binary_blocks": binary_blocks,
+    "hierarchical": hierarchical,
+}
+NAMES = (*ALGORITHMS, "auto")
+OPTIONS = {"double_tree": ("segment_bytes",), "hierarchical": ("group_size",)}
+# what torch does not add up in its own type, or not as numbers
+WIDE = {torch.bool: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
+
+
+def check(name: str, size: int, **options: Any) -> None:
+    """Raise PlanError where these words do not fit each other or `size` ranks."""
+    if name not in NAMES:
+        raise PlanError(f"algorithm={name} is not known; known: {', '.join(NAMES)}")
+    known = OPTIONS.get(name, ())
+    if unknown := [o for o in options if o not in known]:
+        raise PlanError(f"algorithm={name} has no option {unknown[0]}; it has {', '.join(known) or 'none'}")
+    if name == "hierarchical":
+        group_of(size, options.get("group_size"))
+    if (segment := options.get("segment_bytes", 1)) < 1:
+        raise PlanError(f"algorithm={name} with segments of {segment} bytes; give 1 or more")
+
+
+def wrap(group: Group, name: str, **options: Any) -> Algorithmic:
+    """The same link with all-reduces by the algorithm of that name; `auto`: by the cheapest for each message."""
+    return Algorithmic(group, name, **options)
+
+
+class Algorithmic:
+    """`watch` is told of every step of every rank that is on this link: for pictures and tests."""
+
+    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
+
+    def __init__(self, group: Group, name: str, *, watch: Watch | None = None, **options: Any):
+        check(name, group.size, **options)
+        self.group, self.name, self.rank, self.size = group, name, group.rank, group.size
+        self._options, self._watch, self._scratch = options, watch, Scratch()
+        self._measured: Cost | None = None
+        self._chosen: dict[int, Algorithm] = {}
+        if hasattr(group, "allocate"):
+            self.allocate = group.allocate
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        if op not in get_args(Op):
+            raise ValueError(f"all_reduce with op={op!r}; needed: one of {', '.join(get_args(Op))}")
+        if self.size > 1:
+            for flat in _packed(values):
+                self._algorithm(flat)(Vector(flat, self.group, op, scratch=self._scratch, watch=self._watch))
+                if op == "mean":
+                    flat.div_(self.size) if flat.is_floating_point() else flat.floor_divide_(self.size)
+        return Finished()
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        return self.group.swap(values, peers)
+
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        return self.group.transfer(give, into)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _algorithm(self, flat: Tensor) -> Algorithm:
+        """Same on all ranks: they share name, size, length and, agreed upon once, what the link costs."""
+        if self.name != "auto":
+            return partial(ALGORITHMS[self.name], **self._options)
+        if flat.nbytes not in self._chosen:
+            if self._measured is None:
+                self._measured = measure(self.group, flat.device)
+            self._chosen[flat.nbytes] = ALGORITHMS[choose(self.size, flat.nbytes, *self._measured)]
+        return self._chosen[flat.nbytes]
+
+
+def _packed(values: Tensors) -> Iterator[Tensor]:
+    """The values as one flat vector for each dtype and device; what was done to it is theirs when the next is asked for."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for v in values.values():
+        if v.numel():
+            kinds.setdefault((WIDE.get(v.dtype, v.dtype), v.device), []).append(v.detach())
+    for (dtype, _), tensors in kinds.items():
+        if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].dtype == dtype:
+            yield tensors[0].view(-1)
+            continue
+        flat = torch.cat([t.reshape(-1).to(dtype) for t in tensors])
+        yield flat
+        for t, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(piece.view(t.shape))

@@ -1,0 +1,58 @@
+"""Double binary tree, pipelined: two trees carry half of the vector each, and who has children in one is a leaf in the other.
+
+    time ~ (sqrt(2 L alpha) + sqrt(2 N beta))^2 + N gamma,  L = ceil(log2 p)          bytes <= 2N
+
+In one tree the leaves, half of all ranks, send little. In two complementary ones everybody sends as much as a port can. Each
+half goes up and comes down in segments, so that all levels of the trees work at once.  Sanders, Speck, Traeff 2009
+"""
+
+from __future__ import annotations
+
+import math
+
+from manyhands.core import Finished, Work
+from manyhands.exchange.algorithms.vector import Vector
+
+SEGMENT_BYTES = 128 << 10  # long enough that its latency is small beside it, short enough that 25 MB fill a deep tree
+
+
+def double_tree(v: Vector, segment_bytes: int = SEGMENT_BYTES) -> None:
+    halves = v.cut(2)
+    segments = max(1, math.ceil((halves[0].stop - halves[0].start) * v.values.element_size() / segment_bytes))
+    trees = [(*_family((v.rank + shift) % v.size, v.size, shift), v.cut(segments, halves[shift])) for shift in range(2)]
+    # A leaf needs nobody. Were its segments to take turns with those that wait for children, each tree would wait for the other.
+    trees.sort(key=lambda tree: len(tree[1]))
+    sent: list[Work] = []
+    for parent, children, parts in trees:  # up
+        for part in parts:
+            for child in children:
+                v.reduce(child, part)
+            sent += [v.post(parent, part)] if parent is not None else []
+    for work in sent:
+        work.wait()  # what was sent up is about to be replaced
+    under_way: list[Work] = []
+    for parent, children, parts in trees:  # down
+        for part in parts:
+            coming = v.expect(parent, part) if parent is not None else Finished()
+            if children:
+                coming.wait()
+            under_way += [coming, *(v.post(child, part) for child in children)]
+    for work in under_way:
+        work.wait()
+
+
+def _family(place: int, size: int, shift: int) -> tuple[int | None, list[int]]:
+    """Parent and children, as ranks, of the rank at `place`. A range of places 1..size has as its root the number that
+    divides by the highest power of two: all odd places are leaves, so that in the tree shifted by one the others are."""
+    first, last, parent, place = 1, size, None, place + 1
+    while (root := _root(first, last)) != place:
+        first, last, parent = (first, root - 1, root) if place < root else (root + 1, last, root)
+    children = [_root(a, b) for a, b in ((first, place - 1), (place + 1, last)) if a <= b]
+    at = [(r - 1 - shift) % size for r in ([] if parent is None else [parent]) + children]
+    return (None, at) if parent is None else (at[0], at[1:])
+
+
+def _root(first: int, last: int) -> int:
+    """The number from `first` to `last` that divides by the highest power of two."""
+    step = 1 << (((first - 1) ^ last).bit_length() - 1)
+    return last // step * step

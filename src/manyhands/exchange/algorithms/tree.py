@@ -1,0 +1,20 @@
+"""Binomial tree: in round i the ranks whose lowest set bit is bit i give their sum to the rank without that bit; then back.
+
+time 2L (alpha + N beta) + L N gamma,  L = ceil(log2 p)          bytes: N for the sum, and N for each child
+"""
+
+from __future__ import annotations
+
+from manyhands.exchange.algorithms.vector import Vector
+
+
+def tree(v: Vector) -> None:
+    lowest = v.rank & -v.rank if v.rank else 1 << v.size.bit_length()
+    children = [v.rank + (1 << i) for i in range(v.size.bit_length()) if (1 << i) < lowest and v.rank + (1 << i) < v.size]
+    for child in children:
+        v.reduce(child, v.whole)
+    if v.rank:
+        v.send(v.rank - lowest, v.whole)
+        v.receive(v.rank - lowest, v.whole)
+    for child in reversed(children):  # the deepest subtree first: it has the longest way to go
+        v.send(child, v.whole)

@@ -1,0 +1,139 @@
+"""Messages between two processes of one host: a small box of shared memory for every pair that writes to each other.
+
+    send       copy piece by piece into the box while it has a free slot;    sent += 1
+    receive    copy every piece that is there out of the box;                read += 1        free slots = SLOTS - (sent - read)
+
+A box has one writer and one reader, so its two counters need no lock. It is made when the first message is sent: the sender
+makes it and puts its path into the rendezvous store, the receiver maps and unlinks it. Nothing moves by itself: whoever
+waits, for whatever, calls `progress` meanwhile, so that ranks that all send first do not wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.errors import Deadlock
+from manyhands.exchange import segments
+
+PIECE_BYTES = 128 << 10
+SLOTS = 4  # pieces in a box: the receiver empties one while the sender fills another
+MADE, MAPPED = 1, 2
+
+
+class Mailboxes:
+    """`words` are 3 * size * size zeroed integers that all ranks map: for every pair the state of its box, sent, read."""
+
+    def __init__(self, rank: int, size: int, words: np.ndarray, store: dist.Store, fence: Callable[[], None]):
+        self._rank, self._store, self._fence = rank, store, fence
+        self._state, self._sent, self._read = words.reshape(3, size, size)
+        self._paths: dict[int, Path] = {}
+        self._boxes: dict[tuple[int, int], _Box] = {}
+        self._outgoing: dict[int, deque[Parcel]] = {}
+        self._incoming: dict[int, deque[Parcel]] = {}
+
+    def send(self, peer: int, tensor: Tensor) -> Parcel:
+        self._outgoing.setdefault(peer, deque()).append(parcel := Parcel(peer, tensor))
+        return parcel
+
+    def receive(self, peer: int, tensor: Tensor) -> Parcel:
+        self._incoming.setdefault(peer, deque()).append(parcel := Parcel(peer, tensor))
+        return parcel
+
+    def progress(self) -> None:
+        """Move what can be moved now, and drop the queues that have become empty."""
+        for queues, step in ((self._outgoing, self._push), (self._incoming, self._pull)):
+            for peer in list(queues):
+                queue = queues[peer]
+                while queue and step(peer, queue[0]):
+                    queue.popleft().done = True
+                if not queue:
+                    del queues[peer]
+
+    def close(self) -> None:
+        self._outgoing.clear()
+        self._incoming.clear()
+        for peer, path in self._paths.items():
+            if self._state[self._rank, peer] != MAPPED:  # nobody came for it
+                path.unlink(missing_ok=True)
+
+    def _push(self, peer: int, parcel: Parcel) -> bool:
+        pair = (self._rank, peer)
+        if pair not in self._boxes:
+            path, memory = segments.create(_Box.BYTES)
+            self._boxes[pair], self._paths[peer] = _Box(memory), path
+            self._store.set(f"mail/{self._rank}-{peer}", str(path))
+            self._state[pair] = MADE
+        box = self._boxes[pair]
+        while parcel.left and self._sent[pair] - self._read[pair] < SLOTS:
+            box.put(int(self._sent[pair]) % SLOTS, parcel)
+            self._fence()  # the piece is there before the counter says so
+            self._sent[pair] += 1
+        # only when mapped: a sender that leaves takes what nobody has mapped along
+        return not parcel.left and self._state[pair] == MAPPED
+
+    def _pull(self, peer: int, parcel: Parcel) -> bool:
+        pair = (peer, self._rank)
+        if pair not in self._boxes:
+            if self._state[pair] != MADE:
+                return False
+            path = Path(self._store.get(f"mail/{peer}-{self._rank}").decode())
+            self._boxes[pair] = _Box(segments.attach(path, _Box.BYTES))
+            path.unlink()
+            self._state[pair] = MAPPED
+        box = self._boxes[pair]
+        while parcel.left and self._sent[pair] > self._read[pair]:
+            self._fence()  # nothing of the piece is read before the counter
+            slot = int(self._read[pair]) % SLOTS
+            if (given := int(box.lengths[slot])) != len(parcel.bytes):
+                raise Deadlock(
+                    f"a transfer does not match: rank {peer} gives {given} bytes, rank {self._rank} waits for {len(parcel.bytes)} "
+                    f"({parcel.dtype}). Both ends of every message must know its length and dtype"
+                )
+            box.take(slot, parcel)
+            self._fence()
+            self._read[pair] += 1
+        return not parcel.left
+
+
+class Parcel:
+    """A message of which this rank has moved `at` bytes so far."""
+
+    def __init__(self, peer: int, tensor: Tensor):
+        self.peer, self.dtype = peer, tensor.dtype
+        flat: Any = tensor.detach().view(-1)
+        self.bytes: np.ndarray = flat.view(torch.uint8).numpy()
+        self.at, self.done = 0, False
+
+    @property
+    def left(self) -> int:
+        return len(self.bytes) - self.at
+
+    def piece(self) -> np.ndarray:
+        start, self.at = self.at, min(self.at + PIECE_BYTES, len(self.bytes))
+        return self.bytes[start : self.at]
+
+
+class _Box:
+    BYTES = SLOTS * (PIECE_BYTES + 8)
+
+    def __init__(self, memory: mmap.mmap):
+        self.slots = np.frombuffer(memory, np.uint8, SLOTS * PIECE_BYTES).reshape(SLOTS, PIECE_BYTES)
+        self.lengths = np.frombuffer(memory, np.int64, SLOTS, offset=SLOTS * PIECE_BYTES)  # of the whole message
+
+    def put(self, slot: int, parcel: Parcel) -> None:
+        self.lengths[slot] = len(parcel.bytes)
+        piece = parcel.piece()
+        self.slots[slot, : len(piece)] = piece
+
+    def take(self, slot: int, parcel: Parcel) -> None:
+        piece = parcel.piece()
+        piece[:] = self.slots[slot, : len(piece)]

@@ -1,0 +1,148 @@
+"""A link that sends less over the link it wraps: `Compressed(Observed(group), TopK(density=0.01))`.
+
+    all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
+    swap          likewise, where the wire can be read by one peer alone
+    transfer, close, allocate    as the link has them
+
+Ranks make the same calls in the same order, `wait` included: a wait moves every exchange that is under way on by one stage, the
+earliest first, until its own is over. So all ranks send the same things in the same order without threads, and stage two of one
+vector travels while stage one of the next is decoded. Alone (one rank) nothing is encoded, as nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Finished, Group, Op, Tensors, Work
+from manyhands.exchange.wires.wire import Memory, Shapes, Wire
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SMALLEST = 1024  # below, the message costs more than its bytes
+
+
+class Compressed:
+    """`state` is everything that a checkpoint must hold, by "<kind>/<tensor>", live; each rank has its own. `shapes` says
+    which parameters lie where in a vector, for wires that look at matrices."""
+
+    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
+
+    def __init__(
+        self,
+        group: Group,
+        wire: Wire,
+        sends: Cargo = "gradients",
+        shapes: Mapping[str, Shapes] | None = None,
+        smallest: int = SMALLEST,
+    ):
+        self.group, self.wire, self.sends = group, wire, sends
+        self.rank, self.size = group.rank, group.size
+        self.state: Tensors = {}
+        self._shapes, self._smallest = shapes or {}, smallest
+        self._memories: dict[str, Memory] = {}
+        self._under_way: list[_Exchange] = []
+        if hasattr(group, "allocate"):
+            self.allocate = group.allocate
+
+    def load_state(self, saved: Tensors) -> None:
+        if self._memories:
+            raise ValueError("load_state after the first exchange; load what was saved before anything travels")
+        self.state.update({k: v.detach().clone() for k, v in saved.items()})
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        encoded = [] if op == "max" else self._encoded(values)
+        if not encoded:
+            return self.group.all_reduce(values, op)
+        exchanges = [self._begin(name, values[name], op) for name in encoded]
+        rest = {k: v for k, v in values.items() if k not in encoded}
+        return _Reduction(self, exchanges, self.group.all_reduce(rest, op) if rest else Finished())
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        encoded = self._encoded(values) if self.wire.point_to_point else []
+        if not encoded:
+            return self.group.swap(values, peers)
+        memories = {k: self._memory(f"swap/{k}") for k in encoded}
+        if not peers:  # nothing is sent, so nothing may be taken out of the residuals; but the step counts, as on the others
+            for memory in memories.values():
+                memory.count()
+            return self.group.swap(values, peers)
+        sent = {k: self.wire.encode(_flat(v), memories[k]) if k in memories else v for k, v in values.items()}
+        got = self.group.swap(sent, peers)
+        for theirs in got:
+            for k, memory in memories.items():
+                packed, theirs[k] = theirs[k], torch.empty_like(values[k], memory_format=torch.contiguous_format)
+                self.wire.decode(packed, theirs[k].view(-1), memory)
+        return got
+
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+        return self.group.transfer(give, into)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _encoded(self, values: Tensors) -> list[str]:
+        if self.size == 1:
+            return []
+        return [k for k, v in values.items() if v.dtype in FLOATING and v.numel() >= max(1, self._smallest)]
+
+    def _memory(self, name: str) -> Memory:
+        if name not in self._memories:
+            self._memories[name] = Memory(name, self.state, self.rank, self.sends, self._shapes.get(name))
+        return self._memories[name]
+
+    def _begin(self, name: str, value: Tensor, op: Op) -> _Exchange:
+        for earlier in self._under_way:
+            if earlier.name == name:  # its memory is in use
+                self._finish(earlier)
+                break
+        exchange = _Exchange(name, self._carry(name, value.detach(), op))
+        self._under_way.append(exchange)
+        return exchange
+
+    def _carry(self, name: str, value: Tensor, op: Op) -> Iterator[Work]:
+        flat = _flat(value)
+        yield from self.wire.reduce(flat, op, self.group, self._memory(name))
+        if flat.data_ptr() != value.data_ptr():
+            value.copy_(flat.view(value.shape))
+
+    def _finish(self, last: _Exchange) -> None:
+        while not last.done:
+            for exchange in list(self._under_way):
+                exchange.advance()
+                if exchange.done:
+                    self._under_way.remove(exchange)
+                if last.done:
+                    return
+
+
+class _Exchange:
+    """One vector's reduction, and the stage of it that is under way."""
+
+    def __init__(self, name: str, stages: Iterator[Work]):
+        self.name, self._stages = name, stages
+        self._now: Work | None = next(stages, None)
+
+    @property
+    def done(self) -> bool:
+        return self._now is None
+
+    def advance(self) -> None:
+        if self._now is not None:
+            self._now.wait()
+            self._now = next(self._stages, None)
+
+
+class _Reduction:
+    def __init__(self, link: Compressed, exchanges: list[_Exchange], rest: Work):
+        self._link, self._exchanges, self._rest = link, exchanges, rest
+
+    def wait(self) -> None:
+        for exchange in self._exchanges:
+            self._link._finish(exchange)
+        self._rest.wait()
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.detach().reshape(-1)

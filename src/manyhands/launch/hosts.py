@@ -1,0 +1,276 @@
+"""Start a group of processes on each of several hosts, watch them, and leave nothing behind.
+
+A host is a name, a command prefix that leads to it (none: this machine), and variables that hold only there. Ranks are
+counted from host to host, split as evenly as they can be; hosts beyond the number of ranks stay idle.
+
+Each worker is a session of its own, so Ctrl-C reaches only the launcher, which asks all workers to save and stop.
+The first failing rank's own words are printed last, once; the others are ended at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing.connection
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from manyhands.core import Job
+from manyhands.errors import LaunchError
+from manyhands.launch import environment
+from manyhands.launch.signals import Stop
+
+POLL_S = 0.5
+SETTLE_S = 0.4  # after the first failure: time for the guilty rank's report to overtake its victims'
+GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where processes are started. What `enter` starts must become the process itself (exec): signals go to its pid."""
+
+    name: str = ""  # what ranks compare to learn who shares memory; "": the machine's own name
+    enter: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+HERE = Host()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place before it is started."""
+
+    rank: int
+    host: Host
+    local_rank: int
+    local_size: int
+
+
+def seats(size: int, hosts: Sequence[Host]) -> list[Seat]:
+    """Ranks in order over hosts in order; the first hosts take one more where the division leaves a rest."""
+    share, rest = divmod(size, len(hosts))
+    found: list[Seat] = []
+    for i, host in enumerate(hosts):
+        here = share + (i < rest)
+        found += [Seat(len(found) + j, host, j, here) for j in range(here)]
+    return found
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    tail: list[str]
+    pump: threading.Thread | None
+    ended_by_us: bool = False
+    handle: int | None = None  # of the process, readable when it ends, where the system has such a thing
+
+
+class HostsLauncher:
+    """`address` is one of this machine that all hosts reach; the rendezvous listens there and nowhere else."""
+
+    def __init__(self, hosts: Sequence[Host] = (HERE,), address: str = "127.0.0.1"):
+        self.hosts, self.address = tuple(hosts), address
+
+    def launch(self, job: Job) -> dict[str, Any]:
+        store = self._rendezvous(job.port)
+        workers: list[_Worker] = []
+        with Stop() as stop:
+            try:
+                for seat in seats(job.size, self.hosts):
+                    workers.append(self._start(seat, job, store.port))
+                for w in workers:
+                    _send(w.process, job.payload)
+                self._watch(workers, stop)
+            finally:
+                _end(workers)
+        words = dist.PrefixStore(environment.PREFIX, store)
+        self._judge(workers, words, stop)
+        result = dict(json.loads(words.get("result"))) if words.check(["result"]) else {}
+        return {**result, "stopped": stop.requested} if stop.requested and result else result
+
+    def _rendezvous(self, port: int) -> dist.TCPStore:
+        listener = socket.socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.address, port))
+            listener.listen(1024)
+        except OSError as e:
+            listener.close()
+            if e.errno != errno.EADDRINUSE:
+                raise LaunchError(
+                    f"this machine cannot listen at {self.address}: {e.strerror}; give an address of its own"
+                ) from e
+            raise LaunchError(
+                f"port {port} is taken on this machine; give another one with --port, or none to use any free one"
+            ) from e
+        # a socket of ours, because a store that opens its own listens to the whole world
+        return dist.TCPStore(
+            self.address, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def _start(self, seat: Seat, job: Job, port: int) -> _Worker:
+        rank, host = seat.rank, seat.host
+        threads = job.threads or max(1, environment.cores() // job.size)
+        env = {
+            **environment.variables(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(job.size),
+            "LOCAL_RANK": str(seat.local_rank),
+            "LOCAL_WORLD_SIZE": str(seat.local_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store
+            environment.STARTED_BY_US: "1",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            **({environment.HOST: host.name} if host.name else {}),
+            **host.variables,
+        }
+        if job.threads is not None or "OMP_NUM_THREADS" not in env:
+            env["OMP_NUM_THREADS"] = str(threads)
+        ours = rank == 0 and _is_real(sys.stdout)
+        process = subprocess.Popen(
+            [*host.enter, sys.executable, "-m", "manyhands.launch.worker"],
+            stdin=subprocess.PIPE,
+            stdout=None if ours else subprocess.PIPE,
+            stderr=None if ours else subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        tail: list[str] = []
+        pump = None
+        if process.stdout is not None:
+            prefix = "" if rank == 0 else f"[rank{rank}]: "
+            pump = threading.Thread(target=_pump, args=(process.stdout, prefix, tail), daemon=True)
+            pump.start()
+        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        return _Worker(rank, process, tail, pump, handle=handle)
+
+    def _watch(self, workers: list[_Worker], stop: Stop) -> None:
+        forwarded = 0.0
+        while any(w.process.poll() is None for w in workers):
+            if any(w.process.poll() not in (None, 0) for w in workers):
+                deadline = time.monotonic() + SETTLE_S
+                while time.monotonic() < deadline and any(w.process.poll() is None for w in workers):
+                    _wait_for_an_end(workers, POLL_S)
+                return
+            if stop.requested and not forwarded:
+                forwarded = time.monotonic()
+                print(
+                    "\nstopping after this round and saving a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True
+                )
+                for w in workers:
+                    w.process.send_signal(signal.SIGTERM)
+            if forwarded and time.monotonic() - forwarded > GRACE_S:
+                return
+            _wait_for_an_end(workers, POLL_S)
+
+    def _judge(self, workers: list[_Worker], store: dist.Store, stop: Stop) -> None:
+        codes = {w.rank: w.process.returncode for w in workers}
+        reports = {}
+        for w in workers:
+            if store.check([f"error/{w.rank}"]):
+                reports[w.rank] = json.loads(store.get(f"error/{w.rank}"))
+        killed = {w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us}
+        # a rank that lost its peer is a victim, not the cause
+        causes = sorted((r for r in reports if reports[r]["kind"] != "PeerLost"), key=lambda r: reports[r]["time"])
+        if causes:
+            rank = causes[0]
+            raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+        # told to stop while it was still starting, a rank ends by the signal; there was nothing to save
+        if (
+            stop.requested
+            and any(codes.values())
+            and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers)
+        ):
+            raise LaunchError("stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested)
+        if killed:
+            rank = min(killed)
+            name = signal.Signals(killed[rank]).name
+            hint = "; the kernel does so when memory runs out" if name == "SIGKILL" else ""
+            last = "".join(f"\n  {line.rstrip()}" for w in workers if w.rank == rank for line in w.tail[-5:])
+            raise LaunchError(
+                f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}", 128 + killed[rank]
+            )
+        if reports:
+            rank = min(reports, key=lambda r: reports[r]["time"])
+            raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+        failed = [r for r, c in codes.items() if c > 0]
+        if failed:
+            last = "".join(f"\n  {line.rstrip()}" for line in workers[failed[0]].tail[-20:])
+            raise LaunchError(f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}", codes[failed[0]])
+
+
+def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
+    """Sleep until a worker ends, a signal comes or the time is over: looking often would take a core from the workers."""
+    handles = [w.handle for w in workers if w.handle is not None and w.process.returncode is None]
+    if handles:
+        multiprocessing.connection.wait(handles, timeout_s)
+    else:
+        time.sleep(min(timeout_s, 0.05))
+
+
+def _attributed(rank: int, size: int, text: str) -> str:
+    return text.rstrip() if size == 1 else f"rank {rank} failed:\n{text.rstrip()}"
+
+
+def _send(process: subprocess.Popen[bytes], payload: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died while starting; watching will tell
+        process.stdin.write(struct.pack("<Q", len(payload)))
+        process.stdin.write(payload)
+        process.stdin.flush()  # and stay open: the worker lives as long as this pipe
+
+
+def _end(workers: list[_Worker]) -> None:
+    for w in workers:
+        if w.process.poll() is None:
+            w.ended_by_us = True
+        _kill_session(w.process.pid)
+    for w in workers:
+        w.process.wait()
+        if w.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                w.process.stdin.close()
+        if w.handle is not None:
+            os.close(w.handle)
+            w.handle = None
+        if w.pump is not None:
+            w.pump.join(timeout=2.0)
+    if workers and _is_real(sys.stdout) and sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a progress display that was killed may have hidden the cursor
+
+
+def _kill_session(pid: int) -> None:
+    """The worker and what it started (data loaders), also when the worker itself is already gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _pump(pipe: IO[bytes], prefix: str, tail: list[str]) -> None:
+    for raw in pipe:
+        line = raw.decode(errors="replace")
+        tail.append(line)
+        del tail[:-50]
+        print(f"{prefix}{line}", end="", flush=True)
+
+
+def _is_real(stream: Any) -> bool:
+    """Whether children that inherit our standard output write where `stream` writes (in a notebook they do not)."""
+    try:
+        return bool(stream.fileno() == 1)
+    except (AttributeError, OSError, ValueError):
+        return False

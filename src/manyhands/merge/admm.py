@@ -1,0 +1,113 @@
+"""Consensus ADMM: every rank solves its own problem, tied to a common z by a multiplier that learns how ranks differ.
+
+    min sum_i f_i(x_i) + lam/2 |z|^2   with x_i = z         f_i: mean loss on the data of rank i
+    x_i <- argmin f_i(x) + y_i'(x - z) + rho/2 |x - z|^2    by `period` steps of the optimizer, from z
+    z   <- sum_i (rho x_i + y_i) / (lam + M rho);   y_i <- y_i + rho (x_i - z)
+
+The multipliers correct the drift of local steps, so that the fixed point is the optimum over all data however different the ranks' data is;
+sum_i y_i = lam z holds after every round. rho doubles or halves (within `span` of its start) where primal residual |x_i - z| and dual residual rho |z - z_old| are
+more than `ratio` apart; both are kept in the state. Where both fall below `tolerance` |z| the run has converged: z stays, and remaining rounds
+only measure the loss. Costs one all-reduce of the model a block and one vector y_i. Between blocks replicas hold z.
+
+Use it when ranks hold different data that must not move, or for convex problems.
+
+Paper: Boyd et al. 2011 (Foundations and Trends in Machine Learning 3): converges for any rho on convex problems.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.parts import Moments, check_block, copies, local_steps, need, settle_moments
+
+
+@dataclass(frozen=True)
+class ADMM(Strategy[Group]):
+    period: int = 16
+    rho: float = 0.1
+    lam: float = 0.0
+    ratio: float = 10.0
+    span: float = 8.0
+    tolerance: float = 0.0
+    moments: Moments = "keep"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "updates"
+
+    def __post_init__(self) -> None:
+        inf = float("inf")
+        check_block(self.period, self.moments)
+        need(
+            0 < self.rho < inf, f"rho={self.rho}", "a penalty of more than 0 is needed; about the curvature of the loss is right"
+        )
+        need(0 <= self.lam < inf, f"lam={self.lam}", "a ridge penalty of 0 (none) or more is needed")
+        need(
+            self.ratio > 1,
+            f"ratio={self.ratio}",
+            "more than 1 is needed: how far apart residuals may be before rho changes; inf: never",
+        )
+        need(
+            1 <= self.span < inf,
+            f"span={self.span}",
+            "1 (rho stays) or more is needed: how far rho may move from its start, as a factor",
+        )
+        need(0 <= self.tolerance < 1, f"tolerance={self.tolerance}", "0 (never stop early) or more and less than 1 is needed")
+
+    def init(self, replica: Replica) -> Tensors:
+        numbers = {"rho": self.rho, "primal": float("inf"), "dual": float("inf"), "norm": 0.0}
+        state = {k: torch.tensor(v, dtype=torch.float64, device=replica.count.device) for k, v in numbers.items()}
+        return state | {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        if self.tolerance and self._converged(state):
+            return self._measure(replica)
+        M, rho, z = link.size, state["rho"], copies(replica.params)
+        y = {k: state[f"y/{k}"] for k in z}
+
+        def pull() -> None:
+            for k, g in replica.grads.items():
+                g.add_(torch.sub(replica.params[k], z[k]).mul_(rho).add_(y[k]).mul_(replica.scale))
+
+        loss, samples = local_steps(replica, self.period, before_step=pull)
+        if not samples:  # steps went nowhere; the minimum of y_i'(x - z) + rho/2 |x - z|^2 alone is known
+            for k, x in replica.params.items():
+                x.sub_(y[k] / rho)
+        move = {k: (y[k] / rho).add_(x).sub_(z[k]) for k, x in replica.params.items()}
+        link.all_reduce(move).wait()
+        shrink = M * rho / (self.lam + M * rho)
+        norms = torch.zeros(3, dtype=torch.float64, device=replica.count.device)  # squares of x_i - z, z - z_old and z
+        for k, x in replica.params.items():
+            new = move[k].div_(M).add_(z[k]).mul_(shrink)
+            apart = x.sub_(new)
+            y[k].add_(rho * apart)
+            norms += torch.stack(
+                [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (apart, z[k].sub_(new), new)]
+            ).square()
+            x.copy_(new)
+        link.all_reduce({"primal": norms[:1]}).wait()
+        self._adapt(state, norms, M)
+        settle_moments(replica, link, self.moments, samples)
+        return loss
+
+    def _adapt(self, state: Tensors, squares: Tensor, M: int) -> None:
+        """Keep the residuals, over all ranks, and bring them together. The multipliers are not scaled by rho, so they stay."""
+        rho, primal, dual = state["rho"], state["primal"], state["dual"]
+        primal.copy_(squares[0].sqrt())
+        dual.copy_(rho * (M * squares[1]).sqrt())
+        state["norm"].copy_((M * squares[2]).sqrt())
+        rho.mul_(1.0 + (primal > self.ratio * dual).double() - 0.5 * (dual > self.ratio * primal).double())
+        rho.clamp_(self.rho / self.span, self.rho * self.span)
+
+    def _converged(self, state: Tensors) -> bool:
+        bound = self.tolerance * state["norm"]
+        return bool((state["primal"] <= bound) & (state["dual"] <= state["rho"] * bound))
+
+    def _measure(self, replica: Replica) -> Tensor:
+        """The loss of a block at z."""
+        total, samples = torch.zeros((), device=replica.count.device), 0
+        for _ in replica.steps(self.period):
+            total = total + replica.backward() * replica.own_count
+            samples += replica.own_count
+        return total / max(samples, 1)

@@ -1,0 +1,59 @@
+"""Blockwise model-update filtering: momentum over blocks, on top of model averaging.
+
+    x_i <- H local steps from W + eta D (Nesterov) or from W (classic)
+    G = sum_i (n_i / n) x_i - start;   D <- eta D + zeta G;   W <- W + D
+
+Averaging M models moves about as far as one of them did; the block momentum eta = 1 - 1/M (where none is given) makes up for it:
+zeta / (1 - eta) = M. Costs one all-reduce of the model a block and one vector D. Between blocks replicas hold W, so W is evaluated and
+saved, never the look-ahead W + eta D. Local momentum is reset after each block, as the paper's block restarts from a new point;
+`moments=keep` and `moments=average` are there.
+
+Use it when model averaging loses accuracy with many workers or long blocks.
+
+Paper: Chen and Huo 2016 (ICASSP): almost linear speed-up on 16 GPUs (LSTM) and 64 GPUs (DNN), 1860 hours of speech, without
+loss of accuracy.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, need, settle_moments
+
+
+@dataclass(frozen=True)
+class BMUF(Strategy[Group]):
+    period: int = 16
+    eta: float | None = None
+    zeta: float = 1.0
+    nesterov: bool = True
+    moments: Moments = "reset"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "updates"
+
+    def __post_init__(self) -> None:
+        check_block(self.period, self.moments)
+        need(self.eta is None or 0 <= self.eta < 1, f"eta={self.eta}", "block momentum of 0 or more and less than 1 is needed")
+        need(0 < self.zeta < float("inf"), f"zeta={self.zeta}", "a block learning rate of more than 0 is needed; 1 is usual")
+
+    def init(self, replica: Replica) -> Tensors:
+        return {f"D/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        eta = 1 - 1 / link.size if self.eta is None else self.eta
+        W = copies(replica.params)
+        if self.nesterov:
+            for k, x in replica.params.items():
+                x.add_(state[f"D/{k}"], alpha=eta)
+        start = copies(replica.params) if self.nesterov else W
+        loss, samples = local_steps(replica, self.period)
+        average_updates(replica, link, start, samples)
+        for k, G in replica.params.items():
+            D = state[f"D/{k}"]
+            D.mul_(eta).add_(G, alpha=self.zeta)
+            torch.add(W[k], D, out=G)
+        settle_moments(replica, link, self.moments, samples)
+        return loss

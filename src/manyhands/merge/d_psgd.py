@@ -1,0 +1,64 @@
+"""Decentralised SGD: every rank averages with its neighbours in a graph, nobody with all.
+
+    cta:  x_i <- sum_j W_ij x_j - eta g_i(x_i)              combine, then adapt: the gradient is that of the unmixed point
+    atc:  x_i <- sum_j W_ij (x_j - eta g_j(x_j))            adapt, then combine
+
+W is doubly stochastic over `graph`: ring, torus, exponential, one_peer (exponential, one neighbour a round), star, complete, or
+edges such as 0-1,1-2,2-3 with Metropolis weights. The mean of all replicas moves by the mean of their gradients, and their
+distance from it shrinks by the spectral gap of W every round. A round costs each rank its degree times N values (one_peer: N), and
+it waits for its neighbours only. With cta the parameters travel while the gradient is computed; atc mixes fresher values and with
+the complete graph is synchronous SGD. `period` steps are taken between two exchanges. Optimizer state stays local
+(`moments=keep`), or is mixed like the parameters (average), or starts anew after each exchange (reset). Every rank weighs the
+same, whatever its share of the data. Evaluated and saved is the mean of all replicas.
+
+Use it when latency or one slow link makes an all-reduce dear: no rank talks to more than a few others. Data that differ between
+ranks hurt more the smaller the gap: take exponential or one_peer rather than a long ring.
+
+Paper: Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?" (arXiv:1705.09056): up to 10 times
+faster than centralised SGD on slow networks, up to 112 GPUs.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge import gossip, topology
+from manyhands.merge.parts import Moments, check_block, local_steps
+
+
+@dataclass(frozen=True)
+class DPSGD(Strategy[Group]):
+    graph: str = "ring"
+    order: Literal["cta", "atc"] = "cta"
+    period: int = 1
+    moments: Moments = "keep"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "parameters"
+    swaps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_block(self.period, self.moments)
+
+    def check(self, size: int) -> None:
+        topology.check(self.graph, size)
+
+    def init(self, replica: Replica) -> Tensors:
+        return {"round": torch.zeros((), dtype=torch.int64)}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        turns = topology.turns(self.graph, link.size, link.rank)
+        turn = turns[int(state["round"]) % len(turns)]
+        state["round"] += 1
+        if self.order == "cta":
+            mix = gossip.exchange(replica, link, turn, self.moments)
+            loss, _ = local_steps(replica, self.period, before_step=mix)
+        else:
+            loss, _ = local_steps(replica, self.period)
+            gossip.exchange(replica, link, turn, self.moments)()
+        return loss
+
+    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
+        return gossip.mean_of_all(replica, link)

@@ -1,0 +1,68 @@
+"""Ensemble and compression (EC-DNN): replicas agree in what they say, not in their weights.
+
+    H times:    w_k <- step on CE(y, f_k)
+    exchange:   every rank gets all M models;    o(x) = mean_k softmax f_k(x)
+    D times:    w_k <- step on  a CE(y, f_k) + (1 - a) KL(o || f_k)  for a share of the samples, CE(y, f_k) for the rest
+
+Averaging weights of a network that is not convex may be worse than each of them; averaging outputs never is: by Jensen the loss
+of the mean output is at most the mean loss. The ensemble is M times as large, so each rank distils it back into its own net,
+on its own data, before it goes on. `period` is H, `distil` D, `weight` a, `relabel` the share. A round costs (M-1) N
+values to each rank, which holds all M models while it distils, and M forward passes more for each distilled batch. For
+classifiers with loss= only: the model gives logits (samples, classes). Optimizer state stays local, no weights are averaged.
+CONSENSUS
+
+Use it when replicas drift far apart, over long periods or on different data, and their average breaks; on a fast link averaging
+rules reach the same sooner.
+
+Paper: Sun et al. 2017, "Ensemble-Compression: A New Method for Parallel Training of Deep Neural Networks" (arXiv:1606.00575): better
+accuracy and speed-up than model averaging.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Student, Tensors
+from manyhands.merge.parts import copies, need
+
+
+@dataclass(frozen=True)
+class Ensemble(Strategy[Group]):
+    period: int = 48
+    distil: int = 16
+    weight: float = 0.5
+    relabel: float = 0.7
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "parameters"
+    swaps: ClassVar[bool] = True
+    distils: ClassVar[bool] = True  # its replica must be a Student
+
+    def __post_init__(self) -> None:
+        for name, steps in (("period", self.period), ("distil", self.distil)):
+            need(steps >= 1, f"{name}={steps}", f"at least 1 step is needed; set merge.{name}=1 or more")
+        for name, share in (("weight", self.weight), ("relabel", self.relabel)):
+            need(0 <= share <= 1, f"{name}={share}", "a share between 0 and 1 is needed")
+
+    def init(self, replica: Replica) -> Tensors:
+        return {}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        models: list[Tensors] = []
+        total, samples = torch.zeros((), device=replica.count.device), 0
+        for i in replica.steps(self.period + self.distil):
+            if i == self.period and link.size > 1:  # one model alone has nothing to learn from itself
+                own = copies(replica.params)
+                others = link.swap(own, [r for r in range(link.size) if r != link.rank])
+                models = [*others[: link.rank], own, *others[link.rank :]]
+            loss = cast(Student, replica).distil(models, self.weight, self.relabel) if models else replica.backward()
+            total = total + loss * replica.own_count
+            samples += replica.own_count
+            replica.step()
+        return total / max(samples, 1)
+
+    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
+        mean = copies(replica.params)
+        link.all_reduce(mean, op="mean").wait()
+        return mean

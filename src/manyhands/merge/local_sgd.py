@@ -1,0 +1,67 @@
+"""Local SGD and post-local SGD: a merge every H steps, from a chosen moment on; before it every step, as synchronous SGD does.
+
+    x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      H = 1 before `post`, `period` after it
+
+`post` is a number of steps, or `lr` for the first decay of the learning rate; 0 starts with long blocks at once. An all-reduce of
+the model every H steps instead of one of the gradient every step. With H=1 and SGD, momentum or not, it is synchronous SGD.
+`moments` says what becomes of momentum or Adam's averages: each replica keeps its own, all take the average, or they start anew.
+
+Use it when a step is short against an all-reduce; with `post=lr` when large batches reach a worse model than small ones did.
+
+Paper: Stich 2019 (arXiv:1805.09767): rounds of communication may shrink by up to the square root of the number of steps at the same
+rate. Lin et al. 2020 (arXiv:1808.07217): post-local SGD closes the generalisation gap of large batches.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, need, settle_moments
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy[Group]):
+    period: int = 8
+    post: int | Literal["lr"] = 0
+    moments: Moments = "keep"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "updates"
+
+    def __post_init__(self) -> None:
+        check_block(self.period, self.moments)
+        holds = self.post == "lr" or (isinstance(self.post, int) and self.post >= 0)
+        need(
+            holds,
+            f"post={self.post}",
+            "a number of steps, 0 or more, or lr (from the first decay of the learning rate) is needed",
+        )
+
+    def init(self, replica: Replica) -> Tensors:
+        # on the host: the length of a block is decided there
+        return {
+            "steps": torch.zeros((), dtype=torch.int64),
+            "peak": torch.zeros((), dtype=torch.float64),
+            "decayed": torch.tensor(False),
+        }
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        w = copies(replica.params)
+        period = self._steps(replica.lr, state)
+        loss, samples = local_steps(replica, period)
+        state["steps"] += period
+        average_updates(replica, link, w, samples)
+        for k, x in replica.params.items():
+            x.add_(w[k])
+        settle_moments(replica, link, self.moments, samples)
+        return loss
+
+    def _steps(self, lr: float, state: Tensors) -> int:
+        """How many before the next merge."""
+        if self.post == "lr":
+            state["decayed"] |= lr < state["peak"]  # and stays so, where the rate rises again
+            state["peak"].clamp_(min=lr)  # a warm-up is no decay
+            return self.period if state["decayed"] else 1
+        return self.period if state["steps"] >= self.post else 1

@@ -1,0 +1,43 @@
+"""Model averaging: replicas train alone for a block of steps, then all go on from the mean of their models.
+
+    x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      n_i: samples of the block on rank i
+
+One all-reduce of the model a block instead of one of the gradient a step, so the link carries 1/H of the bytes. Each model weighs
+as many samples as it saw; a rank without any joins with weight 0. Between blocks all replicas hold w.
+`moments` says what becomes of momentum or Adam's averages: each replica keeps its own, all take the average, or they start anew.
+
+Use it when the link is slow and the data of all ranks is alike: the longer the block, the further replicas drift apart.
+
+Paper: McMahan et al. 2017 (FedAvg, arXiv:1602.05629): 10 to 100 times fewer rounds of communication than synchronous SGD.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, settle_moments
+
+
+@dataclass(frozen=True)
+class ModelAverage(Strategy[Group]):
+    period: int = 32
+    moments: Moments = "keep"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "updates"
+
+    def __post_init__(self) -> None:
+        check_block(self.period, self.moments)
+
+    def init(self, replica: Replica) -> Tensors:
+        return {}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        w = copies(replica.params)
+        loss, samples = local_steps(replica, self.period)
+        average_updates(replica, link, w, samples)
+        for k, x in replica.params.items():
+            x.add_(w[k])
+        settle_moments(replica, link, self.moments, samples)
+        return loss

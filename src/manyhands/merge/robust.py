@@ -1,0 +1,110 @@
+"""Gradients merged so that f of the n ranks may send anything at all: wrong data, broken memory, lies.
+
+    median              the median of every coordinate                                                          n >= 2f+1
+    trimmed_mean        the mean of every coordinate without its f largest and f smallest                       n >= 2f+1
+    krum                the g_i with the least sum of squared distances to its n-f-2 nearest others             n >= 2f+3
+    multi_krum          the mean of the n-f best of these                                                       n >= 2f+3
+    geometric_median    argmin_v sum_i |g_i - v|                                                                n >= 2f+1
+    clipping            v <- v + (1/n) sum_i (g_i - v) min(1, r / |g_i - v|),   from the last v                 n >= 2f+1
+
+Every rank gets all n mean gradients and merges them itself, in the order of ranks, so honest replicas stay alike to the bit
+and nobody has to trust anybody's sum: (n-1) N values a step arrive at each rank, and are held there. A gradient with
+NaN or infinity in it counts as zero. Every rank has one vote whatever its number of samples (one without any votes for no
+change), and so does a liar: shares are not weighed, because a liar could claim any weight. `radius` is that of clipping,
+left out: twice the median distance from v. `momentum` averages each rank's own gradients over time before they are
+sent, m <- momentum m + (1 - momentum) g, which a lie that is small each time cannot hide in; the optimizer's momentum comes after it.
+
+Use it when a rank may be wrong and nobody would notice. clipping differs least from the mean where all are honest; median and
+krum are biased when ranks hold different data, krum is the noisiest, geometric_median the dearest to compute.
+
+Paper: Blanchard et al. 2017 (krum, arXiv:1703.02757), Yin et al. 2018 (median and trimmed mean, arXiv:1803.01498), Pillutla et al. 2022
+(geometric median, arXiv:1912.13445), Karimireddy et al. 2021 (centered clipping and worker momentum, arXiv:2012.10333).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.errors import PlanError
+from manyhands.merge import aggregate
+from manyhands.merge.parts import need
+
+How = Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "clipping"]
+MOST = 2.0**24  # samples that a rank may claim: a number that float32 counts to
+
+
+@dataclass(frozen=True)
+class Robust(Strategy[Group]):
+    how: How = "clipping"
+    f: int = 1
+    momentum: float = 0.0
+    radius: float | None = None
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "gradients"
+    swaps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        need(self.f >= 0, f"f={self.f}", "0 or more lying ranks are needed")
+        need(0 <= self.momentum < 1, f"momentum={self.momentum}", "0 (none) to less than 1 is needed; 0.9 is usual")
+        if self.radius is not None:
+            need(self.how == "clipping", f"radius={self.radius}", f"it has no effect with merge.how={self.how}; leave it out")
+            need(self.radius > 0, f"radius={self.radius}", "more than 0 is needed; leave it out for twice the median distance")
+
+    def check(self, size: int) -> None:
+        more, formula = (3, "2f+3") if "krum" in self.how else (1, "2f+1")
+        if 1 < size < 2 * self.f + more:
+            needed = 2 * self.f + more
+            raise PlanError(
+                f"merge.how={self.how} with merge.f={self.f} needs {formula} = {needed} ranks or more, but data={size}; "
+                f"set data={needed}{f', merge.f={(size - more) // 2}' if size >= more else ''}"
+                f"{' or merge.how=clipping (2f+1)' if more == 3 and size > 2 * self.f else ''}"
+            )
+
+    def init(self, replica: Replica) -> Tensors:
+        kinds = [*(["momentum"] if self.momentum else []), *(["centre"] if self.how == "clipping" else [])]
+        return {f"{kind}/{k}": torch.zeros_like(x) for kind in kinds for k, x in replica.params.items()}
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        loss = replica.backward()
+        if link.size == 1:
+            replica.step()
+            return loss
+        vote = self._vote(replica, state)
+        others = link.swap({**vote, "count": replica.count}, [r for r in range(link.size) if r != link.rank])
+        counts = [replica.count.clone(), *(theirs.pop("count") for theirs in others)]
+        merged = self.merge(aggregate.sanitise([*others[: link.rank], vote, *others[link.rank :]], self.f), state)
+        # what is claimed cancels out again in `step`; it must only be a number, and the same one everywhere
+        claims = torch.stack(counts).nan_to_num(nan=0.0, posinf=MOST, neginf=0.0).clamp(0.0, MOST).round()
+        replica.count.copy_(claims.sum(0))
+        for k, grad in replica.grads.items():
+            torch.mul(merged[k], replica.scale, out=grad)
+        replica.step()
+        return loss
+
+    def _vote(self, replica: Replica, state: Tensors) -> Tensors:
+        """This rank's mean gradient, or its mean over time."""
+        mean = {k: g / replica.scale.clamp(min=1e-30) for k, g in replica.grads.items()}
+        if not self.momentum:
+            return mean
+        for k, g in mean.items():
+            state[f"momentum/{k}"].lerp_(g, 1 - self.momentum)
+        return {k: state[f"momentum/{k}"] for k in mean}
+
+    def merge(self, rows: aggregate.Rows, state: Tensors) -> Tensors:
+        if self.how == "median":
+            return aggregate.median(rows)
+        if self.how == "trimmed_mean":
+            return aggregate.trimmed_mean(rows, self.f)
+        if self.how == "krum":
+            return aggregate.krum(rows, self.f)
+        if self.how == "multi_krum":
+            return aggregate.krum(rows, self.f, best=len(rows) - self.f)
+        if self.how == "geometric_median":
+            return aggregate.geometric_median(rows)
+        merged = aggregate.clip_centred(rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.radius)
+        for k, v in merged.items():
+            state[f"centre/{k}"].copy_(v)
+        return merged

@@ -1,0 +1,184 @@
+"""The bench of all merge rules: rank i minimises f_i(x) = x'A_i x/2 - b_i'x in float64, and everybody knows the answer.
+
+    optimum of sum_i w_i f_i   =   (sum_i w_i A_i)^-1 sum_i w_i b_i
+
+`spread` is how far the b_i are apart, `mixed` how far the A_i are. With common A local steps are linear in x alike on all ranks, so
+rules that average reach the optimum itself; with different A_i those without a correction stop near it.
+The replica is the real one over two parameters, so there are pieces, padding and any torch optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.compute.flat import FlatParameters
+from manyhands.compute.module import Micro, ModuleReplica
+from manyhands.compute.update import WholeUpdate
+from manyhands.core import Group, Tensors
+from manyhands.exchange.inproc import World
+from manyhands.exchange.observed import Observed
+
+DIMS = (5, 3)
+BATCH = 4
+Counts = Callable[[int, int], int]  # rank, step -> samples
+Make = Callable[[Any], Optimizer]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.25)
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def full(rank: int, step: int) -> int:
+    return BATCH
+
+
+@dataclass(frozen=True)
+class Problem:
+    size: int
+    spread: float = 1.0
+    mixed: float = 0.0
+    noise: float = 0.0
+    A: list[Tensor] = field(init=False, repr=False)
+    b: list[Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(3)
+        n = sum(DIMS)
+        axes = torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64)).Q
+        common, centre = torch.linspace(0.5, 2.0, n, dtype=torch.float64), torch.randn(n, generator=g, dtype=torch.float64)
+        bends = [1 + self.mixed * torch.rand(n, generator=g, dtype=torch.float64) for _ in range(self.size)]
+        object.__setattr__(self, "A", [axes @ torch.diag(common * bend) @ axes.T for bend in bends])
+        offsets = [torch.randn(n, generator=g, dtype=torch.float64) for _ in range(self.size)]
+        object.__setattr__(self, "b", [centre + self.spread * offset for offset in offsets])
+
+    def optimum(self, weights: Sequence[float] | None = None) -> Tensor:
+        w = weights or [1.0] * self.size
+        A = sum((wi * Ai for wi, Ai in zip(w, self.A, strict=True)), torch.zeros_like(self.A[0]))
+        b = sum((wi * bi for wi, bi in zip(w, self.b, strict=True)), torch.zeros_like(self.b[0]))
+        return torch.linalg.solve(A, b)
+
+
+class Point(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(4)
+        self.u, self.v = (nn.Parameter(3 * torch.randn(n, generator=g, dtype=torch.float64)) for n in DIMS)
+
+
+class Student(ModuleReplica):
+    """A point says nothing about data; here what the teachers say is where they stand."""
+
+    teachers: Sequence[Tensors] = ()
+    pull = 0.0
+
+    def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
+        self.teachers, self.pull = teachers, (1 - weight) * share
+        try:
+            return self.backward()
+        finally:
+            self.teachers = ()
+
+
+class Rank:
+    """One rank on the bench: a real replica, whose only data are step numbers."""
+
+    def __init__(self, problem: Problem, rank: int, make: Make = sgd, counts: Counts = full, total: float = float("inf"), nominal: int = 0):
+        self.problem, self.rank, self.counts = problem, rank, counts
+        self.step = 0
+        self.model = Point()
+        flat = FlatParameters(self.model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
+        self.update = WholeUpdate(flat, self.model, make(self.model.parameters()))
+        nominal = nominal or BATCH * problem.size
+        self.replica = Student(flat, self.update, self._next, nominal=nominal, ended=lambda: self.step >= total)
+
+    def _next(self) -> Micro:
+        count = self.counts(self.rank, self.step)
+        self.step += 1
+        if not count:
+            return Micro(None, 0, True)
+        x, A, b = torch.cat([self.model.u, self.model.v]), self.problem.A[self.rank], self.problem.b[self.rank]
+        loss = x @ A @ x / 2 - b @ x
+        if self.replica.teachers:
+            mean = torch.stack([self.point(t) for t in self.replica.teachers]).mean(0)
+            loss = loss + self.replica.pull * (x - mean).square().sum() / 2
+        if self.problem.noise:  # a function of rank and step, so that a resumed rank meets the same
+            g = torch.Generator().manual_seed(1000 * self.step + self.rank)
+            loss = loss + self.problem.noise * x @ torch.randn(len(x), generator=g, dtype=torch.float64)
+        return Micro(loss, count, True)
+
+    def point(self, values: Tensors | None = None) -> Tensor:
+        """x of these flat vectors, without their padding."""
+        values = self.replica.params if values is None else values
+        parts = [values[p.vector][p.start : p.start + p.parameter.numel()] for p in self.replica.flat.pieces]
+        return torch.cat(parts).clone()
+
+    def save(self) -> dict[str, Any]:
+        tensors, meta = self.update.save(lambda values: None)
+        return {"params": {k: v.clone() for k, v in self.replica.params.items()}, "optimizer": (tensors, meta), "step": self.step}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.replica.load(saved["params"])
+        self.update.load(*saved["optimizer"])
+        self.step = saved["step"]
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: its own x, the one model that all stand for, and what happened on the way."""
+
+    x: Tensor
+    consensus: Tensor
+    state: Tensors
+    losses: list[Tensor]
+    steps: int
+    link: Observed
+    saved: dict[str, Any]
+
+
+def run(
+    rule: Any,
+    problem: Problem,
+    rounds: int,
+    *,
+    make: Make = sgd,
+    counts: Counts = full,
+    total: float = float("inf"),
+    resumed: Sequence[Outcome] | None = None,
+    after_round: Callable[[Rank, Group, Tensors], None] | None = None,
+) -> list[Outcome]:
+    """Let every rank of a World take `rounds` rounds, from the start or from where `resumed` ended; or all that `total` steps allow."""
+    rule.check(problem.size)
+
+    def main(group: Group) -> Outcome:
+        link = Observed(group, lambda event: None)
+        me = Rank(problem, group.rank, make, counts, total)
+        if resumed is not None:
+            me.load(resumed[group.rank].saved)
+        state = rule.init(me.replica)
+        if resumed is not None:
+            for k, v in resumed[group.rank].state.items():
+                state[k].copy_(v)
+        losses = []
+        for _ in range(rounds):
+            if me.step >= total:
+                break
+            losses.append(rule.round(me.replica, link, state))
+            if after_round is not None:
+                after_round(me, link, state)
+        # what a checkpoint would hold, before anybody asks for the consensus
+        saved, kept = me.save(), {k: v.clone() for k, v in state.items()}
+        model = rule.consensus(me.replica, link, state)
+        agreed = me.point() if model is None else me.point(model)
+        return Outcome(me.point(saved["params"]), agreed, kept, losses, me.step, link, saved)
+
+    return World(problem.size).run(main)
