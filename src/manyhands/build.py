@@ -209,10 +209,14 @@ def _rule(
     strategy = _rules(plan)[name]
     link: Group = site.link
     if plan.algorithm != "native" and link.size > 1:
+        if site.device.type == "cuda":
+            raise PlanError(f"algorithm={plan.algorithm} is for CPU processes, but this rank computes on a GPU; leave it out")
         link = algorithms.wrap(link, plan.algorithm)
     wire = None
     if plan.encoding is not None and link.size > 1:
         link = wire = wires.wrap(link, plan.encoding, strategy.sends, replica.flat.shapes())
+        for values in replica.params.values():
+            wire.warm(values)
     gauge = None
     if strategy.sends == "gradients" and not getattr(strategy, "swaps", False) and link.size > 1:
         buckets = [b.name for b in replica.flat.buckets]

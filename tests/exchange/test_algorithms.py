@@ -222,19 +222,21 @@ def test_no_rank_has_children_in_both_trees_and_both_reach_all(p: int) -> None:
 
 
 def test_a_double_tree_works_on_all_its_levels_at_once() -> None:
-    """In 16 segments it takes less than half of what it takes in one, where a segment waits for the whole."""
+    """In segments of the right length it takes what the model says; in one segment, where all wait for all of it, twice that."""
+    alpha, beta = 0.002, 2.0**-20
     seconds = {}
-    for segment_bytes in (1 << 20, 1 << 16):
-        world = World(15, lambda what, nbytes, peers: nbytes / 2**20)
+    for latency_bytes in (alpha / beta, 1e12):
+        world = World(15, lambda what, nbytes, peers: alpha + nbytes * beta)
 
-        def main(link: InprocGroup, segment_bytes: int = segment_bytes) -> None:
+        def main(link: InprocGroup, latency_bytes: float = latency_bytes) -> None:
             x = torch.ones(1 << 19)
-            wrap(link, "double_tree", segment_bytes=segment_bytes).all_reduce({"x": x}).wait()
+            wrap(link, "double_tree", latency_bytes=latency_bytes).all_reduce({"x": x}).wait()
             assert (x == 15).all()
 
         world.run(main)
-        seconds[segment_bytes] = max(world.now)
-    assert seconds[1 << 16] < seconds[1 << 20] / 2
+        seconds[latency_bytes] = max(world.now)
+    assert seconds[alpha / beta] == pytest.approx(cost("double_tree", 15, 4 << 19, alpha, beta, 0.0), rel=0.05)
+    assert seconds[1e12] > 2 * seconds[alpha / beta]
 
 
 # -- time: the world's clock against the model --
@@ -307,7 +309,7 @@ def test_auto_takes_another_algorithm_for_another_length_and_all_ranks_the_same(
         auto, mine = wrap(link, "auto"), [given(link.rank, n, torch.int64) for n in (1, 3000)]
         for x in mine:
             auto.all_reduce({"x": x}).wait()
-        return [auto._chosen[8 * n].__name__ for n in (1, 3000)], mine
+        return [auto._chosen[8 * n].func.__name__ for n in (1, 3000)], mine
 
     everyone = World(8, lambda what, nbytes, peers: 1.0 + nbytes / 1000).run(main)
     for names, got in everyone:
@@ -399,7 +401,7 @@ def test_meta_tensors_cost_what_others_cost() -> None:
         ("ring", {"group_size": 2}, "algorithm=ring has no option group_size; it has none"),
         ("hierarchical", {"group_size": 4}, "groups of 4 among 6 ranks; groups must be equal: use one of 1, 2, 3, 6"),
         ("hierarchical", {"group_size": 0}, "groups of 0 among 6 ranks"),
-        ("double_tree", {"segment_bytes": 0}, "segments of 0 bytes; give 1 or more"),
+        ("double_tree", {"latency_bytes": 0}, "latency_bytes=0; give alpha/beta"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(name: str, options: dict[str, int], reason: str) -> None:

@@ -2,8 +2,8 @@
 
     optimum of sum_i w_i f_i   =   (sum_i w_i A_i)^-1 sum_i w_i b_i
 
-`spread` is how far the b_i are apart, `mixed` how far the A_i are. With common A local steps are linear in x alike on all ranks, so
-rules that average reach the optimum itself; with different A_i those without a correction stop near it.
+`spread` is how far the b_i are apart, `mixed` how far the A_i are. With common A local steps are linear in x alike on all ranks,
+so rules that average reach the optimum itself; with different A_i those without a correction stop near it.
 The replica is the real one over two parameters, so there are pieces, padding and any torch optimizer.
 """
 
@@ -92,7 +92,9 @@ class Student(ModuleReplica):
 class Rank:
     """One rank on the bench: a real replica, whose only data are step numbers."""
 
-    def __init__(self, problem: Problem, rank: int, make: Make = sgd, counts: Counts = full, total: float = float("inf"), nominal: int = 0):
+    def __init__(
+        self, problem: Problem, rank: int, make: Make = sgd, counts: Counts = full, total: float = float("inf"), nominal: int = 0
+    ):
         self.problem, self.rank, self.counts = problem, rank, counts
         self.step = 0
         self.model = Point()
@@ -156,7 +158,7 @@ def run(
     resumed: Sequence[Outcome] | None = None,
     after_round: Callable[[Rank, Group, Tensors], None] | None = None,
 ) -> list[Outcome]:
-    """Let every rank of a World take `rounds` rounds, from the start or from where `resumed` ended; or all that `total` steps allow."""
+    """Let every rank of a World take `rounds` rounds, or what `total` steps allow, from the start or where `resumed` ended."""
     rule.check(problem.size)
 
     def main(group: Group) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from manyhands.core import Group, Tensors
 from manyhands.errors import PlanError
 from manyhands.merge import STRATEGIES
+from manyhands.merge.admm import ADMM
+from manyhands.merge.easgd import EASGD
 from manyhands.plan.words import parse
 
 
@@ -36,13 +39,16 @@ CASES = {
     "local_sgd": Case({"period": 4}),
     "bmuf": Case({"period": 4}, rounds=60, tolerance=1e-5),
     "diloco": Case({"period": 4, "momentum": 0.5}, plain_alone=False),
-    "streaming_diloco": Case({"period": 8, "fragments": 3, "tau": 1, "momentum": 0.3}, rounds=30, tolerance=1e-5, plain_alone=False, idle=1e-5),
-    "easgd": Case({"period": 4}, rounds=60, tolerance=1e-5, plain_alone=False, idle=1e-5),
+    "streaming_diloco": Case(
+        {"period": 8, "fragments": 3, "tau": 1, "momentum": 0.3}, rounds=30, tolerance=1e-5, plain_alone=False, idle=1e-5
+    ),
+    "easgd": Case({"period": 4}, rounds=60, tolerance=1e-5, plain_alone=False, idle=1e-3),
     "admm": Case({"period": 8, "rho": 1.0}, rounds=60, mixed=1.0, plain_alone=False),
-    "d_psgd": Case(rounds=150),
-    "ad_psgd": Case(rounds=150),
-    "sgp": Case(rounds=150),
-    "ensemble": Case({"period": 3, "distil": 3}, idle=float("inf")),  # one that never learns stays in the mean
+    "d_psgd": Case(rounds=150, idle=1e-4),
+    "ad_psgd": Case(rounds=150, idle=0.05),  # who meets whom decides what the idle one repeats
+    "sgp": Case(rounds=150, idle=0.05),
+    # models are not averaged: each finds the common answer by itself; one that never learns stays in the teachers' mean
+    "ensemble": Case({"period": 3, "distil": 3}, rounds=80, spread=0.0, idle=float("inf")),
     "robust": Case({"f": 0}, rounds=150, spread=0.0),  # a vote finds the common answer, not that of the mean
 }
 OPTIMIZERS: dict[str, Make] = {
@@ -149,15 +155,15 @@ def test_it_works_over_any_optimizer(name: str, optimizer: str) -> None:
 
 @every_rule
 def test_every_way_to_treat_optimizer_state_converges(name: str) -> None:
-    kind: Any = STRATEGIES[name]
-    choices = get_args(get_type_hints(kind).get("moments", Literal["-"]))
-    problem, case = problem_of(name, 3), CASES[name]
-    for choice in choices if "moments" in {f.name for f in dataclasses.fields(kind)} else ():
-        rounds = min(case.rounds, 60)
+    problem, rounds = problem_of(name, 3), min(CASES[name].rounds, 60)
+    for choice in get_args(get_type_hints(STRATEGIES[name]).get("moments")):
         outcome = run(rule_of(name, moments=choice), problem, rounds, make=momentum)[0]
-        assert distance(outcome.consensus, problem.optimum()) < 0.05, choice
-        unused = lambda rank, step: 0 if rank == 2 else BATCH  # no step was taken there, so its optimizer has no state to average
-        assert run(rule_of(name, moments=choice), problem, 2, make=OPTIMIZERS["adam"], counts=unused)[2].consensus.isfinite().all()
+        assert distance(outcome.consensus, problem.optimum()) < 0.2, choice
+        # where no step was ever taken the optimizer has nothing to average, and must not make others wait for it
+        idle = run(
+            rule_of(name, moments=choice), problem, 2, make=OPTIMIZERS["adam"], counts=lambda r, step: 0 if r == 2 else BATCH
+        )
+        assert all(o.consensus.isfinite().all() for o in idle)
 
 
 @every_rule
@@ -220,7 +226,7 @@ def test_every_option_refuses_a_wrong_value_and_names_it(name: str) -> None:
         ("merge=diloco merge.momentum=1", r"merge\.momentum=1\.0: outer momentum of 0 or more and less than 1"),
         ("merge=diloco merge.lr=0", r"merge\.lr=0\.0: an outer learning rate of more than 0"),
         ("merge=streaming_diloco merge.period=8 merge.fragments=9", r"merge\.fragments=9: 1 to 8 are needed"),
-        ("merge=streaming_diloco merge.period=9 merge.fragments=4 merge.tau=2", r"merge\.tau=2: .* less than period / fragments = 9 / 4 .* merge\.tau=1 or less"),
+        ("merge=streaming_diloco merge.period=9 merge.fragments=4 merge.tau=2", r"merge\.tau=2: .* period / fragments = 9 / 4 .* merge\.tau=1 or less"),
         ("merge=streaming_diloco merge.alpha=1", r"merge\.alpha=1\.0: the weight of the local fragment"),
         ("merge=admm merge.rho=0", r"merge\.rho=0\.0: a penalty of more than 0"),
         ("merge=admm merge.ratio=1", r"merge\.ratio=1\.0: more than 1 is needed"),
@@ -239,12 +245,12 @@ def test_bounds_are_said_with_the_value_given_and_what_would_do(words: str, said
 def elastic(size: int, rounds: int, still: Make) -> list[list[tuple[Tensor, Tensor]]]:
     """(x_i, c) of every rank after every round, from places that differ, under an optimizer that does not move."""
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(size)]
-    saved = run(STRATEGIES["easgd"](period=1), Problem(size), 1)  # type: ignore[call-arg]
+    saved = run(EASGD(period=1), Problem(size), 1)
 
     def look(me: Rank, link: Group, state: Tensors) -> None:
         seen[me.rank].append((me.point(), me.point({k.removeprefix("c/"): v for k, v in state.items()})))
 
-    run(STRATEGIES["easgd"](period=1), Problem(size), rounds, make=still, resumed=_still(saved), after_round=look)  # type: ignore[call-arg]
+    run(EASGD(period=1), Problem(size), rounds, make=still, resumed=_still(saved), after_round=look)
     return seen
 
 
@@ -261,9 +267,9 @@ def test_easgd_conserves_the_sum_of_replicas_and_centre_and_closes_the_gap_by_it
     sums = [sum(x for x, _ in at) + at[0][1] for at in zip(*seen, strict=True)]
     gaps = [sum(x for x, _ in at) / size - at[0][1] for at in zip(*seen, strict=True)]
     factor = 1 - (size + 1) * 0.9 / size
-    for before, after in zip(sums, sums[1:], strict=False):
+    for before, after in itertools.pairwise(sums):
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
-    for gap, next_gap in zip(gaps, gaps[1:], strict=False):
+    for gap, next_gap in itertools.pairwise(gaps):
         torch.testing.assert_close(next_gap, factor * gap, rtol=1e-9, atol=1e-12)
     assert float(gaps[0].abs().max()) > 1e-3, "there was a gap to close"
 
@@ -278,7 +284,13 @@ def test_admm_multipliers_sum_to_the_gradient_of_the_penalty_after_every_round(l
         ys[me.rank].append((me.point({k: state[f"y/{k}"] for k in me.replica.params}), me.point()))
 
     shares = lambda rank, step: 0 if rank == 1 and step >= 8 else BATCH  # and with a rank whose samples run out
-    run(STRATEGIES["admm"](period=4, rho=0.5, lam=lam), Problem(size, mixed=1.0, noise=noise), rounds, counts=shares, after_round=look)  # type: ignore[call-arg]
+    run(
+        ADMM(period=4, rho=0.5, lam=lam),
+        Problem(size, mixed=1.0, noise=noise),
+        rounds,
+        counts=shares,
+        after_round=look,
+    )
     for at in zip(*ys, strict=True):
         z = at[0][1]
         torch.testing.assert_close(sum(y for y, _ in at), lam * z, rtol=1e-10, atol=1e-10)
@@ -293,17 +305,17 @@ def ridge(problem: Problem, lam: float) -> Tensor:
 @pytest.mark.parametrize("rho", [0.3, 1.0, 3.0])
 def test_admm_reaches_the_ridge_optimum_whatever_rho(rho: float) -> None:
     problem = Problem(3, mixed=1.0)
-    outcome = run(STRATEGIES["admm"](period=8, rho=rho, lam=0.5), problem, 80)[0]  # type: ignore[call-arg]
+    outcome = run(ADMM(period=8, rho=rho, lam=0.5), problem, 80)[0]
     assert distance(outcome.consensus, ridge(problem, 0.5)) < 1e-5
 
 
 def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_moving_once_they_are_small() -> None:
     problem = Problem(3, mixed=1.0)
-    adapted = run(STRATEGIES["admm"](period=8, rho=0.02, span=64.0), problem, 60)[0]  # type: ignore[call-arg]
-    fixed = run(STRATEGIES["admm"](period=8, rho=0.02, span=1.0), problem, 60)[0]  # type: ignore[call-arg]
+    adapted = run(ADMM(period=8, rho=0.02, span=64.0), problem, 60)[0]
+    fixed = run(ADMM(period=8, rho=0.02, span=1.0), problem, 60)[0]
     assert float(adapted.state["rho"]) > 0.02 == float(fixed.state["rho"])
     assert distance(adapted.consensus, problem.optimum()) < distance(fixed.consensus, problem.optimum())
-    rule = STRATEGIES["admm"](period=8, rho=1.0, tolerance=1e-3)  # type: ignore[call-arg]
+    rule = ADMM(period=8, rho=1.0, tolerance=1e-3)
     stopped, later = run(rule, problem, 60), run(rule, problem, 70)
     assert float(stopped[0].state["primal"]) < 1e-3 * float(stopped[0].state["norm"])
     assert torch.equal(stopped[0].consensus, later[0].consensus) and later[0].steps == 70 * 8
@@ -325,4 +337,3 @@ def test_the_bench_knows_its_own_answer() -> None:
     slope = sum(w * (A @ x - b) for w, A, b in zip([1, 2, 3], problem.A, problem.b, strict=True))
     assert float(torch.as_tensor(slope).abs().max()) < 1e-12
     assert sum(p.numel() for p in Point().parameters()) == len(x)
-

@@ -208,8 +208,8 @@ def test_no_schedule_makes_ranks_wait_in_a_circle_or_changes_what_they_compute(r
 
     ends = []
     for slow in range(3):
-        delay = lambda rank, t, slow=slow: 1000.0 if (rank + t * slow) % size == 0 else 0.1 * rank  # noqa: E731
-        cost = lambda what, nbytes, peers, slow=slow: [0.0, 1e-3 * nbytes, 50.0][slow]  # noqa: E731
+        delay = lambda rank, t, slow=slow: 1000.0 if (rank + t * slow) % size == 0 else 0.1 * rank
+        cost = lambda what, nbytes, peers, slow=slow: [0.0, 1e-3 * nbytes, 50.0][slow]
         ends.append(torch.stack(World(size, cost).run(main)))  # a deadlock would raise
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 

@@ -20,17 +20,22 @@ from manyhands.merge.robust import How, Robust
 HOWS = get_args(How)
 Lie = Callable[[Tensor], Tensor]
 LIES: dict[str, Lie] = {
-    "random": lambda g: 100 * torch.randn(g.shape, generator=torch.Generator().manual_seed(int(g.abs().sum() * 1e6) % 2**31), dtype=g.dtype),
+    "random": lambda g: (
+        100 * torch.randn(g.shape, generator=torch.Generator().manual_seed(int(g.abs().sum() * 1e6) % 2**31), dtype=g.dtype)
+    ),
     "flipped": lambda g: -10 * g,
     "nan": lambda g: g * torch.nan,
     "infinite": lambda g: g * torch.inf,
-    "huge": lambda g: torch.full_like(g, 1e300),
+    "huge": lambda g: torch.full_like(g, torch.finfo(g.dtype).max / 10),
 }
 
 
 def rows(n: int, numel: int = 40, seed: int = 0) -> list[Tensors]:
     g = torch.Generator().manual_seed(seed)
-    return [{"a": torch.randn(numel, generator=g, dtype=torch.float64), "b": torch.randn(7, generator=g, dtype=torch.float64)} for _ in range(n)]
+    return [
+        {"a": torch.randn(numel, generator=g, dtype=torch.float64), "b": torch.randn(7, generator=g, dtype=torch.float64)}
+        for _ in range(n)
+    ]
 
 
 def flat(row: Tensors) -> Tensor:
@@ -87,7 +92,7 @@ def test_krum_picks_by_the_nearest_others_and_multi_krum_averages_the_best(n: in
 def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
     given = rows(6)
     x, found = matrix(given), flat(aggregate.geometric_median(given, passes=200))
-    to = lambda v: float((x - v).norm(dim=1).sum())  # noqa: E731
+    to = lambda v: float((x - v).norm(dim=1).sum())
     directions = torch.randn(50, x.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert all(to(found + 1e-3 * d) > to(found) for d in directions)
     eight = merged("geometric_median", given)
@@ -191,11 +196,16 @@ def test_more_nonsense_than_liars_were_expected_shows() -> None:
 
 @pytest.mark.parametrize(
     ("how", "options"),
-    [("trimmed_mean", {"f": 0}), ("multi_krum", {"f": 0}), ("clipping", {"f": 0, "radius": float("inf")}), ("clipping", {"f": 0, "radius": 1e9})],
+    [
+        ("trimmed_mean", {"f": 0}),
+        ("multi_krum", {"f": 0}),
+        ("clipping", {"f": 0, "radius": float("inf")}),
+        ("clipping", {"f": 0, "radius": 1e9}),
+    ],
 )
 def test_with_nothing_to_guard_against_it_is_synchronous_sgd(how: Any, options: dict[str, Any]) -> None:
     problem = Problem(5, mixed=0.5)
-    near(flat(rows(1)[0]) * 0 + merged(how, rows(5), **options), matrix(rows(5)).mean(0))
+    near(merged(how, rows(5), **options), matrix(rows(5)).mean(0))
     for a, b in zip(trained(Robust(how, **options), problem, 20), trained(AllReduce(), problem, 20), strict=True):
         near(a, b)
 
@@ -250,22 +260,22 @@ def honest_optimum() -> Tensor:
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("rule", [*map(Robust, HOWS), Robust("clipping", momentum=0.9)], ids=str)
 def test_one_liar_of_five_moves_nobody_far_and_the_honest_stay_alike(rule: Any, lie: str) -> None:
-    ends = trained(rule, HONEST, 150, LIES[lie])
+    ends = trained(rule, HONEST, 100, LIES[lie])
     assert all(torch.equal(end, ends[0]) for end in ends)
     assert (ends[0] - honest_optimum()).norm() < 1.0
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_the_plain_mean_fails_with_one_liar_of_five(lie: str) -> None:
-    end = trained(AllReduce(), HONEST, 150, LIES[lie])[0]
+    end = trained(AllReduce(), HONEST, 100, LIES[lie])[0]
     assert not (end - honest_optimum()).norm() < 5.0
 
 
 @pytest.mark.parametrize("rule", [*map(Robust, HOWS), Robust("median", momentum=0.9)], ids=str)
 def test_replicas_stay_alike_with_uneven_shares_and_ranks_without_samples(rule: Any) -> None:
-    counts = lambda rank, step: (rank + step) % 4 if rank != 1 else 0  # noqa: E731
+    counts = lambda rank, step: (rank + step) % 4 if rank != 1 else 0
     problem = Problem(5, spread=0.2)
-    ends = trained(rule, problem, 200, counts=counts)
+    ends = trained(rule, problem, 100, counts=counts)
     assert all(torch.equal(end, ends[0]) for end in ends)
     start = Rank(problem, 0).point()
     # votes for no change hold it up; they do not lead it away

@@ -23,6 +23,7 @@ def run_by_hand(folder: Path, ranks: int = 4, waits: float = 0.1, exchange: str 
     """Ten rounds of one second; after every fifth an evaluation of two seconds. Launched at 0, the first round starts at 3."""
     for rank in range(ranks):
         at, events = 3.0, [Event(ZERO_S + 1, rank, 0, "start", value="data=4 merge=all_reduce")] if rank == 0 else []
+        events.append(Event(ZERO_S + 2, rank, 0, "all_reduce", 0.9, 7_000_000))  # agreeing on the first weights
         for round in range(1, 11):
             events.append(Event(ZERO_S + at, rank, round, "round", 1.0))
             events.append(Event(ZERO_S + at + 0.9, rank, round, exchange, waits, 1000))
@@ -52,7 +53,9 @@ def test_the_time_to_the_target_leaves_out_start_up_and_evaluations(tmp_path: Pa
 @pytest.mark.parametrize(
     ("exchange", "share"), [("all_reduce", 2 * 3 / 4), ("reduce_scatter", 3 / 4), ("all_gather", 3 / 4), ("swap", 1.0), ("transfer", 1.0)]
 )  # fmt: skip
-def test_bytes_are_what_a_rank_must_send_and_not_those_of_evaluations(tmp_path: Path, exchange: str, share: float) -> None:
+def test_bytes_are_what_a_rank_must_send_and_not_those_of_the_start_or_of_evaluations(
+    tmp_path: Path, exchange: str, share: float
+) -> None:
     course = follow(run_by_hand(tmp_path / "run", exchange=exchange), 0, TARGET, 500)
     assert course.sent_bytes == pytest.approx(10 * 1000 * share)
     assert course.wait_share == pytest.approx(0.1)

@@ -24,6 +24,8 @@ def bench(name: str, out: Path | None, quick: bool = False, only: list[str] | No
         module = _load(folder / f"{each.replace('-', '_')}.py")
         reports.append(common.report(each, module.measure(quick, only or []), folder.parent))
         common.show(reports[-1])
+        if hasattr(module, "draw"):  # beside the figures, or here
+            module.draw(reports[-1], out.with_suffix(".png") if out is not None else Path(f"{each}.png"))
     if out is not None:
         out.write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
 

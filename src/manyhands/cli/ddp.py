@@ -45,7 +45,6 @@ KNOWN = (
     "data", "split", "batch", "accumulate", "epochs", "steps", "seed", "precision", "clip", "device", "threads", "bucket_mb",
     "loaders", "compile", "until", "evaluate", "timeout_s",
 )  # fmt: skip
-SAMPLE_EVERY = 10  # of DDP's own account of its backward pass; it takes a few readings of the clock
 
 
 def check(words: dict[str, Any]) -> None:
@@ -133,7 +132,8 @@ class Peer:
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=plan.bucket_mb if "bucket_mb" in given else None,  # else torch's own choice
         )
-        self.ddp._set_ddp_runtime_logging_sample_rate(SAMPLE_EVERY)
+        if device.type == "cpu":  # its account of every step costs a few readings of the clock; on a GPU it would wait for events
+            self.ddp._set_ddp_runtime_logging_sample_rate(1)
         computing = torch.compile(self.ddp) if plan.compile else self.ddp
         self.losses = forward.TaskLoss(computing, self.walk, task.loss, task.step, plan.precision, device)  # type: ignore[arg-type]
         self.round = self.evaluated = 0
@@ -141,6 +141,7 @@ class Peer:
         self.rounds: list[tuple[float, float]] = []  # since the last look: start, seconds
         self.loss_sum, self.count = torch.zeros((), dtype=torch.float64, device=device), 0
         self.loss, self.rate, self.samples_seen = math.nan, 0.0, 0.0
+        self.waited = 0.0  # seconds in exchanges, so far
         self.stopped = 0
         self.reached = False
         self.metrics: dict[str, float] = {}
@@ -239,7 +240,7 @@ class Peer:
         self.loss = total / count if count else self.loss
         if not math.isfinite(total):
             raise Diverged(f"the loss became NaN or infinite by round {self.round} (epoch {self.epochs():.2f})")
-        waited = self._waited_s()
+        waited = self._waited_s(rounds)
         for i, (started, seconds) in enumerate(self.rounds, self.round - rounds + 1):
             self.recorder.emit(Event(started, self.rank, i, "round", seconds))
             held = min(waited, seconds)
@@ -256,11 +257,12 @@ class Peer:
         self.count, self.looked = 0, time.perf_counter()
         self.recorder.flush()
 
-    def _waited_s(self) -> float:
-        """What a step waits for its peers after backward has computed the last gradient, by DDP's own account, on average."""
+    def _waited_s(self, rounds: int) -> float:
+        """How long a step since the last look waited for peers after its last gradient was computed, by DDP's own account."""
         account = self.ddp._get_ddp_logging_data()
         exchange, hidden = (account.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time"))
-        return max(0.0, (exchange - hidden) / 1e9)
+        before, self.waited = self.waited, (exchange - hidden) / 1e9 * self.round  # the account is a mean over all steps so far
+        return max(0.0, (self.waited - before) / rounds)
 
     def evaluate(self) -> None:
         self.look()

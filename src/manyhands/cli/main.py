@@ -86,7 +86,9 @@ def race(
     seeds: Annotated[int | None, typer.Option(help="Runs of every plan, each with its own seed; default: 1.", min=1)] = None,
     common: Annotated[list[str] | None, typer.Option("--with", help='Words for all plans: "data=4 epochs=10".')] = None,
     dir: Annotated[Path | None, typer.Option("--dir", help="Race directory; default: runs/<script>-race-<time>.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the race in --dir, or with this script's last one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the race in --dir, or with this script's last one.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the table.")] = False,
 ) -> None:
     """Train under several plans until each reaches a target: who is there first, and at what cost."""

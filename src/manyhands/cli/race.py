@@ -7,6 +7,7 @@ time that was stopped and started again is no time to accuracy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +25,6 @@ from typing import Any, TextIO
 
 import cloudpickle
 import torch
-from rich.console import Console
 
 from manyhands.cli import ddp
 from manyhands.core import Goal, Job, Plan
@@ -291,7 +291,7 @@ def _run_one(script: Path, runner: Runner, seed: int, run: Path, goal: Goal, str
     else:
         if result.get("stopped"):
             raise KeyboardInterrupt
-        if not runner.is_ddp:
+        with contextlib.suppress(Exception):  # a picture of one run more or less must not end a race
             curves.draw(run)
     (run / OUTCOME).write_text(json.dumps(outcome, indent=1) + "\n")
 
@@ -348,6 +348,8 @@ def gather(path: Path, runners: list[Runner], seeds: int, facts: Facts, goal: Go
 
 
 def report(found: Race, path: Path, script: Path, asked: dict[str, Any], facts: Facts, quiet: bool) -> None:
+    from rich.console import Console
+
     title = race_page.title(script.name, found)
     (path / RESULTS).write_text(json.dumps(found.plain(), indent=1) + "\n")
     about = {

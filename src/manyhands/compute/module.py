@@ -99,7 +99,7 @@ class ModuleReplica:
 
     @property
     def scale(self) -> Tensor:
-        return self.flat.count[0] / self.nominal
+        return self.flat.count[0].double() / self.nominal  # float32 would cost float64 gradients half of their digits
 
     @property
     def lr(self) -> float:

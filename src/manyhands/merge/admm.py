@@ -4,12 +4,14 @@
     x_i <- argmin f_i(x) + y_i'(x - z) + rho/2 |x - z|^2    by `period` steps of the optimizer, from z
     z   <- sum_i (rho x_i + y_i) / (lam + M rho);   y_i <- y_i + rho (x_i - z)
 
-The multipliers correct the drift of local steps, so that the fixed point is the optimum over all data however different the ranks' data is;
-sum_i y_i = lam z holds after every round. rho doubles or halves (within `span` of its start) where primal residual |x_i - z| and dual residual rho |z - z_old| are
-more than `ratio` apart; both are kept in the state. Where both fall below `tolerance` |z| the run has converged: z stays, and remaining rounds
-only measure the loss. Costs one all-reduce of the model a block and one vector y_i. Between blocks replicas hold z.
+The multipliers correct the drift of local steps: the fixed point is the optimum over all data, however different the ranks' data;
+sum_i y_i = lam z after every round. rho doubles or halves, by a factor of `span` at most, where primal residual |x_i - z| and
+dual residual rho |z - z_old| are more than a factor of `ratio` apart; the state keeps both. Once x_i - z and z - z_old are both
+below `tolerance` |z| the run has converged: z stays, and the rounds that are left only measure the loss. A rank without samples
+in a block abstains and keeps its y_i. Costs one all-reduce of the model a block and one vector y_i. Between blocks replicas
+hold z.
 
-Use it when ranks hold different data that must not move, or for convex problems.
+Use it when ranks hold different data that must not move, or for convex problems; rho about the curvature of the mean loss.
 
 Paper: Boyd et al. 2011 (Foundations and Trends in Machine Learning 3): converges for any rho on convex problems.
 """
@@ -39,20 +41,14 @@ class ADMM(Strategy[Group]):
     def __post_init__(self) -> None:
         inf = float("inf")
         check_block(self.period, self.moments)
-        need(
-            0 < self.rho < inf, f"rho={self.rho}", "a penalty of more than 0 is needed; about the curvature of the loss is right"
-        )
+        need(0 < self.rho < inf, f"rho={self.rho}", "a penalty of more than 0 is needed, about the curvature of the loss")
         need(0 <= self.lam < inf, f"lam={self.lam}", "a ridge penalty of 0 (none) or more is needed")
         need(
             self.ratio > 1,
             f"ratio={self.ratio}",
-            "more than 1 is needed: how far apart residuals may be before rho changes; inf: never",
+            "more than 1 is needed: the ratio of residuals at which rho changes; inf: never",
         )
-        need(
-            1 <= self.span < inf,
-            f"span={self.span}",
-            "1 (rho stays) or more is needed: how far rho may move from its start, as a factor",
-        )
+        need(1 <= self.span < inf, f"span={self.span}", "1 (rho stays) or more is needed: the factor by which rho may change")
         need(0 <= self.tolerance < 1, f"tolerance={self.tolerance}", "0 (never stop early) or more and less than 1 is needed")
 
     def init(self, replica: Replica) -> Tensors:
@@ -63,7 +59,7 @@ class ADMM(Strategy[Group]):
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         if self.tolerance and self._converged(state):
             return self._measure(replica)
-        M, rho, z = link.size, state["rho"], copies(replica.params)
+        rho, z = state["rho"], copies(replica.params)
         y = {k: state[f"y/{k}"] for k in z}
 
         def pull() -> None:
@@ -71,32 +67,33 @@ class ADMM(Strategy[Group]):
                 g.add_(torch.sub(replica.params[k], z[k]).mul_(rho).add_(y[k]).mul_(replica.scale))
 
         loss, samples = local_steps(replica, self.period, before_step=pull)
-        if not samples:  # steps went nowhere; the minimum of y_i'(x - z) + rho/2 |x - z|^2 alone is known
-            for k, x in replica.params.items():
-                x.sub_(y[k] / rho)
-        move = {k: (y[k] / rho).add_(x).sub_(z[k]) for k, x in replica.params.items()}
-        link.all_reduce(move).wait()
-        shrink = M * rho / (self.lam + M * rho)
+        active = torch.full((1,), float(samples > 0), dtype=torch.float64, device=replica.count.device)
+        move = {k: x - z[k] for k, x in replica.params.items()}
+        if self.lam:  # else multipliers sum to 0: they need not travel, and a wire need not round them
+            for k in move:
+                move[k].add_(y[k] / rho)
+        works = link.all_reduce({"active": active}), link.all_reduce(move)
+        for work in works:
+            work.wait()
+        n = active.clamp(min=1.0)[0]
         norms = torch.zeros(3, dtype=torch.float64, device=replica.count.device)  # squares of x_i - z, z - z_old and z
         for k, x in replica.params.items():
-            new = move[k].div_(M).add_(z[k]).mul_(shrink)
-            apart = x.sub_(new)
+            new = move[k].div_(n).add_(z[k]).mul_(n * rho / (self.lam + n * rho))
+            apart = x.sub_(new) if samples else x.zero_()
             y[k].add_(rho * apart)
-            norms += torch.stack(
-                [torch.linalg.vector_norm(v, dtype=torch.float64) for v in (apart, z[k].sub_(new), new)]
-            ).square()
+            norms += torch.stack([v.double().square().sum() for v in (apart, z[k].sub_(new), new)])
             x.copy_(new)
         link.all_reduce({"primal": norms[:1]}).wait()
-        self._adapt(state, norms, M)
+        self._adapt(state, norms, n)
         settle_moments(replica, link, self.moments, samples)
         return loss
 
-    def _adapt(self, state: Tensors, squares: Tensor, M: int) -> None:
+    def _adapt(self, state: Tensors, squares: Tensor, n: Tensor) -> None:
         """Keep the residuals, over all ranks, and bring them together. The multipliers are not scaled by rho, so they stay."""
         rho, primal, dual = state["rho"], state["primal"], state["dual"]
         primal.copy_(squares[0].sqrt())
-        dual.copy_(rho * (M * squares[1]).sqrt())
-        state["norm"].copy_((M * squares[2]).sqrt())
+        dual.copy_(rho * (n * squares[1]).sqrt())
+        state["norm"].copy_((n * squares[2]).sqrt())
         rho.mul_(1.0 + (primal > self.ratio * dual).double() - 0.5 * (dual > self.ratio * primal).double())
         rho.clamp_(self.rho / self.span, self.rho * self.span)
 

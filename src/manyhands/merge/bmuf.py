@@ -4,9 +4,9 @@
     G = sum_i (n_i / n) x_i - start;   D <- eta D + zeta G;   W <- W + D
 
 Averaging M models moves about as far as one of them did; the block momentum eta = 1 - 1/M (where none is given) makes up for it:
-zeta / (1 - eta) = M. Costs one all-reduce of the model a block and one vector D. Between blocks replicas hold W, so W is evaluated and
-saved, never the look-ahead W + eta D. Local momentum is reset after each block, as the paper's block restarts from a new point;
-`moments=keep` and `moments=average` are there.
+zeta / (1 - eta) = M. Costs one all-reduce of the model a block and one vector D. Between blocks replicas hold W, so W is
+evaluated and saved, never the look-ahead W + eta D. Local momentum starts anew with each block (`moments=reset`), as the momentum
+over blocks takes its place; it may also be kept or averaged.
 
 Use it when model averaging loses accuracy with many workers or long blocks.
 

@@ -3,9 +3,10 @@
     x_i <- H local steps from theta;   g = theta - sum_i (n_i / n) x_i
     v <- mu v + g;   theta <- theta - lr (g + mu v)
 
-Local optimizer state stays local (`moments=keep`). Costs one all-reduce of the model every H steps and one vector v. Between blocks
-replicas hold theta. The paper trains language models for tens of thousands of steps with H=500, lr=0.7, mu=0.9 and AdamW inside; the
-default here is shorter, so that a run of a few thousand steps still sees some dozens of outer steps. Set `period=500` for long ones.
+Local optimizer state stays local (`moments=keep`). Costs one all-reduce of the model every H steps and one vector v. Between
+blocks replicas hold theta. The paper trains language models for tens of thousands of steps with H=500, lr=0.7, mu=0.9 and AdamW
+inside; for long runs set `period=500 momentum=0.9`. The defaults suit runs of a few thousand steps: some dozens of outer ones,
+and momentum that goes about as far as 4 ranks' steps would, lr / (1 - mu) = 3.5.
 
 Use it when replicas are joined by a slow link, such as two data centres, and train long.
 
@@ -31,7 +32,7 @@ def check_outer(lr: float, momentum: float) -> None:
 class DiLoCo(Strategy[Group]):
     period: int = 50
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.8
     moments: Moments = "keep"
     link: ClassVar[type] = Group
     sends: ClassVar[Cargo] = "updates"

@@ -8,8 +8,9 @@ Averaging weights of a network that is not convex may be worse than each of them
 of the mean output is at most the mean loss. The ensemble is M times as large, so each rank distils it back into its own net,
 on its own data, before it goes on. `period` is H, `distil` D, `weight` a, `relabel` the share. A round costs (M-1) N
 values to each rank, which holds all M models while it distils, and M forward passes more for each distilled batch. For
-classifiers with loss= only: the model gives logits (samples, classes). Optimizer state stays local, no weights are averaged.
-CONSENSUS
+classifiers with loss= only: the model gives logits (samples, classes). Optimizer state stays local, models are never averaged
+with each other. Evaluated and saved is one of them, that of the rank with the lowest loss in its last round: the mean of its
+weights over the D steps of its last distillation, along one path, where it is smooth.
 
 Use it when replicas drift far apart, over long periods or on different data, and their average breaks; on a fast link averaging
 rules reach the same sooner.
@@ -46,7 +47,7 @@ class Ensemble(Strategy[Group]):
             need(0 <= share <= 1, f"{name}={share}", "a share between 0 and 1 is needed")
 
     def init(self, replica: Replica) -> Tensors:
-        return {}
+        return {"loss": torch.zeros((), dtype=torch.float64), **{f"model/{k}": x.clone() for k, x in replica.params.items()}}
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         models: list[Tensors] = []
@@ -60,9 +61,20 @@ class Ensemble(Strategy[Group]):
             total = total + loss * replica.own_count
             samples += replica.own_count
             replica.step()
+            if models:
+                for k, x in replica.params.items():
+                    state[f"model/{k}"].lerp_(x, 1 / (i - self.period + 1))
+        if not models:  # the run ends before anybody distils
+            for k, x in replica.params.items():
+                state[f"model/{k}"].copy_(x)
+        state["loss"].copy_(total / samples) if samples else state["loss"].fill_(torch.inf)
         return total / max(samples, 1)
 
     def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
-        mean = copies(replica.params)
-        link.all_reduce(mean, op="mean").wait()
-        return mean
+        losses = torch.zeros(link.size, dtype=torch.float64, device=replica.count.device)
+        losses[link.rank] = state["loss"].nan_to_num(nan=torch.inf)
+        link.all_reduce({"loss": losses}).wait()
+        best = int(losses.argmin())
+        model = {k: state[f"model/{k}"].clone() if best == link.rank else torch.zeros_like(x) for k, x in replica.params.items()}
+        link.all_reduce(model).wait()
+        return model

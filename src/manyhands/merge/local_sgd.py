@@ -2,14 +2,15 @@
 
     x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      H = 1 before `post`, `period` after it
 
-`post` is a number of steps, or `lr` for the first decay of the learning rate; 0 starts with long blocks at once. An all-reduce of
-the model every H steps instead of one of the gradient every step. With H=1 and SGD, momentum or not, it is synchronous SGD.
+`post` is a number of steps, or `lr` for the first decay of the learning rate; 0 starts with long blocks at once. Costs an
+all-reduce of the model every H steps instead of one of the gradient every step. With H=1 and SGD, momentum or not, it is
+synchronous SGD.
 `moments` says what becomes of momentum or Adam's averages: each replica keeps its own, all take the average, or they start anew.
 
 Use it when a step is short against an all-reduce; with `post=lr` when large batches reach a worse model than small ones did.
 
-Paper: Stich 2019 (arXiv:1805.09767): rounds of communication may shrink by up to the square root of the number of steps at the same
-rate. Lin et al. 2020 (arXiv:1808.07217): post-local SGD closes the generalisation gap of large batches.
+Paper: Stich 2019 (arXiv:1805.09767): rounds of communication may shrink by up to the square root of the number of steps at the
+same rate. Lin et al. 2020 (arXiv:1808.07217): post-local SGD closes the generalisation gap of large batches.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class LocalSGD(Strategy[Group]):
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         w = copies(replica.params)
-        period = self._steps(replica.lr, state)
+        period = self._steps(replica, state)
         loss, samples = local_steps(replica, period)
         state["steps"] += period
         average_updates(replica, link, w, samples)
@@ -58,9 +59,10 @@ class LocalSGD(Strategy[Group]):
         settle_moments(replica, link, self.moments, samples)
         return loss
 
-    def _steps(self, lr: float, state: Tensors) -> int:
+    def _steps(self, replica: Replica, state: Tensors) -> int:
         """How many before the next merge."""
         if self.post == "lr":
+            lr = replica.lr
             state["decayed"] |= lr < state["peak"]  # and stays so, where the rate rises again
             state["peak"].clamp_(min=lr)  # a warm-up is no decay
             return self.period if state["decayed"] else 1

@@ -64,7 +64,7 @@ def settle_moments(replica: Replica, link: Group, how: Moments, samples: int) ->
 
 
 def _share(replica: Replica, link: Group, samples: int) -> Tensor:
-    """n_i / sum_j n_j of this rank; 0 without samples. Agreed on beforehand, so that what it weighs keeps the size of an update."""
+    """n_i / sum_j n_j; 0 without samples. Asked for beforehand, so that what it weighs keeps the size of an update."""
     total = torch.tensor([samples], dtype=torch.float64, device=replica.count.device)
     link.all_reduce({"weight": total}).wait()
     return (samples / total.clamp(min=1.0))[0]

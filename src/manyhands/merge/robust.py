@@ -82,6 +82,8 @@ class Robust(Strategy[Group]):
         for k, grad in replica.grads.items():
             torch.mul(merged[k], replica.scale, out=grad)
         replica.step()
+        for grad in replica.grads.values():
+            grad.zero_()  # also between parameters, where what a liar put would come back in this rank's own next vote
         return loss
 
     def _vote(self, replica: Replica, state: Tensors) -> Tensors:

@@ -4,14 +4,15 @@
     t - tau:   g = a - sum_i s_i x_i;   its all-reduce starts                s_i: share of the samples since the last time
     t:         v <- mu v + g;   a <- a - lr (g + mu v);   x_i <- alpha x_i + (1 - alpha) a
 
-a is the anchor that all ranks share, x_i the fragment as rank i trains it, alpha the weight of the LOCAL one; all of f alone. Fragments are
-runs of the flat parameter vectors, so the largest burst is 1/P of the model, and it has tau steps of time to travel. Nothing is under way
-between rounds. Replicas differ; what is evaluated and saved are the anchors. Costs two vectors, a and v. The paper has H=100 on
-language models; the default is shorter for the same reason as that of `diloco`.
+Here a is the anchor that all ranks share, x_i the fragment as rank i trains it, alpha the weight of the LOCAL one. Fragments are
+runs of the flat parameter vectors, so the largest burst is 1/P of the model, and it has tau steps of time to travel. Nothing is
+under way between rounds. Replicas differ; what is evaluated and saved are the anchors. Costs two vectors, a and v. The paper has
+H=100 on language models; the default is shorter for the same reason as that of `diloco`.
 
-Use it where `diloco` is right and its all-reduce still holds training up.
+Use it when `diloco` is right and its all-reduce still holds training up.
 
-Paper: Douillard et al. 2025 (arXiv:2501.18512): two orders of magnitude less bandwidth at equal quality, models of billions of parameters.
+Paper: Douillard et al. 2025 (arXiv:2501.18512): about two orders of magnitude less bandwidth at equal quality, language models of
+billions of parameters.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ class StreamingDiLoCo(Strategy[Group]):
         return state | {"samples": torch.zeros(self.fragments, dtype=torch.float64, device=replica.count.device)}
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        total, samples, step = torch.zeros((), device=replica.count.device), 0, 0
+        total, samples = torch.zeros((), device=replica.count.device), 0
         to_send, flying = list(range(self.fragments)), list[_Sent]()
         for i in replica.steps(self.period):
             loss = replica.backward()
@@ -95,9 +96,8 @@ class StreamingDiLoCo(Strategy[Group]):
             work.wait()
         for k, run in self._runs(sent.fragment, replica):
             a, v, x = state[f"a/{k}"][run], state[f"v/{k}"][run], replica.params[k][run]
-            update = sent.updates[f"{k}[{sent.fragment}]"].div_(
-                sent.weight[0].clamp(min=1e-30)
-            )  # -g, so v here is -v of the equation
+            # -g, so v here is -v of the equation
+            update = sent.updates[f"{k}[{sent.fragment}]"].div_(sent.weight[0].clamp(min=1e-30))
             v.mul_(self.momentum).add_(update)
             a.add_(update.add_(v, alpha=self.momentum), alpha=self.lr)
             x.mul_(self.alpha).add_(a, alpha=1 - self.alpha)

@@ -249,9 +249,10 @@ def _account(course: Course, events: list[Event]) -> None:
         own = [e for e in events if e.rank == rank]
         spans = sorted((e.time_s, e.time_s + e.seconds) for e in own if e.name == "evaluate")
         starts = [s for s, _ in spans]
+        first_s = min((e.time_s for e in own if e.name == "round"), default=math.inf)  # connecting and agreeing come before
         nbytes = seconds = 0.0
         for event in own:
-            if event.name in SENT:
+            if event.name in SENT and event.time_s >= first_s:
                 middle = event.time_s + event.seconds / 2
                 i = bisect.bisect_right(starts, middle) - 1
                 if i < 0 or middle >= spans[i][1]:

@@ -80,6 +80,8 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     for key in ("merge", "then"):
         if (rule := getattr(plan, OBJECTS[key])) is not None:
             rule.check(plan.layout.data)
+    if plan.algorithm != "native":
+        algorithms.check(plan.algorithm, plan.layout.data)
     return plan
 
 
@@ -249,6 +251,8 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
     if plan.link == "nccl" and plan.device == "cpu":
         raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
+    if plan.algorithm != "native" and (plan.link == "nccl" or plan.device == "cuda"):
+        raise PlanError(f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; leave it out")
     if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
         raise PlanError(f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto")
 

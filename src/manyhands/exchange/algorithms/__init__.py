@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "hierarchical": hierarchical,
 }
 NAMES = (*ALGORITHMS, "auto")
-OPTIONS = {"double_tree": ("segment_bytes",), "hierarchical": ("group_size",)}
+OPTIONS = {"double_tree": ("latency_bytes",), "hierarchical": ("group_size",)}
 # what torch does not add up in its own type, or not as numbers
 WIDE = {torch.bool: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 
@@ -59,8 +59,10 @@ def check(name: str, size: int, **options: Any) -> None:
         raise PlanError(f"algorithm={name} has no option {unknown[0]}; it has {', '.join(known) or 'none'}")
     if name == "hierarchical":
         group_of(size, options.get("group_size"))
-    if (segment := options.get("segment_bytes", 1)) < 1:
-        raise PlanError(f"algorithm={name} with segments of {segment} bytes; give 1 or more")
+    if not (latency := options.get("latency_bytes", 1)) > 0:
+        raise PlanError(
+            f"algorithm={name} with latency_bytes={latency}; give alpha/beta, the bytes sent in the time of one latency"
+        )
 
 
 def wrap(group: Group, name: str, **options: Any) -> Algorithmic:
@@ -78,7 +80,7 @@ class Algorithmic:
         self.group, self.name, self.rank, self.size = group, name, group.rank, group.size
         self._options, self._watch, self._scratch = options, watch, Scratch()
         self._measured: Cost | None = None
-        self._chosen: dict[int, Algorithm] = {}
+        self._chosen: dict[int, partial[None]] = {}
         if hasattr(group, "allocate"):
             self.allocate = group.allocate
 
@@ -101,14 +103,17 @@ class Algorithmic:
     def close(self) -> None:
         self.group.close()
 
-    def _algorithm(self, flat: Tensor) -> Algorithm:
+    def _algorithm(self, flat: Tensor) -> partial[None]:
         """Same on all ranks: they share name, size, length and, agreed upon once, what the link costs."""
         if self.name != "auto":
             return partial(ALGORITHMS[self.name], **self._options)
         if flat.nbytes not in self._chosen:
             if self._measured is None:
                 self._measured = measure(self.group, flat.device)
-            self._chosen[flat.nbytes] = ALGORITHMS[choose(self.size, flat.nbytes, *self._measured)]
+            name = choose(self.size, flat.nbytes, *self._measured)
+            alpha, beta, _ = self._measured
+            fitted = {"latency_bytes": alpha / beta} if name == "double_tree" and alpha * beta > 0 else {}
+            self._chosen[flat.nbytes] = partial(ALGORITHMS[name], **fitted)
         return self._chosen[flat.nbytes]
 
 

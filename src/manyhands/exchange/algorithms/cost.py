@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from manyhands.exchange.algorithms.hierarchical import group_of
 
 # of equals the first is taken; hierarchical is asked for by name: it pays where some ranks are nearer than others
 CANDIDATES = ("butterfly", "halving_doubling", "binary_blocks", "ring", "double_tree", "tree", "star")
-SHORT_BYTES, LONG_BYTES, TURNS = 8, 1 << 20, 9
+SHORT_BYTES, LONG_BYTES, TURNS = 8, 1 << 20, 12
 
 
 class Cost(NamedTuple):
@@ -81,13 +80,13 @@ def choose(p: int, nbytes: float, alpha: float, beta: float, gamma: float) -> st
 
 
 def measure(group: Group, device: torch.device | None = None, clock: Callable[[], float] | None = None) -> Cost:
-    """Ping-pong between neighbouring ranks, all pairs at once, and the mean of what they saw: the same on every rank.
-    A link with a clock of its own, as in a simulation, is measured by that."""
-    tick: Callable[[], float] = clock or getattr(group, "clock", time.perf_counter)
+    """Neighbouring ranks send to each other, all pairs and both ways at once as the algorithms do; the mean over ranks of the
+    best time each saw, the same on every rank. A link with a clock of its own, as in a simulation, is measured by that."""
+    tick: Callable[[], float] = getattr(group, "clock", time.perf_counter) if clock is None else clock
     peer = group.rank ^ 1
     seen = torch.zeros(4, dtype=torch.float64)
     if peer < group.size:
-        short, long = (_half_turn(group, peer, nbytes, tick, device) for nbytes in (SHORT_BYTES, LONG_BYTES))
+        short, long = (_turn(group, peer, nbytes, tick, device) for nbytes in (SHORT_BYTES, LONG_BYTES))
         seen += torch.tensor([short, max(0.0, long - short) / LONG_BYTES, _reduction(tick, device), 1.0], dtype=torch.float64)
     seen = seen.to(device or "cpu")
     group.all_reduce({"seen": seen}).wait()
@@ -95,15 +94,14 @@ def measure(group: Group, device: torch.device | None = None, clock: Callable[[]
     return Cost(alpha, beta, gamma)
 
 
-def _half_turn(group: Group, peer: int, nbytes: int, clock: Callable[[], float], device: torch.device | None) -> float:
-    x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+def _turn(group: Group, peer: int, nbytes: int, clock: Callable[[], float], device: torch.device | None) -> float:
+    given, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     seconds = []
-    for _ in range(TURNS + 2):  # the first two wake sockets and pages
+    for _ in range(TURNS):
         start = clock()
-        for gives in (True, False) if group.rank < peer else (False, True):
-            group.transfer({peer: x} if gives else {}, {} if gives else {peer: x}).wait()
-        seconds.append((clock() - start) / 2)
-    return statistics.median(seconds[2:])
+        group.transfer({peer: given}, {peer: into}).wait()
+        seconds.append(clock() - start)
+    return min(seconds)  # not the median: others' load comes and goes, and would meet one length and not the other
 
 
 def _reduction(clock: Callable[[], float], device: torch.device | None) -> float:
@@ -113,4 +111,4 @@ def _reduction(clock: Callable[[], float], device: torch.device | None) -> float
         start = clock()
         a.add_(b)
         seconds.append(clock() - start)
-    return statistics.median(seconds) / LONG_BYTES
+    return min(seconds) / LONG_BYTES

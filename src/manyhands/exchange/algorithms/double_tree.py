@@ -3,7 +3,8 @@
     time ~ (sqrt(2 L alpha) + sqrt(2 N beta))^2 + N gamma,  L = ceil(log2 p)          bytes <= 2N
 
 In one tree the leaves, half of all ranks, send little. In two complementary ones everybody sends as much as a port can. Each
-half goes up and comes down in segments, so that all levels of the trees work at once.  Sanders, Speck, Traeff 2009
+half goes up and comes down in k segments, so that all levels of the trees work at once: (L + k) (alpha + N/2 beta / k) is least
+at k = sqrt(L N/2 beta / alpha).  Sanders, Speck, Traeff 2009
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import math
 from manyhands.core import Finished, Work
 from manyhands.exchange.algorithms.vector import Vector
 
-SEGMENT_BYTES = 128 << 10  # long enough that its latency is small beside it, short enough that 25 MB fill a deep tree
+LATENCY_BYTES = 256 << 10  # alpha / beta: what sockets between processes send in the time of one latency, about
 
 
-def double_tree(v: Vector, segment_bytes: int = SEGMENT_BYTES) -> None:
+def double_tree(v: Vector, latency_bytes: float = LATENCY_BYTES) -> None:
     halves = v.cut(2)
-    segments = max(1, math.ceil((halves[0].stop - halves[0].start) * v.values.element_size() / segment_bytes))
+    nbytes = (halves[0].stop - halves[0].start) * v.values.element_size()
+    segments = max(1, round(math.sqrt(math.log2(v.size) * nbytes / latency_bytes)))
     trees = [(*_family((v.rank + shift) % v.size, v.size, shift), v.cut(segments, halves[shift])) for shift in range(2)]
     # A leaf needs nobody. Were its segments to take turns with those that wait for children, each tree would wait for the other.
     trees.sort(key=lambda tree: len(tree[1]))

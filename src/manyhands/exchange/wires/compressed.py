@@ -46,6 +46,13 @@ class Compressed:
         if hasattr(group, "allocate"):
             self.allocate = group.allocate
 
+    def warm(self, like: Tensor) -> None:
+        """Compile the kernels, or load them, for values on `like`'s device: before training, not within its first step."""
+        if not self.wire.point_to_point or self.size == 1 or like.dtype not in FLOATING:
+            return
+        some, aside = torch.ones(SMALLEST, dtype=like.dtype, device=like.device), Memory("warm", {}, self.rank, self.sends)
+        self.wire.decode(self.wire.encode(some, aside), some, aside)
+
     def load_state(self, saved: Tensors) -> None:
         if self._memories:
             raise ValueError("load_state after the first exchange; load what was saved before anything travels")
@@ -104,6 +111,10 @@ class Compressed:
     def _carry(self, name: str, value: Tensor, op: Op) -> Iterator[Work]:
         flat = _flat(value)
         yield from self.wire.reduce(flat, op, self.group, self._memory(name))
+        for gap in _gaps(
+            self._shapes.get(name, ()), flat.numel()
+        ):  # nobody's elements: what a wire makes of them must not travel on
+            flat[gap] = 0
         if flat.data_ptr() != value.data_ptr():
             value.copy_(flat.view(value.shape))
 
@@ -142,6 +153,17 @@ class _Reduction:
         for exchange in self._exchanges:
             self._link._finish(exchange)
         self._rest.wait()
+
+
+def _gaps(shapes: Shapes, numel: int) -> Iterator[slice]:
+    """Where a flat vector holds no parameter: the padding between those in `shapes`."""
+    at = 0
+    for place, _ in sorted(shapes, key=lambda shape: shape[0].start):
+        if at < place.start:
+            yield slice(at, place.start)
+        at = place.stop
+    if shapes and at < numel:
+        yield slice(at, numel)
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Int8(Quantised):
 
         given, parts = x.numpy(), (scales.numpy(), codes.numpy(), self.block)
         if self.rounds_by_chance():
-            kernels.int8_encode_stochastic(given, *parts, kernels.np.uint32(seed))
+            kernels.int8_encode_stochastic(given, *parts, seed)
         elif error is not None:
             kernels.int8_encode_feedback(given, error.numpy(), *parts)
         else:

@@ -100,7 +100,7 @@ def int8_encode_stochastic(x, scales, codes, block, seed):
         inverse = ONE / scale
         for i in range(p.size):
             # a counter hashed to 24 random bits (Wellons' lowbias32): no state, so that a step can be repeated
-            h = np.uint32(np.uint32(start + i) ^ seed)
+            h = np.uint32(np.uint32(start + i) ^ np.uint32(seed))
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D))
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B))
             h = np.uint32(h ^ (h >> np.uint32(16)))
@@ -187,10 +187,13 @@ def onebit_decode(means, signs, out, block, add):
 
 
 @compiled
-def momentum(x, velocity, mu):
-    """u = mu u + g"""
-    for i in range(x.size):
-        velocity[i] = mu * velocity[i] + x[i]
+def accelerate(g, u, v, mu):
+    """u = mu u + g;   v = v + u"""
+    mu = np.float32(mu)
+    for i in range(g.size):
+        now = mu * u[i] + g[i]
+        u[i] = now
+        v[i] += now
 
 
 @compiled

@@ -84,8 +84,7 @@ class TopK:
         velocity, v = None, memory.error(x)
         if self.momentum:
             velocity = memory.keep("velocity", x.numel(), v.dtype, x.device)
-            velocity.mul_(self.momentum).add_(x)
-            v.add_(velocity)
+            self._accelerate(x, velocity, v)
         else:
             v.add_(x)
         select(v.to(torch.float32), index)
@@ -96,6 +95,14 @@ class TopK:
                 velocity[index.long()] = 0
             drop_nonfinite(velocity, values)
         return packed
+
+    def _accelerate(self, g: Tensor, u: Tensor, v: Tensor) -> None:
+        if g.device.type == "cpu" and g.dtype == v.dtype == torch.float32:
+            from manyhands.exchange.wires import kernels
+
+            kernels.accelerate(g.numpy(), u.numpy(), v.numpy(), self.momentum)
+        else:
+            v.add_(u.mul_(self.momentum).add_(g))
 
     def decode(self, packed: Tensor, into: Tensor, memory: Memory) -> None:
         into.zero_()

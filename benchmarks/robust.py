@@ -1,0 +1,90 @@
+"""LeNet on Fashion-MNIST with five worker processes, one of which lies about its gradients: the test accuracy of every robust rule
+against that of an honest run, and against plain averaging with the same liar.
+
+    random     noise of unit variance in every coordinate
+    flipped    minus ten times the true gradient: with it the mean of five points the wrong way
+
+A claim is that of the worse lie; ratio = accuracy / (honest - 0.02), so 1 is two points below the honest run. `plain_fails` shows that
+the lies are worth guarding against: it is the same bar over what plain averaging reaches with the kinder of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from common import Claim
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import manyhands as mh
+from manyhands import datasets
+from manyhands.errors import ManyhandsError
+from manyhands.launch.environment import place
+from manyhands.merge.robust import How
+
+WORKERS = 5
+LIAR = 3
+MARGIN = 0.02
+LIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "random": lambda g, draw: torch.randn(g.shape, generator=draw),
+    "flipped": lambda g, draw: -10 * g,
+}
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def task(lie: str | None) -> mh.Task:
+    model = lenet()
+    if lie is not None and place().rank == LIAR:
+        draw = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.register_hook(functools.partial(LIES[lie], draw=draw))
+    _, train, test = datasets.images()
+    return mh.Task(
+        model=model, loss=cross_entropy, train=train, test=test, batch=64, metrics={"accuracy": mh.accuracy},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    )  # fmt: skip
+
+
+def accuracy(words: str, lie: str | None, length: str) -> float:
+    """On the test data at the end; a run that breaks down with NaN has learnt nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            plan = f"data={WORKERS} threads=1 save=off device=cpu {length} {words}"
+            result = mh.train(functools.partial(task, lie), plan, directory=f"{folder}/run", quiet=True)
+        except ManyhandsError as e:
+            if "NaN" not in str(e):
+                raise
+            return 0.0
+    return result.metrics["accuracy"]
+
+
+def measure(quick: bool, only: list[str]) -> list[Claim]:
+    length = "steps=30" if quick else "epochs=5"
+    hows = [how for how in get_args(How) if not only or how in only]
+    hows = hows[:1] if quick and not only else hows
+    honest = accuracy("merge=all_reduce", None, length)
+    bar = honest - MARGIN
+    plain = {lie: accuracy("merge=all_reduce", lie, length) for lie in LIES}
+    claims = []
+    if not only or "plain_fails" in only:
+        kindest = max(plain.values())
+        claims.append(Claim("plain_fails", bar, kindest, "accuracy", bar / max(kindest, 1e-9), 1.0, shown(honest, plain)))
+    for how in hows:
+        found = {lie: accuracy(f"merge=robust merge.how={how}", lie, length) for lie in LIES}
+        worst = min(found.values())
+        claims.append(Claim(how, worst, bar, "accuracy", worst / bar, 1.0, shown(honest, found)))
+    return claims
+
+
+def shown(honest: float, found: dict[str, float]) -> dict[str, Any]:
+    return {"honest": f"{honest:.4f}", **{f"with {lie} gradients": f"{value:.4f}" for lie, value in found.items()}}

@@ -1,0 +1,69 @@
+"""What a rule, a wire or an algorithm cannot mean is refused while the plan is read: given, needed, what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.errors import PlanError
+from manyhands.exchange.wires import WIRES, refusal
+from manyhands.merge import STRATEGIES
+from manyhands.plan.words import describe, parse, to_dict
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        *((f"data=4 merge={rule} merge.period=0", "merge.period=0") for rule in ("model_average", "local_sgd", "bmuf", "diloco", "easgd", "admm")),
+        ("data=4 merge=easgd merge.alpha=0.5", "0.4"),  # the bound 2/(M+1), said with the value
+        ("data=4 merge=easgd merge.alpha=-0.1", "merge.alpha=-0.1"),
+        ("data=4 merge=bmuf merge.eta=1", "merge.eta=1"),
+        ("data=4 merge=d_psgd merge.graph=0-1,2-3", "connected"),
+        ("data=3 merge=d_psgd merge.graph=0-1,1-7", "7"),
+        ("data=4 merge=d_psgd merge.graph=square", "square"),
+        ("data=4 merge=robust merge.how=krum merge.f=1", "5"),
+        ("data=5 merge=robust merge.how=krum merge.f=2", "7"),
+        ("data=4 merge=robust merge.how=mean", "median, trimmed_mean"),
+        ("data=2 wire=topk wire.density=0", "wire.density=0"),
+        ("data=2 wire=topk wire.density=1.5", "wire.density=1.5"),
+        ("data=2 wire=randomk wire.density=-1", "wire.density=-1"),
+        ("data=2 wire=powersgd wire.rank=0", "wire.rank=0"),
+        ("data=2 wire=int8 wire.block=0", "wire.block=0"),
+        ("data=2 wire=zip", "unknown wire="),
+        ("data=2 wire.density=0.1", "wire.density has no effect without wire="),
+        ("data=2 wire=bf16 wire.density=0.1", "wire.density has no effect: wire=bf16 has no options"),
+        ("data=2 wire=topk merge=d_psgd", "which sends parameters"),
+        ("data=3 wire=powersgd merge=robust merge.f=1", "only all ranks together can read powersgd"),
+        ("data=2 algorithm=rings", "did you mean ring?"),
+        ("data=2 algorithm=ring link=nccl", "nccl has its own algorithms"),
+        ("data=2 merge=downpour", "parameter server"),
+        ("data=2 merge=stale_sync", "servers=1"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_before_anything_starts(words: str, says: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        parse(words)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("rule", STRATEGIES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: str) -> None:
+    if (reason := refusal(WIRES[wire], STRATEGIES[rule])) is None:
+        assert parse(f"data=5 merge={rule} wire={wire}").wire == wire
+        return
+    with pytest.raises(PlanError, match="set wire="):
+        parse(f"data=5 merge={rule} wire={wire}")
+    instead = reason.rpartition("set wire=")[2].split(" or ")
+    assert instead and all(parse(f"data=5 merge={rule} wire={name}").wire == name for name in instead)
+
+
+@pytest.mark.parametrize("rule", STRATEGIES)
+def test_every_rule_survives_being_written_down(rule: str) -> None:
+    plan = parse(f"data=5 merge={rule} then={rule} at=-loss:0.25 until=accuracy:0.9 algorithm=ring")
+    assert parse(describe(plan)) == plan == parse(to_dict(plan))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_wire_survives_being_written_down(wire: str) -> None:
+    plan = parse(f"data=2 wire={wire}")
+    assert parse(describe(plan)) == plan and plan.encoding == WIRES[wire]()
