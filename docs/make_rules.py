@@ -22,6 +22,7 @@ def page(name: str) -> str:
     rule = STRATEGIES[name]
     summary, *rest = inspect.cleandoc(sys.modules[rule.__module__].__doc__ or "").split("\n\n")
     body = "\n\n".join(part if _is_block(part) else _prose(part) for part in rest)
+    body = body.replace(". Use it when ", ".\n\n**Use it when** ")  # where it is the last sentence of a paragraph
     how = "from rank to rank" if getattr(rule, "swaps", False) else "by all-reduce"
     source = f"[{name}.py](../../src/manyhands/merge/{name}.py)"
     return (
@@ -51,7 +52,12 @@ def _options(name: str) -> str:
         f"| `merge.{f.name}` | {_values(kinds[f.name])} | {'-' if f.default is None else f'`{_text(f.default)}`'} |"
         for f in dataclasses.fields(rule)
     ]
-    return "\n".join(["| word | values | default |", "|---|---|---|", *rows, ""]) if rows else "It has none.\n"
+    unset = (
+        ["-: not set; the text above says what holds then.", ""]
+        if any(f.default is None for f in dataclasses.fields(rule))
+        else []
+    )
+    return "\n".join(["| word | values | default |", "|---|---|---|", *rows, "", *unset]) if rows else "It has none.\n"
 
 
 def _values(kind: Any) -> str:

@@ -89,7 +89,7 @@ def test_switching_on_one_rank_to_blocks_of_one_rank_changes_nothing(tmp_path: P
         ("at=epoch:5", "at= alone has no effect: add the other half, such as then="),
         ("then=nothing at=epoch:5", "unknown then="),
         ("then.period=4", "then.period has no effect without then="),
-        ("then=local_sgd then.period=0 at=epoch:5", "period=0"),
+        ("then=local_sgd then.period=0 at=epoch:5", "then.period=0"),
         ("evaluate=0", "evaluate=0: epoch or a number of steps"),
         ("until=precision:0.9", "until=precision:0.9: no such metric; the task has loss, accuracy"),
         ("then=local_sgd at=precision:0.9", "no such metric"),

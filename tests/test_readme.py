@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -16,6 +17,8 @@ import manyhands as mh
 from manyhands import run as running
 from manyhands.cli.main import app
 from manyhands.core import Layout, Plan
+from manyhands.exchange import algorithms
+from manyhands.exchange.wires import WIRES
 from manyhands.merge import STRATEGIES
 from manyhands.plan import words
 from manyhands.split.data import SPLITS
@@ -23,6 +26,8 @@ from manyhands.split.data import SPLITS
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "manyhands"
 README = (REPOSITORY / "README.md").read_text()
+BENCHMARKS = {p.stem.replace("_", "-") for p in (REPOSITORY / "benchmarks").glob("*.py") if p.stem != "common"}
+MAKE_RULES = runpy.run_path(str(REPOSITORY / "docs" / "make_rules.py"))
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
@@ -119,8 +124,10 @@ def test_the_plan_words_of_the_readme_can_be_used() -> None:
 
 
 def test_the_benchmarks_are_those_that_are_there() -> None:
-    listed = {row[0].strip("`") for row in rows(section("Benchmarks"))[1:]}
-    assert listed == {p.stem.replace("_", "-") for p in (REPOSITORY / "benchmarks").glob("*.py") if p.stem != "common"}
+    assert {row[0].strip("`") for row in rows(section("Benchmarks"))[1:]} == BENCHMARKS
+    bench = next(c.callback for c in app.registered_commands if c.callback and c.callback.__name__ == "bench")
+    said = get_args(inspect.get_annotations(bench, eval_str=True)["name"])[1].help
+    assert set(said.rstrip(".").replace("or ", "").split(", ")) == {*BENCHMARKS, "all"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(REPOSITORY).as_posix())
@@ -136,22 +143,51 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}, f"{page.name}: {target}"
 
 
-# -- docs/plan-words.md --
+# -- docs/plan-words.md, docs/wires.md, docs/rules/ --
 
 
 def test_every_plan_word_is_on_its_page_with_its_values_and_default() -> None:
     page = (REPOSITORY / "docs" / "plan-words.md").read_text()
     table = {row[0].strip("`"): row[1:] for row in rows(page) if row[0].startswith("`")}
+    chosen = {
+        "merge": tuple(STRATEGIES),
+        "then": tuple(STRATEGIES),
+        "wire": ("none", *WIRES),
+        "algorithm": ("native", *algorithms.NAMES),
+        "split": tuple(SPLITS),
+    }
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Layout)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(Plan) if f.name in (*words.PLAIN, "merge", "split")}
+    defaults |= {f.name: f.default for f in dataclasses.fields(Plan) if f.name in (*words.PLAIN, *chosen)}
     choices = {k: get_args(kind) for k, kind in words.PLAIN.items() if words._choices(kind)}
-    choices |= {"merge": tuple(STRATEGIES), "split": tuple(SPLITS), "compile": ("true", "false")}
-    for kind in STRATEGIES.values():
-        for field in dataclasses.fields(kind):
-            defaults[f"merge.{field.name}"] = field.default
+    choices |= {**chosen, "compile": ("true", "false")}
     assert sorted(table) == sorted(defaults)
     for word, (values, default, meaning) in table.items():
         assert meaning, word
         assert default == ("-" if defaults[word] is None else f"`{words._text(defaults[word])}`"), word
         if word in choices:
             assert values == ", ".join(choices[word]), word
+
+
+def test_every_wire_is_on_its_page_and_every_option_with_its_default() -> None:
+    table = {row[0].strip("`"): row[1:] for row in rows((REPOSITORY / "docs" / "wires.md").read_text())}
+    for name, kind in WIRES.items():
+        assert all(table[name]), name
+        for field in dataclasses.fields(kind):
+            of, default, meaning = table[f"wire.{field.name}"]
+            defaults = dict(zip(re.findall(r"`(\w+)`", of), re.findall(r"`([^`]+)`", default), strict=True))
+            assert defaults[name] == words._text(field.default) and meaning, (name, field.name)
+    listed = {word.removeprefix("wire.") for word in table if word.startswith("wire.")}
+    assert listed == {f.name for kind in WIRES.values() for f in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_page_of_a_rule_is_what_its_docstring_says_now(name: str) -> None:
+    page = REPOSITORY / "docs" / "rules" / f"{name}.md"
+    assert page.read_text() == MAKE_RULES["page"](name), "run `make docs`"
+
+
+def test_every_rule_has_its_row_in_the_table_of_costs_and_no_page_is_of_a_rule_that_is_gone() -> None:
+    folder = REPOSITORY / "docs" / "rules"
+    table = [re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", row[0]) for row in rows((folder / "README.md").read_text())[1:]]
+    assert [(m[1], m[2]) for m in table if m] == [(name, name) for name in STRATEGIES]
+    assert {p.stem for p in folder.glob("*.md")} == {*STRATEGIES, "README"}

@@ -19,6 +19,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
 Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
 Op = Literal["sum", "mean", "max"]
+EXACT = "exact/"  # a tensor whose name starts so travels as it is, whatever wire the plan has
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,10 @@ def doctor() -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="data-parallel, exchange, overhead, gpu, or all.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="allreduce, data-parallel, exchange, gpu, overhead, robust, rules, slow-network, wires, or all."),
+    ],
     json: Annotated[Path | None, typer.Option("--json", help="Also write the claims as JSON.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short run, to see that it works; its figures mean nothing.")] = False,
     only: Annotated[list[str] | None, typer.Option("--only", help="Measure only this claim; may be given several times.")] = None,

@@ -143,22 +143,23 @@ Update = WholeUpdate | PartUpdate
 
 
 def moments(flat: FlatParameters, optimizer: Optimizer) -> Tensors:
-    """The optimizer's own tensors of a parameter's shape. An optimizer makes them at its first step; where a rank has had no
-    samples yet, that step is taken with gradients of zero and its effect on the parameters undone."""
-    if not optimizer.state:
-        before = {k: v.clone() for k, v in flat.values.items()}
-        held = [p for g in optimizer.param_groups for p in g["params"]]
-        kept = [p.grad for p in held]
+    """The optimizer's own tensors of a parameter's shape. An optimizer makes them at a parameter's first step; where a rank has
+    had no gradient for it yet, that step is taken with one of zero and its effect undone, so that all ranks have the same."""
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    if new := [p for p in held if p not in optimizer.state]:
+        before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
         for p in held:
+            p.grad = None
+        for p in new:
             p.grad = torch.zeros_like(p)
         optimizer.step()
         for p, grad in zip(held, kept, strict=True):
             p.grad = grad
-            for key, value in optimizer.state.get(p, {}).items():
-                if key == "step":
-                    optimizer.state[p][key] = torch.zeros_like(value) if isinstance(value, Tensor) else 0
-        for k, v in flat.values.items():
-            v.copy_(before[k])
+        for p, value in zip(new, before, strict=True):
+            p.data.copy_(value)
+            entries = optimizer.state[p]  # makes an empty entry where the optimizer keeps nothing: not new the next time
+            if "step" in entries:
+                entries["step"] = torch.zeros_like(entries["step"]) if isinstance(entries["step"], Tensor) else 0
     return {
         f"{piece.name}/{key}": value
         for piece in flat.pieces

@@ -31,8 +31,8 @@ from manyhands.merge.parts import copies, need
 
 @dataclass(frozen=True)
 class Ensemble(Strategy[Group]):
-    period: int = 48
-    distil: int = 16
+    period: int = 16
+    distil: int = 48
     weight: float = 0.5
     relabel: float = 0.7
     link: ClassVar[type] = Group

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from manyhands.core import Group, Replica, Tensors
+from manyhands.core import EXACT, Group, Replica, Tensors
 from manyhands.errors import PlanError
 
 Moments = Literal["keep", "average", "reset"]
@@ -60,7 +60,7 @@ def settle_moments(replica: Replica, link: Group, how: Moments, samples: int) ->
         share, moments = _share(replica, link, samples), replica.moments
         for m in moments.values():
             m.mul_(share)
-        link.all_reduce({f"moments/{k}": m for k, m in moments.items()}).wait()
+        link.all_reduce({f"{EXACT}{k}": m for k, m in moments.items()}).wait()
 
 
 def _share(replica: Replica, link: Group, samples: int) -> Tensor:

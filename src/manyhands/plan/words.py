@@ -13,7 +13,8 @@ import json
 import math
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -79,7 +80,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     plan = _fit(plan, size, given="data" in axes)
     for key in ("merge", "then"):
         if (rule := getattr(plan, OBJECTS[key])) is not None:
-            rule.check(plan.layout.data)
+            _in_words_of(key, partial(rule.check, plan.layout.data))
     if plan.algorithm != "native":
         algorithms.check(plan.algorithm, plan.layout.data)
     return plan
@@ -182,7 +183,16 @@ def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
         if option not in types:
             has = f"has {', '.join(f'{key}.{t}' for t in types)}" if types else "has no options"
             raise PlanError(f"{key}.{option} has no effect: {key}={name} {has}")
-    return {key: name, OBJECTS[key]: kind(**{k: _convert(f"{key}.{k}", v, types[k]) for k, v in options.items()})}
+    converted = {k: _convert(f"{key}.{k}", v, types[k]) for k, v in options.items()}
+    return {key: name, OBJECTS[key]: _in_words_of(key, lambda: kind(**converted))}
+
+
+def _in_words_of(key: str, make: Callable[[], Any]) -> Any:
+    """A rule speaks of itself as `merge`; here it may be the one that comes later."""
+    try:
+        return make()
+    except PlanError as e:
+        raise PlanError(str(e).replace("merge.", f"{key}.").replace("merge=", f"{key}=") if key == "then" else str(e)) from None
 
 
 def _convert(key: str, value: Any, kind: Any) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Finished, Group, Op, Tensors, Work
+from manyhands.core import EXACT, Cargo, Finished, Group, Op, Tensors, Work
 from manyhands.exchange.wires.wire import Memory, Shapes, Wire
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -92,7 +92,8 @@ class Compressed:
     def _encoded(self, values: Tensors) -> list[str]:
         if self.size == 1:
             return []
-        return [k for k, v in values.items() if v.dtype in FLOATING and v.numel() >= max(1, self._smallest)]
+        long = {k: v for k, v in values.items() if v.numel() >= max(1, self._smallest) and not k.startswith(EXACT)}
+        return [k for k, v in long.items() if v.dtype in FLOATING]
 
     def _memory(self, name: str) -> Memory:
         if name not in self._memories:
