@@ -53,7 +53,7 @@ def _options(name: str) -> str:
         for f in dataclasses.fields(rule)
     ]
     unset = (
-        ["-: not set; the text above says what holds then.", ""]
+        ["A dash: not set; the text above says what holds then.", ""]
         if any(f.default is None for f in dataclasses.fields(rule))
         else []
     )

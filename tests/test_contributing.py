@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,9 @@ class Pulled:
         self.params: Tensors = {"w": torch.zeros(2)}
         self.grads: Tensors = {"w": torch.zeros(2)}
         self.count = torch.ones(())
+
+    def steps(self, most: int) -> Iterator[int]:
+        return iter(range(most))
 
     def rows(self) -> Rows:
         return {"w": None}

@@ -176,7 +176,7 @@ def test_every_wire_is_on_its_page_and_every_option_with_its_default() -> None:
             of, default, meaning = table[f"wire.{field.name}"]
             defaults = dict(zip(re.findall(r"`(\w+)`", of), re.findall(r"`([^`]+)`", default), strict=True))
             assert defaults[name] == words._text(field.default) and meaning, (name, field.name)
-    listed = {word.removeprefix("wire.") for word in table if word.startswith("wire.")}
+    listed = {word.removeprefix("wire.") for word in table if re.fullmatch(r"wire\.\w+", word)}
     assert listed == {f.name for kind in WIRES.values() for f in dataclasses.fields(kind)}
 
 

@@ -154,10 +154,10 @@ class Group(Protocol):
         """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
         ...
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         """Point to point: send `give[r]` to rank r and receive from rank r into `into[r]`, contiguous tensors of which both
         ends know length and dtype. Only the ranks named take part; messages from one rank to another arrive in order.
-        Nothing given may change, and nothing received be read, before `wait`."""
+        Nothing given may change, and nothing received be read, before `wait`. What has a `name` may be encoded by a wire."""
         ...
 
     def close(self) -> None: ...
@@ -199,6 +199,7 @@ class Strategy(Protocol[L]):
 
     def check(self, size: int) -> None:
         """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""
+        return None
 
     def init(self, replica: Replica) -> Tensors: ...
     def round(self, replica: Replica, link: L, state: Tensors) -> Tensor: ...

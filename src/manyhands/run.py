@@ -342,6 +342,11 @@ def join(
     given = plan_words.parse(plan_words.overlay(plan, environment.words()), size=here.size)
     if given.epochs is not None or given.steps is not None:
         raise PlanError("epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop")
+    if given.until is not None or given.evaluate != "epoch":
+        raise PlanError("until= and evaluate= have no effect here: in a loop of your own, the loop evaluates, under run.merged()")
+    if given.at is not None and given.at.name not in build.OF_THE_RUN:
+        known = ", ".join(f"at={name}:..." for name in build.OF_THE_RUN)
+        raise PlanError(f"at={given.at} has no effect here: a loop of your own keeps its metrics to itself; {known} are known")
     handed: Mapping[str, Any] = json.loads(environment.options())
     own = {
         "name": name or _script_name(),

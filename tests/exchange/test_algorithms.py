@@ -58,7 +58,7 @@ class Counted:
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         raise AssertionError("the algorithms are made of transfers")
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         self.messages += len(give)
         self.elements += sum(v.numel() for v in give.values())
         assert all(v.numel() for v in (*give.values(), *into.values())), "an empty message is no message"

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from wired import ALL, given, reduced, run, same, total
 
-from manyhands.core import Group, Job, Tensors
+from manyhands.core import EXACT, Group, Job, Tensors
 from manyhands.exchange import collective, hierarchical
 from manyhands.exchange.inproc import World
+from manyhands.exchange.observed import Observed
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
 from manyhands.exchange.wires import Bf16, Compressed, Int8, PowerSGD, TopK, wrap
@@ -240,3 +241,25 @@ def in_the_world() -> dict[str, list[str]]:
 @pytest.mark.parametrize("link", ["gloo", "shared", "hierarchical"])
 def test_two_processes_end_with_the_bits_of_the_world(link: str, name: str) -> None:
     assert in_processes()[link][name] == in_the_world()[name]
+
+
+@pytest.mark.parametrize("wire", [Bf16(), Int8()])
+def test_a_transfer_with_a_name_is_encoded_and_one_that_must_be_exact_is_not(wire: Bf16 | Int8) -> None:
+    """What gossip sends: to one or more ranks, encoded once, read by each of them alone."""
+    values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+
+    def main(group: Group) -> tuple[Tensor, Tensor, int]:
+        seen = Observed(group, lambda event: None)
+        link = wrap(seen, wire, "parameters")
+        to, source = (group.rank + 1) % 3, (group.rank - 1) % 3
+        got = [torch.empty(5000), torch.empty(5000)]
+        link.transfer({to: values[group.rank]}, {source: got[0]}, "float32").wait()
+        encoded = seen.nbytes
+        link.transfer({to: values[group.rank]}, {source: got[1]}, f"{EXACT}float32").wait()
+        return got[0], got[1], encoded
+
+    for rank, (rounded, exact, nbytes) in enumerate(World(3).run(main)):
+        theirs = values[(rank - 1) % 3]
+        assert torch.equal(exact, theirs) and not torch.equal(rounded, theirs)
+        torch.testing.assert_close(rounded, theirs, rtol=0.02, atol=0.02)
+        assert nbytes == wire.nbytes(5000) < theirs.nbytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quadratic import Outcome, Problem, Rank, run
+from quadratic import Outcome, Problem, Rank, run, sgd
 from torch import Tensor
 
 from manyhands.core import Group, Tensors
@@ -19,7 +19,7 @@ from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.d_psgd import DPSGD
 from manyhands.merge.sgp import SGP
 
-LR = 0.1
+LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]
 GOSSIP = [DPSGD(), DPSGD(order="atc"), DPSGD("exponential"), DPSGD("one_peer", order="atc"), ADPSGD(), SGP(), SGP("star")]
 
 
@@ -28,11 +28,11 @@ def still(parameters: Any) -> torch.optim.Optimizer:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=LR)
+    return torch.optim.Adam(parameters, lr=0.1)
 
 
 def mixed_only(rule: Any, size: int, rounds: int) -> list[list[tuple[Tensor, Tensors]]]:

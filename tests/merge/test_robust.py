@@ -111,7 +111,9 @@ def test_clipping_moves_each_vote_no_further_than_the_radius() -> None:
     expected = (x * (r / x.norm(dim=1)).clamp(max=1)[:, None]).mean(0)
     near(merged("clipping", given, radius=r), expected)
     assert merged("clipping", given, radius=r).norm() <= r
-    assert merged("clipping", given).norm() <= 2 * x.norm(dim=1).median() * (1 + 1e-12)
+    assert merged("clipping", given).norm() <= x.norm(dim=1).sort().values[3] * (1 + 1e-12), (
+        "no further than the honest ones stand"
+    )
 
 
 def test_clipping_starts_from_where_it_ended() -> None:
@@ -160,7 +162,7 @@ def test_moving_all_votes_and_the_centre_moves_what_is_clipped() -> None:
     given, away = rows(7), rows(1, seed=9)[0]
     moved = [{k: v + away[k] for k, v in row.items()} for row in given]
     zero = {k: torch.zeros_like(v) for k, v in away.items()}
-    near(flat(aggregate.clip_centred(moved, away, 3.0)), flat(aggregate.clip_centred(given, zero, 3.0)) + flat(away))
+    near(flat(aggregate.clip_centred(moved, away, 1, 3.0)), flat(aggregate.clip_centred(given, zero, 1, 3.0)) + flat(away))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -197,10 +199,11 @@ def test_more_nonsense_than_liars_were_expected_shows() -> None:
 @pytest.mark.parametrize(
     ("how", "options"),
     [
+        ("clipping", {"f": 0}),
         ("trimmed_mean", {"f": 0}),
         ("multi_krum", {"f": 0}),
-        ("clipping", {"f": 0, "radius": float("inf")}),
-        ("clipping", {"f": 0, "radius": 1e9}),
+        ("clipping", {"radius": float("inf")}),
+        ("clipping", {"radius": 1e9}),
     ],
 )
 def test_with_nothing_to_guard_against_it_is_synchronous_sgd(how: Any, options: dict[str, Any]) -> None:
@@ -234,12 +237,16 @@ class Liar:
         return self.group.swap({k: self.lie(v) for k, v in values.items()}, peers)  # about its samples too
 
 
-def trained(rule: Any, problem: Problem, rounds: int, lie: Lie | None = None, counts: Any = None) -> list[Tensor]:
+def slow(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.025)
+
+
+def trained(rule: Any, problem: Problem, rounds: int, lie: Lie | None = None, **options: Any) -> list[Tensor]:
     """Where the ranks end; with a lie, where the honest ones do: the last one lies."""
     rule.check(problem.size)
 
     def main(group: Any) -> Tensor:
-        me = Rank(problem, group.rank, **({} if counts is None else {"counts": counts}))
+        me = Rank(problem, group.rank, **options)
         state = rule.init(me.replica)
         link = Liar(group, lie) if lie is not None and group.rank == problem.size - 1 else group
         for _ in range(rounds):
@@ -260,7 +267,8 @@ def honest_optimum() -> Tensor:
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("rule", [*map(Robust, HOWS), Robust("clipping", momentum=0.9)], ids=str)
 def test_one_liar_of_five_moves_nobody_far_and_the_honest_stay_alike(rule: Any, lie: str) -> None:
-    ends = trained(rule, HONEST, 100, LIES[lie])
+    options = {"make": slow} if rule.momentum else {}  # ten gradients in one
+    ends = trained(rule, HONEST, 100, LIES[lie], **options)
     assert all(torch.equal(end, ends[0]) for end in ends)
     assert (ends[0] - honest_optimum()).norm() < 1.0
 
@@ -287,7 +295,7 @@ def test_nobody_moves_where_nobody_has_samples() -> None:
     assert all(torch.equal(end, Rank(Problem(3), 0).point()) for end in ends)
 
 
-def test_momentum_is_each_ranks_own_mean_over_time() -> None:
+def test_momentum_is_each_ranks_own_sum_over_time() -> None:
     problem, rule = Problem(5, spread=0.2), Robust("median", momentum=0.9)
 
     def main(group: Any) -> tuple[Tensor, Tensor]:
@@ -295,7 +303,7 @@ def test_momentum_is_each_ranks_own_mean_over_time() -> None:
         state = rule.init(me.replica)
         expected = torch.zeros(8, dtype=torch.float64)
         for _ in range(4):
-            expected = 0.9 * expected + 0.1 * (problem.A[group.rank] @ me.point() - problem.b[group.rank])
+            expected = 0.9 * expected + (problem.A[group.rank] @ me.point() - problem.b[group.rank])
             rule.round(me.replica, group, state)
         return me.point({"float64": state["momentum/float64"]}), expected
 

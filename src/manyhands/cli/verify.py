@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from manyhands.core import Layout, Plan, Tensors
 from manyhands.errors import PlanError
+from manyhands.merge.all_reduce import AllReduce
 from manyhands.plan import words as plan_words
 from manyhands.run import MakeTask, defines_task, load_task, start, work
 from manyhands.site import Options
@@ -49,13 +50,22 @@ class Deviation:
 
 
 class Record(Callback):
-    """Keep every step's loss and merged gradient, and the last parameters, in files of a folder."""
+    """Keep every step's loss and merged gradient where ranks merge those, and the last parameters, in files of a folder."""
 
-    def __init__(self, folder: str, steps: int):
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: str, gradients: bool):
+        self.folder, self.gradients = folder, gradients
         self.kept: Tensors = {}
 
     def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+        if self.gradients:
+            self._keep_gradients(run, round, loss)
+        if run.trainer.at_end():
+            with run.trainer.merged():
+                pieces = run.trainer.replica.flat.pieces if run.rank == 0 else []
+                self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in pieces}
+            save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
+
+    def _keep_gradients(self, run: Any, round: int, loss: Tensor) -> None:
         replica = run.trainer.replica
         self.kept[f"loss/{round}"] = torch.tensor([float(loss) * replica.own_count, replica.own_count], dtype=torch.float64)
         if replica.updates_part:
@@ -64,10 +74,6 @@ class Record(Callback):
             for piece, used in zip(replica.flat.pieces, replica.flat.used.tolist(), strict=True):
                 if used and (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:
                     self.kept[f"gradient/{round}/{piece.name}"] = grad.detach().clone().contiguous()
-        if round == self.steps:
-            if run.rank == 0:
-                self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in replica.flat.pieces}
-            save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
 
 
 def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False) -> bool:
@@ -82,8 +88,11 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     print(
         f"{steps} steps on {plan.layout.size} ranks against one process, in {'float32' if float32 else 'float64'}: largest relative deviation of"
     )
-    print(f"  loss        {deviation.loss:.2e}")
-    print(f"  gradients   {deviation.gradient:.2e}")
+    if plan.strategy.replicas_agree:
+        print(f"  loss        {deviation.loss:.2e}")
+        print(f"  gradients   {deviation.gradient:.2e}")
+    else:
+        print(f"  (loss and gradients are each rank's own under merge={plan.merge}; compared is the model the ranks stand for)")
     print(f"  parameters  {deviation.parameter:.2e}")
     if deviation.noise:
         print(f"not compared, gradient zero but for rounding: {', '.join(deviation.noise)}")
@@ -93,6 +102,10 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     print(f"DIFFERENT: more than {deviation.rtol:g}. By module, largest first:")
     for name, value in sorted(deviation.by_module.items(), key=lambda kv: -kv[1]):
         print(f"  {value:.2e}  {name or '(top)'}")
+    if plan.merge != "all_reduce" or plan.encoding is not None:
+        print(
+            "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/rules says which"
+        )
     if plan.batchnorm == "local":
         print(
             "batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process"
@@ -101,21 +114,32 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
 
 
 def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bool) -> Deviation:
-    common = dataclasses.replace(plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False)
+    later: dict[str, Any] = {"then": None, "next_strategy": None, "at": None, "until": None}
+    common = dataclasses.replace(plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False, **later)
+    if plan.then is not None:
+        print(f"a few steps do not see the change to then={plan.then}: compared is merge={plan.merge}", file=sys.stderr)
     if plan.precision != "fp32" or plan.compile:
         print("precision and compile change rounding, not the method: compared without them", file=sys.stderr)
-    alone = dataclasses.replace(common, layout=Layout(), link="auto")
+    plain: dict[str, Any] = {
+        "merge": "all_reduce",
+        "strategy": AllReduce(),
+        "wire": "none",
+        "encoding": None,
+        "algorithm": "native",
+    }
+    alone = dataclasses.replace(common, layout=Layout(), link="auto", **plain)
     with tempfile.TemporaryDirectory(prefix="manyhands-verify-") as folder:
         options = Options(name="verify", float64=not float32)
-        ours = _run(make, common, options, steps, Path(folder) / "plan")
+        gradients = plan.strategy.replicas_agree
+        ours = _run(make, common, options, gradients, Path(folder) / "plan")
         # one process takes the union of all ranks' batches as one batch
-        theirs = _run(make, alone, dataclasses.replace(options, stands_for=plan.layout.size), steps, Path(folder) / "alone")
+        theirs = _run(make, alone, dataclasses.replace(options, stands_for=plan.layout.size), gradients, Path(folder) / "alone")
         return _deviation(ours, theirs, RTOL[torch.float32 if float32 else torch.float64])
 
 
-def _run(make: MakeTask, plan: Plan, options: Options, steps: int, folder: Path) -> list[Tensors]:
+def _run(make: MakeTask, plan: Plan, options: Options, gradients: bool, folder: Path) -> list[Tensors]:
     folder.mkdir()
-    options = dataclasses.replace(options, directory=str(folder / "run"), quiet=True, callbacks=(Record(str(folder), steps),))
+    options = dataclasses.replace(options, directory=str(folder / "run"), quiet=True, callbacks=(Record(str(folder), gradients),))
     body = functools.partial(work, functools.partial(_without_dropout, make))
     start(body, plan, options)
     return [load_file(folder / f"rank-{r}.safetensors") for r in range(plan.layout.size)]
@@ -140,7 +164,7 @@ def _without_dropout(make: MakeTask) -> Task:
 
 def _deviation(ours: list[Tensors], alone: list[Tensors], rtol: float) -> Deviation:
     rounds = sorted(k for k in alone[0] if k.startswith("loss/"))
-    loss = max(_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds)
+    loss = max((_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds), default=0.0)
     noise = _noise(alone[0])
     worst = {"gradient": 0.0, "parameter": 0.0}
     by_module: dict[str, float] = {}

@@ -109,7 +109,7 @@ class CollectiveGroup:
 
         return finish
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         to_oneself(self, give, into)
         what = self._next("transfer")
         sent = {r: v.detach().to(self._device or v.device) for r, v in give.items() if r != self.rank and v.numel()}

@@ -82,10 +82,10 @@ class HierarchicalGroup:
         got_far = iter(finish())
         return [next(got_near if p in self._neighbours else got_far) for p in peers]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         # to neighbours too: gloo moves bytes while this rank stands still elsewhere, shared memory does not, and a rank that
         # waits for another host would keep back the rest of a message to its neighbour, which the other host may wait for
-        return self._anyone.transfer(give, into)
+        return self._anyone.transfer(give, into, name)
 
     def close(self) -> None:
         for group in (self._inside, self._column, self._anyone):

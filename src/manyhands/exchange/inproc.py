@@ -219,7 +219,7 @@ class InprocGroup:
         self.world.spend(self.rank, self.world.cost("swap", post.nbytes, len(peers)), "exchange")
         return [post.inbox[i] for i in range(len(peers))]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         to_oneself(self, give, into)
         self._transfers += 1
         hand_over = self.world._hand_over

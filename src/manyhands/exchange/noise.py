@@ -64,8 +64,8 @@ class NoiseGauge:
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.group.swap(values, peers)
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
-        return self.group.transfer(give, into)
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+        return self.group.transfer(give, into, name)
 
     def close(self) -> None:
         self.group.close()

@@ -62,8 +62,8 @@ class Observed:
         self._report("swap", self.round, nbytes, seconds)
         return got
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
-        return self._watch("transfer", give.values(), lambda: self.group.transfer(give, into))
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+        return self._watch("transfer", give.values(), lambda: self.group.transfer(give, into, name))
 
     def close(self) -> None:
         self.group.close()

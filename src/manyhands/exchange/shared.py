@@ -200,7 +200,7 @@ class SharedGroup:
     def _await(self, counters: np.ndarray, peer: int, due: int) -> None:
         self._wait(lambda: bool(counters[peer, self.rank] >= due), lambda: [peer], "swap")
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         to_oneself(self, give, into)
         parcels = [self._mail.send(r, v) for r, v in give.items() if r != self.rank and v.numel()]
         parcels += [self._mail.receive(r, v) for r, v in into.items() if r != self.rank and v.numel()]

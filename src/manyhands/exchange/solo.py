@@ -27,7 +27,7 @@ class SoloGroup:
             raise ValueError(f"swap with ranks {list(peers)}, but rank 0 is alone; start more ranks or give peers=[]")
         return [{k: v.detach().clone() for k, v in values.items()} for _ in peers]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
         to_oneself(self, give, into)
         return Finished()
 

@@ -84,12 +84,13 @@ def geometric_median(rows: Rows, passes: int = 8) -> Tensors:
     return v
 
 
-def clip_centred(rows: Rows, v: Tensors, radius: float | None, passes: int = 1) -> Tensors:
-    """v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|); r is twice the median distance where it is not given."""
+def clip_centred(rows: Rows, v: Tensors, f: int, radius: float | None = None, passes: int = 1) -> Tensors:
+    """v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|); where it is not given, r is the (n-f)-th smallest distance, so that the
+    honest alone would not be clipped at all."""
     out = {k: x.clone() for k, x in v.items()}
     for _ in range(passes):
         d = _distances(rows, out)
-        r = 2 * d.median() if radius is None else torch.full_like(d[0], radius)
+        r = d.kthvalue(len(rows) - f).values if radius is None else torch.full_like(d[0], radius)
         share = (r / d).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0) / len(rows)  # 0/0, inf/inf: at v, or a radius without end
         for k, at, x in _chunks(rows):
             centre = out[k][at]

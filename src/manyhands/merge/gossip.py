@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.core import Group, Replica, Tensors, Work
+from manyhands.core import EXACT, Group, Replica, Tensors, Work
 from manyhands.merge.parts import Moments, copies
 from manyhands.merge.topology import Turn
 
@@ -20,7 +20,7 @@ def send(link: Group, turn: Turn, values: Tensors) -> Mix:
     works: list[Work] = []
     for k, x in values.items():
         give = dict.fromkeys(turn.takers, x.detach().contiguous())
-        works.append(link.transfer(give, {j: theirs[k] for (j, _), theirs in zip(turn.givers, inbox, strict=True)}))
+        works.append(link.transfer(give, {j: theirs[k] for (j, _), theirs in zip(turn.givers, inbox, strict=True)}, k))
 
     def mix() -> None:
         for work in works:
@@ -34,7 +34,8 @@ def send(link: Group, turn: Turn, values: Tensors) -> Mix:
 
 def exchange(replica: Replica, link: Group, turn: Turn, moments: Moments) -> Mix:
     """Send the parameters, and what the optimizer remembers where that is to be averaged; a second `mix` does nothing."""
-    mix = send(link, turn, {**replica.params, **(replica.moments if moments == "average" else {})})
+    remembered = {f"{EXACT}{k}": m for k, m in replica.moments.items()} if moments == "average" else {}
+    mix = send(link, turn, {**replica.params, **remembered})
     pending = [mix]
 
     def once() -> None:

@@ -11,11 +11,13 @@ Every rank gets all n mean gradients and merges them itself, in the order of ran
 and nobody has to trust anybody's sum: (n-1) N values a step arrive at each rank, and are held there. A gradient with
 NaN or infinity in it counts as zero. Every rank has one vote whatever its number of samples (one without any votes for no
 change), and so does a liar: shares are not weighed, because a liar could claim any weight. `radius` is that of clipping,
-left out: twice the median distance from v. `momentum` averages each rank's own gradients over time before they are
-sent, m <- momentum m + (1 - momentum) g, which a lie that is small each time cannot hide in; the optimizer's momentum comes after it.
+left out: the (n-f)-th smallest distance from v. `momentum` keeps each rank's own sum of gradients over time and sends that,
+m <- momentum m + g: it has far less noise for a lie to hide in. It is the optimizer's momentum moved to where it helps, so with
+merge.momentum=0.9 give the optimizer none, and the learning rate it had with 0.9; both together overshoot.
 
-Use it when a rank may be wrong and nobody would notice. clipping differs least from the mean where all are honest; median and
-krum are biased when ranks hold different data, krum is the noisiest, geometric_median the dearest to compute.
+Use it when a rank may be wrong and nobody would notice; with momentum where the noise of single batches is as large as the
+gradient itself, or a lie of that size passes for noise. clipping differs least from the mean where all are honest; median and krum are
+biased when ranks hold different data, krum takes one rank's gradient and is the noisiest, geometric_median is the dearest to compute.
 
 Paper: Blanchard et al. 2017 (krum, arXiv:1703.02757), Yin et al. 2018 (median and trimmed mean, arXiv:1803.01498), Pillutla et al. 2022
 (geometric median, arXiv:1912.13445), Karimireddy et al. 2021 (centered clipping and worker momentum, arXiv:2012.10333).
@@ -51,7 +53,9 @@ class Robust(Strategy[Group]):
         need(0 <= self.momentum < 1, f"momentum={self.momentum}", "0 (none) to less than 1 is needed; 0.9 is usual")
         if self.radius is not None:
             need(self.how == "clipping", f"radius={self.radius}", f"it has no effect with merge.how={self.how}; leave it out")
-            need(self.radius > 0, f"radius={self.radius}", "more than 0 is needed; leave it out for twice the median distance")
+            need(
+                self.radius > 0, f"radius={self.radius}", "more than 0 is needed; leave it out for the (n-f)-th smallest distance"
+            )
 
     def check(self, size: int) -> None:
         more, formula = (3, "2f+3") if "krum" in self.how else (1, "2f+1")
@@ -87,12 +91,12 @@ class Robust(Strategy[Group]):
         return loss
 
     def _vote(self, replica: Replica, state: Tensors) -> Tensors:
-        """This rank's mean gradient, or its mean over time."""
+        """This rank's mean gradient, or its sum over time."""
         mean = {k: g / replica.scale.clamp(min=1e-30) for k, g in replica.grads.items()}
         if not self.momentum:
             return mean
         for k, g in mean.items():
-            state[f"momentum/{k}"].lerp_(g, 1 - self.momentum)
+            state[f"momentum/{k}"].mul_(self.momentum).add_(g)
         return {k: state[f"momentum/{k}"] for k in mean}
 
     def merge(self, rows: aggregate.Rows, state: Tensors) -> Tensors:
@@ -106,7 +110,7 @@ class Robust(Strategy[Group]):
             return aggregate.krum(rows, self.f, best=len(rows) - self.f)
         if self.how == "geometric_median":
             return aggregate.geometric_median(rows)
-        merged = aggregate.clip_centred(rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.radius)
+        merged = aggregate.clip_centred(rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.f, self.radius)
         for k, v in merged.items():
             state[f"centre/{k}"].copy_(v)
         return merged

@@ -245,11 +245,21 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
         raise PlanError(f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them")
+    if plan.until is not None and plan.until.name in ("epoch", "step"):
+        raise PlanError(f"until={plan.until}: {plan.until.name}s= says when to stop; until= is for what an evaluation measures")
     if plan.evaluate != "epoch" and not (plan.evaluate.isdigit() and int(plan.evaluate) > 0):
         raise PlanError(f"evaluate={plan.evaluate}: epoch or a number of steps is needed")
     if (plan.then is None) != (plan.at is None):
         given, needed = ("then", "at=epoch:5") if plan.at is None else ("at", "then=local_sgd")
         raise PlanError(f"{given}= alone has no effect: add the other half, such as {needed}")
+    if (
+        plan.at is not None
+        and plan.at.name == "noise"
+        and (plan.strategy.sends != "gradients" or getattr(plan.strategy, "swaps", False))
+    ):
+        raise PlanError(
+            f"at={plan.at}: the noise scale is measured where gradients are all-reduced, not under merge={plan.merge}; use all_reduce"
+        )
     for key in ("merge", "then"):
         if (rule := getattr(plan, OBJECTS[key])) is None:
             continue

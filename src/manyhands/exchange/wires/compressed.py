@@ -2,7 +2,8 @@
 
     all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
     swap          likewise, where the wire can be read by one peer alone
-    transfer, close, allocate    as the link has them
+    transfer      likewise, where it has a name and the wire encodes values one by one
+    close, allocate    as the link has them
 
 Ranks make the same calls in the same order, `wait` included: a wait moves every exchange that is under way on by one stage, the
 earliest first, until its own is over. So all ranks send the same things in the same order without threads, and stage two of one
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core import EXACT, Cargo, Finished, Group, Op, Tensors, Work
+from manyhands.exchange.wires.quantised import Quantised
 from manyhands.exchange.wires.wire import Memory, Shapes, Wire
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -83,8 +85,23 @@ class Compressed:
                 self.wire.decode(packed, theirs[k].view(-1), memory)
         return got
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
-        return self.group.transfer(give, into)
+    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+        both = {str(i): v for i, v in enumerate([*give.values(), *into.values()])}
+        if not name or name.startswith(EXACT) or not isinstance(self.wire, Quantised) or len(self._encoded(both)) < len(both):
+            return self.group.transfer(give, into, name)
+        memory, wire = self._memory(f"transfer/{name}"), self.wire
+        encoded: dict[int, Tensor] = {}  # what goes to several ranks is encoded once
+        for v in give.values():
+            if v.data_ptr() not in encoded:
+                encoded[v.data_ptr()] = wire.encode(_flat(v), memory).clone()
+        arriving = {r: torch.empty(wire.nbytes(v.numel()), dtype=torch.uint8, device=v.device) for r, v in into.items()}
+        work = self.group.transfer({r: encoded[v.data_ptr()] for r, v in give.items()}, arriving, name)
+
+        def decode() -> None:
+            for r, packed in arriving.items():
+                wire.decode(packed, into[r].view(-1), memory)
+
+        return _Arrival(work, decode)
 
     def close(self) -> None:
         self.group.close()
@@ -144,6 +161,16 @@ class _Exchange:
         if self._now is not None:
             self._now.wait()
             self._now = next(self._stages, None)
+
+
+class _Arrival:
+    def __init__(self, work: Work, decode: Callable[[], None]):
+        self._work, self._decode = work, decode
+
+    def wait(self) -> None:
+        self._work.wait()
+        decode, self._decode = self._decode, lambda: None
+        decode()
 
 
 class _Reduction:
