@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,87 @@ def test_an_own_loop_that_ends_among_local_steps_has_them_merged_and_holds_the_m
     run.close()
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert saved is not None and saved.round == 2 and saved.position.steps == 6, "four steps, and the two that were left"
+
+
+# -- a resumed run is the run it would have been --
+
+
+def weights(run: Path) -> Tensor:
+    saved = Checkpoints(run / "checkpoints").latest()
+    assert saved is not None
+    return torch.cat([v.flatten() for v in saved.params.values()])
+
+
+def test_resumed_right_where_its_rule_changes_it_changes_first(tmp_path: Path) -> None:
+    words = "merge=local_sgd merge.period=4 then=diloco then.period=4 at=epoch:1"
+    mh.train(task, f"{words} epochs=2", directory=tmp_path / "whole", quiet=True)
+    mh.train(task, f"{words} epochs=1", directory=tmp_path / "halves", quiet=True)
+    mh.train(task, f"{words} epochs=2", directory=tmp_path / "halves", resume=True, quiet=True)
+    assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
+
+
+def test_a_rule_can_be_followed_by_itself_with_other_options(tmp_path: Path) -> None:
+    words = "merge=local_sgd merge.period=1 then=local_sgd then.period=6 at=epoch:1 epochs=2"
+    assert mh.train(task, words, directory=tmp_path / "run", quiet=True).rounds == 12 + 2
+
+
+def test_a_goal_that_is_reached_stays_reached_when_resumed(tmp_path: Path) -> None:
+    words = "until=accuracy:0.8 evaluate=2"
+    first = mh.train(task, words, directory=tmp_path / "run", quiet=True)
+    again = mh.train(task, words, directory=tmp_path / "run", resume=True, quiet=True)
+    assert again.rounds == first.rounds
+
+
+def test_the_last_round_is_evaluated_also_where_a_checkpoint_falls_on_it(tmp_path: Path) -> None:
+    result = mh.train(task, "steps=6 save=3", directory=tmp_path / "run", quiet=True)
+    assert {"accuracy", "loss"} <= result.metrics.keys()
+    saved = {
+        p.name: json.loads((p / "manifest.json").read_text())["metrics"] for p in (tmp_path / "run" / "checkpoints").iterdir()
+    }
+    assert saved["step-00000003"] == {} and saved["step-00000006"]["accuracy"] == result.metrics["accuracy"]
+
+
+def test_saving_changes_nothing_also_where_the_optimizer_remembers_nothing_yet(tmp_path: Path) -> None:
+    def decaying() -> mh.Task:
+        return dataclasses.replace(task(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+
+    for save in ("1", "100"):  # momentum is forgotten after every block, so every checkpoint finds none
+        mh.train(decaying, f"merge=bmuf merge.period=4 steps=24 save={save}", directory=tmp_path / save, quiet=True)
+    assert torch.equal(weights(tmp_path / "1"), weights(tmp_path / "100"))
+
+
+def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_path: Path) -> None:
+    run = mh.join("merge=local_sgd merge.period=4 seed=0", directory=tmp_path / "run", quiet=True)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, data = run.prepare(model, optimizer, (X, Y), batch=10, schedule=schedule)
+    for i, (x, y) in enumerate(data):
+        run.step(nn.functional.cross_entropy(model(x), y))
+        if i == 5:
+            break
+    run.close()
+    saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert saved is not None and saved.meta["schedule"]["last_epoch"] == 6
+
+
+@pytest.mark.parametrize("rule", ["admm", "robust"])
+def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(rule: str, tmp_path: Path) -> None:
+    """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop for ever."""
+    for precision in ("fp32", "fp16"):
+        words = f"data=3 merge={rule} steps=24 precision={precision} timeout_s=30 threads=1"
+        mh.train(steep, words, directory=tmp_path / precision, quiet=True)
+    full, half = weights(tmp_path / "fp32"), weights(tmp_path / "fp16")
+    moved = float((full - weights_at_start()).norm())
+    assert moved > 0.01 and float((half - full).norm()) < 0.5 * moved
+
+
+def steep() -> mh.Task:
+    torch.manual_seed(0)
+    loss = lambda outputs, target: 30 * nn.functional.cross_entropy(outputs, target)  # overflows at the first scale
+    return dataclasses.replace(task(), model=nn.Linear(6, 2), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.002))
+
+
+def weights_at_start() -> Tensor:
+    torch.manual_seed(0)
+    return torch.cat([v.flatten() for v in nn.Linear(6, 2).state_dict().values()])

@@ -132,13 +132,13 @@ def assemble(
         overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
         left_out=[p for p in module.parameters() if not p.requires_grad],
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
-        ended=lambda: trainer.at_end(),
+        ended=lambda: trainer.at_end(), steps_alone=not _agree(plan),
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
     snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order)
     first = _first_rule(plan, saved)
     if saved is not None:
-        snapshots.restore(saved, first)
+        snapshots.restore(saved, str(getattr(plan, first)))
     learns_from_others = any(getattr(rule, "distils", False) for rule in _rules(plan).values())
     replica = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
     rule = _rule(site, plan, plain, first, saved, snapshots)
@@ -152,10 +152,6 @@ def assemble(
         if buffers:
             site.link.all_reduce({str(i): b for i, b in enumerate(buffers)}, op="mean").wait()
 
-    def evaluate_agreed() -> dict[str, float]:
-        agree_on_buffers()
-        return evaluate(computing)
-
     def snapshot(round: int, rule: Rule) -> Snapshot:
         agree_on_buffers()
         return snapshots.take(round, rule, trainer.metrics)
@@ -166,17 +162,17 @@ def assemble(
         for callback in trainer.callbacks:
             callback.on_checkpoint(run, str(site.checkpoints.path(snapshot.round)))
 
-    comes_later = plan.then is not None and first != plan.then
+    comes_later = plan.then is not None and first == "merge"
     trainer = Trainer(
         rule, replica, site.link,
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
-        emit=site.recorder.emit, flush=site.recorder.flush, evaluate=evaluate_agreed, snapshot=snapshot, save=save,
+        emit=site.recorder.emit, flush=site.recorder.flush, evaluate=lambda: evaluate(computing), snapshot=snapshot, save=save,
         last_good=lambda: _last_good(site.checkpoints), save_evaluated=plan.best is not None,
         save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
-        change=(lambda: _rule(site, plan, plain, plan.then or "")) if comes_later else None,
+        change=(lambda: _rule(site, plan, plain, "then")) if comes_later else None, agree=agree_on_buffers,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
         metrics={} if saved is None else dict(saved.meta["metrics"]),
     )  # fmt: skip
@@ -188,9 +184,9 @@ def assemble(
 
 
 def _rules(plan: Plan) -> dict[str, Strategy[Any]]:
-    """The rule of the start and the one that comes after it, by their words."""
-    later = {} if plan.then is None or plan.next_strategy is None else {plan.then: plan.next_strategy}
-    return {**later, plan.merge: plan.strategy}
+    """The rule of the start and the one that comes after it, by their part in the plan."""
+    later = {} if plan.next_strategy is None else {"then": plan.next_strategy}
+    return {"merge": plan.strategy, **later}
 
 
 def _agree(plan: Plan) -> bool:
@@ -199,14 +195,15 @@ def _agree(plan: Plan) -> bool:
 
 def _first_rule(plan: Plan, saved: Snapshot | None) -> str:
     """A resumed run that has changed its rule already goes on with the second one."""
-    return plan.then if plan.then is not None and saved is not None and saved.meta.get("rule") == plan.then else plan.merge
+    changed = saved is not None and saved.meta.get("part") == "then" and saved.meta.get("rule") == plan.then
+    return "then" if changed else "merge"
 
 
 def _rule(
-    site: Site, plan: Plan, replica: ModuleReplica, name: str, saved: Snapshot | None = None, snapshots: Snapshots | None = None
+    site: Site, plan: Plan, replica: ModuleReplica, part: str, saved: Snapshot | None = None, snapshots: Snapshots | None = None
 ) -> Rule:
     """A rule ready to work: its link, behind the plan's algorithm and wire, and its state, new or restored."""
-    strategy = _rules(plan)[name]
+    strategy, name = _rules(plan)[part], str(getattr(plan, part))
     link: Group = site.link
     if plan.algorithm != "native" and link.size > 1:
         if site.device.type == "cuda":
@@ -221,7 +218,7 @@ def _rule(
     if strategy.sends == "gradients" and not getattr(strategy, "swaps", False) and link.size > 1:
         buckets = [b.name for b in replica.flat.buckets]
         link = gauge = NoiseGauge(link, buckets, lambda: site.link.round, site.device)
-    rule = Rule(name, strategy, link, strategy.init(replica), gauge, dict if wire is None else lambda: wire.state)
+    rule = Rule(part, name, strategy, link, strategy.init(replica), gauge, dict if wire is None else lambda: wire.state)
     if saved is not None and snapshots is not None:
         of_wire = snapshots.restore_rule(saved, rule)
         if wire is not None:

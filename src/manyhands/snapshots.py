@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from manyhands.compute import batches as data
 from manyhands.compute import state
 from manyhands.compute.module import ModuleReplica
-from manyhands.compute.update import moments
+from manyhands.compute.update import prime
 from manyhands.core import Plan, Snapshot, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.plan import words
@@ -60,6 +60,7 @@ class Snapshots:
             "metrics": metrics,
             "size": site.place.size,
             "rule": rule.name,
+            "part": rule.part,
         }
         with self.replica.flat.holding(model):
             params = state.model_state(self.module)
@@ -72,10 +73,14 @@ class Snapshots:
         mine = dict(wire)
         if not rule.strategy.replicas_agree:
             flat, optimizer = self.replica.flat, self.replica.optimizer
-            moments(flat, optimizer)  # they exist from here on, also on a rank that has had no samples yet
+            new = prime(optimizer)  # for the time of saving: ranks must name the same, also one that has had no samples yet
             mine |= {f"param/{k}": v for k, v in flat.values.items()}
             mine |= {f"optimizer/{k}": v for k, v in state.optimizer_state(self.module, optimizer)[0].items()}
             mine |= {f"state/{k}": v for k, v in rule.state.items()}
+            if self.replica.scaler is not None:
+                mine["scaler/scale"] = torch.tensor([self.replica.scaler.get_scale()], dtype=torch.float64)
+            for p in new:
+                del optimizer.state[p]
         differing = _differing(self.site, mine)
         found = _gathered(self.site, {k: mine[k] for k in differing})
         once = [k for k in mine if k not in differing and (k in wire or (model_apart and k.startswith("param/")))]
@@ -98,6 +103,8 @@ class Snapshots:
             replica.schedule.load_state_dict(state.from_plain(saved.meta["schedule"]))
         if replica.scaler is not None and saved.meta["scaler"] is not None:
             replica.scaler.load_state_dict(saved.meta["scaler"])
+            if (own := mine.get("scaler/scale")) is not None:
+                replica.scaler.update(new_scale=float(own))
         rng = {k.partition("/")[2]: v for k, v in saved.rng.items() if k.partition("/")[0] == str(site.rank)}
         if rng and all(f"{r}/torch" in saved.rng for r in range(site.place.size)):
             state.load_rng(rng, site.device)

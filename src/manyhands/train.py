@@ -45,8 +45,9 @@ class Gauge(Protocol):
 
 @dataclass
 class Rule:
-    """A strategy at work: its link (the run's own, or that behind a wire) and its state."""
+    """A strategy at work: its link (the run's own, or that behind a wire) and its state. `part` is its word in the plan."""
 
+    part: str  # merge, or then
     name: str
     strategy: Strategy[Any]
     link: Group
@@ -89,6 +90,7 @@ class Trainer:
     save_every: int | None  # rounds; 0: at the end of each epoch; None: never
     save_evaluated: bool  # also wherever it was evaluated, so that the best can be kept
     stop_requested: Callable[[], int]  # the number of a signal, or 0
+    agree: Callable[[], None]  # on what is no parameter but is evaluated too: running statistics
     directory: str
     device: torch.device
     until: Goal | None = None  # stop as soon as an evaluation reaches it
@@ -115,6 +117,7 @@ class Trainer:
         self._noise = math.nan
         self._evaluated = self.round
         self._saved = self.round or -1  # what was resumed is saved already
+        self._reached = self.round > 0 and self.until is not None and self.until.reached(self._known())
 
     # -- the loop --
 
@@ -132,6 +135,7 @@ class Trainer:
             raise
 
     def step(self) -> None:
+        self._change_when_due()  # a run may resume right where its rule was to change
         before = self.position()
         started = time.time()
         clock = time.perf_counter()
@@ -146,13 +150,13 @@ class Trainer:
             self.look()
         at = self.position()
         if at.epoch > before.epoch:
-            self._end_epoch(before.epoch)
+            self._end_epochs(range(before.epoch, at.epoch))
         elif self.evaluate_every and at.steps // self.evaluate_every > before.steps // self.evaluate_every:
             self.look()
             self._evaluate()
-        if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
-            self._change_rule()
-        if self.save_every and self.round % self.save_every == 0 and self._saved != self.round:
+        self._change_when_due()
+        due = self.save_every and self.round % self.save_every == 0
+        if due and self._saved != self.round and not self.finished():  # at the end, evaluation comes first
             self.checkpoint()
 
     def finished(self) -> bool:
@@ -264,11 +268,13 @@ class Trainer:
 
     # -- evaluation and checkpoints, at rounds that all ranks know --
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_epochs(self, epochs: range) -> None:
+        """One, or several where a rule's block is longer than an epoch."""
         self.look()
         self._evaluate()
         for callback in self.callbacks:
-            callback.on_epoch(self.run, epoch, self.metrics)
+            for epoch in epochs:
+                callback.on_epoch(self.run, epoch, self.metrics)
         if self.save_every == 0 or (self.save_every and self.save_evaluated):
             self.checkpoint()
 
@@ -290,7 +296,6 @@ class Trainer:
     def checkpoint(self) -> None:
         self.look()
         self._refuse_nan()
-        self._evaluated = self.round
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()
@@ -299,11 +304,16 @@ class Trainer:
 
     def merged(self) -> AbstractContextManager[None]:
         """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it."""
+        self.agree()
         model = self.rule.strategy.consensus(self.replica, self.link, self.rule.state)
         if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
             model = {k: v.clone() for k, v in self.replica.params.items()}
             self.link.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
+
+    def _change_when_due(self) -> None:
+        if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
+            self._change_rule()
 
     def _change_rule(self) -> None:
         """All go on from what they together stand for, with the mean of what their optimizers remember."""

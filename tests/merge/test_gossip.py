@@ -12,12 +12,14 @@ from torch import Tensor
 
 from manyhands.core import Group, Tensors
 from manyhands.errors import PlanError
+from manyhands.exchange import wires
 from manyhands.exchange.inproc import World
-from manyhands.merge import topology
+from manyhands.merge import gossip, topology
 from manyhands.merge.ad_psgd import ADPSGD, partners
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.d_psgd import DPSGD
 from manyhands.merge.sgp import SGP
+from manyhands.merge.topology import Turn
 
 LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]
 GOSSIP = [DPSGD(), DPSGD(order="atc"), DPSGD("exponential"), DPSGD("one_peer", order="atc"), ADPSGD(), SGP(), SGP("star")]
@@ -316,3 +318,27 @@ def test_any_optimizer_works_underneath(rule: Any, make: Any) -> None:
 def test_what_cannot_work_is_refused_before_anything_starts(make: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         make()
+
+
+@pytest.mark.parametrize("rule", [DPSGD(), DPSGD("one_peer", order="atc"), ADPSGD(), SGP()], ids=str)
+def test_a_wire_that_rounds_moves_no_mean(rule: Any) -> None:
+    """Without gradients: what rounding gives to one rank it takes from another."""
+    size, numel = 4, 3000
+    start = torch.randn(size, numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def main(group: Group) -> Tensor:
+        link = wires.wrap(group, wires.Int8(), "parameters")
+        values = {"x": start[group.rank].clone()}
+        for round in range(12):
+            if isinstance(rule, ADPSGD):
+                partner = partners(0, round, size)[group.rank]
+                turn = Turn(1.0, (), ()) if partner == group.rank else Turn(0.5, (partner,), ((partner, 0.5),))
+            else:
+                turns = topology.turns(rule.graph, size, group.rank, push=isinstance(rule, SGP))
+                turn = turns[round % len(turns)]
+            gossip.send(link, turn, values)()
+        return values["x"]
+
+    found = torch.stack(World(size).run(main))
+    torch.testing.assert_close(found.mean(0), start.mean(0), rtol=1e-12, atol=1e-12)
+    assert (found - found.mean(0)).abs().max() < 0.2 * (start - start.mean(0)).abs().max(), "and they still come together"

@@ -82,11 +82,12 @@ class TaughtLoss:
         with forward.autocast(self.task.precision, self.task.device):
             outputs = self.task.module(*inputs)
             rows = len(outputs)
-            taught = min(rows, max(1, round(share * rows)))
-            hard = loss(outputs[:taught], target[:taught])
-            rest = loss(outputs[taught:], target[taught:]) if taught < rows else torch.zeros_like(hard)
+            taught = min(rows, round(share * rows))
+            nothing = torch.zeros((), device=outputs.device)
+            hard = loss(outputs[:taught], target[:taught]) if taught else nothing
+            rest = loss(outputs[taught:], target[taught:]) if taught < rows else nothing
         soft = nn.functional.kl_div(_wide(outputs[:taught]).log_softmax(1), opinion[:taught], reduction="none")
-        soft = soft.sum(1).mean()
+        soft = soft.sum(1).mean() if taught else nothing
         total = (taught * (weight * hard + (1 - weight) * soft) + (rows - taught) * rest) / rows
         return Micro(total if batch.count else total.nan_to_num(), batch.count, batch.last)
 

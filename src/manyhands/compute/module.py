@@ -54,6 +54,7 @@ class ModuleReplica:
         left_out: Sequence[nn.Parameter] = (),
         on_unused: Callable[[list[str]], None] = lambda names: None,
         ended: Callable[[], bool] = lambda: False,
+        steps_alone: bool = False,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
@@ -64,6 +65,8 @@ class ModuleReplica:
         self.own_count = 0  # samples of this rank in the last window, before merging
         self.in_block = False  # between two steps of a block that a rule takes without its peers
         self._ended = ended  # whether the run is at its end
+        self.steps_alone = steps_alone  # by a gradient of its own, so that peers need not overflow where it does
+        self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.pieces}
         self._on_ready: OnReady | None = None
@@ -99,7 +102,9 @@ class ModuleReplica:
 
     @property
     def scale(self) -> Tensor:
-        return self.flat.count[0].double() / self.nominal  # float32 would cost float64 gradients half of their digits
+        share = self.flat.count[0].double() / self.nominal  # float32 would cost float64 gradients half of their digits
+        loss_scale = None if self.scaler is None else self.scaler._scale  # a tensor: asking for the number would wait for a GPU
+        return share if loss_scale is None else share * loss_scale.to(share.device)
 
     @property
     def lr(self) -> float:
@@ -167,7 +172,7 @@ class ModuleReplica:
 
     def step(self) -> None:
         if self.own_count == 0 and float(self.flat.count[0]) == 0:  # nobody's samples: momentum alone must not move anything
-            if self.schedule is not None:
+            if self.schedule is not None and not self.closing:
                 self.schedule.step()
             return
         grads = self._place()
@@ -176,8 +181,8 @@ class ModuleReplica:
         self._normalise(grads)
         if self.scaler is None:
             self.optimizer.step()
-        elif not self._scaled_step(self.scaler):
-            return
+        elif not self._scaled_step(self.scaler) and not self.steps_alone:
+            return  # else the schedule goes on all the same: learning rates must not drift apart between ranks
         if self.schedule is not None:
             self.schedule.step()
 
@@ -185,7 +190,7 @@ class ModuleReplica:
         before = scaler.get_scale()
         scaler.step(self.optimizer)
         scaler.update()
-        # overflow: every rank saw the same summed gradient, so all of them skip and shrink the scale together
+        # overflow: where gradients are merged every rank saw the same one, so all of them skip and shrink the scale together
         skipped = scaler.get_scale() < before
         if scaler.get_scale() < 1.0:
             scaler.update(new_scale=1.0)

@@ -143,29 +143,37 @@ Update = WholeUpdate | PartUpdate
 
 
 def moments(flat: FlatParameters, optimizer: Optimizer) -> Tensors:
-    """The optimizer's own tensors of a parameter's shape. An optimizer makes them at a parameter's first step; where a rank has
-    had no gradient for it yet, that step is taken with one of zero and its effect undone, so that all ranks have the same."""
-    held = [p for g in optimizer.param_groups for p in g["params"]]
-    if new := [p for p in held if p not in optimizer.state]:
-        before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
-        for p in held:
-            p.grad = None
-        for p in new:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for p, grad in zip(held, kept, strict=True):
-            p.grad = grad
-        for p, value in zip(new, before, strict=True):
-            p.data.copy_(value)
-            entries = optimizer.state[p]  # makes an empty entry where the optimizer keeps nothing: not new the next time
-            if "step" in entries:
-                entries["step"] = torch.zeros_like(entries["step"]) if isinstance(entries["step"], Tensor) else 0
+    """The optimizer's own tensors of a parameter's shape, the same names on all ranks."""
+    prime(optimizer)
     return {
         f"{piece.name}/{key}": value
         for piece in flat.pieces
         for key, value in optimizer.state.get(piece.parameter, {}).items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == piece.parameter.shape and value.ndim
     }
+
+
+def prime(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Have the optimizer make its state for parameters that have had no gradient on this rank yet, and name those. It does so
+    in a parameter's first step: that is taken with a value and a gradient of zero, and undone."""
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    new = [p for p in held if p not in optimizer.state]
+    before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
+    for p in held:
+        p.grad = None
+    for p in new:
+        p.grad = torch.zeros_like(p)
+        p.data.zero_()  # weight decay of it is nothing, so nothing of it stays in the state
+    if new:
+        optimizer.step()
+    for p, grad in zip(held, kept, strict=True):
+        p.grad = grad
+    for p, value in zip(new, before, strict=True):
+        p.data.copy_(value)
+        entries = optimizer.state[p]  # makes an empty entry where the optimizer keeps nothing: not new the next time
+        if "step" in entries:
+            entries["step"] = torch.zeros_like(entries["step"]) if isinstance(entries["step"], Tensor) else 0
+    return new
 
 
 def can_part(optimizer: Optimizer) -> bool:

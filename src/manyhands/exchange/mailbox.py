@@ -86,7 +86,10 @@ class Mailboxes:
             if self._state[pair] != MADE:
                 return False
             path = Path(self._store.get(f"mail/{peer}-{self._rank}").decode())
-            self._boxes[pair] = _Box(segments.attach(path, _Box.BYTES))
+            try:
+                self._boxes[pair] = _Box(segments.attach(path, _Box.BYTES))
+            except FileNotFoundError:  # the sender has left and taken it along: whoever waits will find that out
+                return False
             path.unlink()
             self._state[pair] = MAPPED
         box = self._boxes[pair]

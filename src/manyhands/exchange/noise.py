@@ -102,6 +102,8 @@ class NoiseGauge:
         if rounds > 0.5 and ranks - rounds > 0.5:
             trace = (own - merged) / (ranks - rounds)
             square = (merged - rounds * trace) / samples
+            if not math.isfinite(trace):  # an overflow, which the loss scaler skips
+                return self.read((0.0,) * 5)
             first = math.isnan(self._trace)
             self._trace = trace if first else KEEP * self._trace + (1 - KEEP) * trace
             self._square = square if first else KEEP * self._square + (1 - KEEP) * square

@@ -63,7 +63,8 @@ class Observed:
         return got
 
     def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
-        return self._watch("transfer", give.values(), lambda: self.group.transfer(give, into, name))
+        away = [v for r, v in give.items() if r != self.rank]
+        return self._watch("transfer", away, lambda: self.group.transfer(give, into, name))
 
     def close(self) -> None:
         self.group.close()

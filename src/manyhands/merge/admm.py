@@ -83,7 +83,12 @@ class ADMM(Strategy[Group]):
             y[k].add_(rho * apart)
             norms += torch.stack([v.double().square().sum() for v in (apart, z[k].sub_(new), new)])
             x.copy_(new)
-        link.all_reduce({"primal": norms[:1]}).wait()
+        works = (
+            link.all_reduce({"primal": norms[:1]}),
+            link.all_reduce({"dual": norms[1:]}, op="max"),
+        )  # to the bit the same everywhere
+        for work in works:
+            work.wait()
         self._adapt(state, norms, n)
         settle_moments(replica, link, self.moments, samples)
         return loss

@@ -1,6 +1,9 @@
 """What the gossip rules share: tensors that travel to some ranks while this one goes on, and the mean that comes of it.
 
-x_i <- W_ii x_i + sum_j W_ij x_j
+    x_i <- x_i - (1 - W_ii) q_i + sum_j W_ij q_j          q: what was sent, as all its readers read it
+
+Without a wire q is x, and this is the mean by W. With one that rounds, what one rank gains another still loses: the sum of all x is
+the same as before.
 """
 
 from collections.abc import Callable
@@ -15,19 +18,21 @@ Mix = Callable[[], None]
 
 
 def send(link: Group, turn: Turn, values: Tensors) -> Mix:
-    """Give `values` to this turn's takers. They must not change before `mix`, which waits for the givers' and mixes all in."""
-    inbox = [{k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()} for _ in turn.givers]
+    """Give `values` as they are now to this turn's takers; `mix` waits for the givers' and mixes all in."""
+    sent = copies(values)  # a loop of one's own may change parameters while they travel
+    weights = {link.rank: turn.own - 1.0, **dict(turn.givers)}
+    inbox = {r: {k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()} for r in weights}
     works: list[Work] = []
-    for k, x in values.items():
-        give = dict.fromkeys(turn.takers, x.detach().contiguous())
-        works.append(link.transfer(give, {j: theirs[k] for (j, _), theirs in zip(turn.givers, inbox, strict=True)}, k))
+    for k, x in sent.items():
+        give = dict.fromkeys((link.rank, *turn.takers), x)
+        works.append(link.transfer(give, {r: theirs[k] for r, theirs in inbox.items()}, k))
 
     def mix() -> None:
         for work in works:
             work.wait()
-        for k, x in values.items():
-            if turn.givers:
-                _weigh(x, turn, [theirs[k] for theirs in inbox])
+        for r, weight in weights.items():
+            for k, x in values.items():
+                x.add_(inbox[r][k], alpha=weight)
 
     return mix
 
@@ -51,13 +56,3 @@ def mean_of_all(replica: Replica, link: Group) -> Tensors:
     mean = copies(replica.params)
     link.all_reduce(mean, op="mean").wait()
     return mean
-
-
-def _weigh(x: torch.Tensor, turn: Turn, theirs: list[torch.Tensor]) -> None:
-    weights = [weight for _, weight in turn.givers]
-    if turn.own == 0.5 and weights == [0.5]:
-        x.add_(theirs[0]).mul_(0.5)  # the same bits at both ends of a pair: what one gains the other loses
-        return
-    x.mul_(turn.own)
-    for weight, value in zip(weights, theirs, strict=True):
-        x.add_(value, alpha=weight)

@@ -95,9 +95,13 @@ class Robust(Strategy[Group]):
         mean = {k: g / replica.scale.clamp(min=1e-30) for k, g in replica.grads.items()}
         if not self.momentum:
             return mean
+        if not all(
+            bool(g.isfinite().all()) for g in mean.values()
+        ):  # a lie of its own, or an overflow: to be seen, not remembered
+            return mean
         for k, g in mean.items():
             state[f"momentum/{k}"].mul_(self.momentum).add_(g)
-        return {k: state[f"momentum/{k}"] for k in mean}
+        return {k: state[f"momentum/{k}"].clone() for k in mean}
 
     def merge(self, rows: aggregate.Rows, state: Tensors) -> Tensors:
         if self.how == "median":
@@ -111,6 +115,7 @@ class Robust(Strategy[Group]):
         if self.how == "geometric_median":
             return aggregate.geometric_median(rows)
         merged = aggregate.clip_centred(rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.f, self.radius)
-        for k, v in merged.items():
-            state[f"centre/{k}"].copy_(v)
+        if all(bool(v.isfinite().all()) for v in merged.values()):  # else the step is skipped, and the centre stays
+            for k, v in merged.items():
+                state[f"centre/{k}"].copy_(v)
         return merged

@@ -265,6 +265,10 @@ def _check(plan: Plan) -> None:
             continue
         if rule.link is Store:
             raise PlanError(f"{key}={getattr(plan, key)} needs a parameter server; add servers=1")
+        if plan.precision == "fp16" and rule.sends == "gradients" and plan.wire not in ("none", "fp16", "bf16"):
+            raise PlanError(
+                f"wire={plan.wire} with precision=fp16: what it holds back was scaled with a loss scale that changes; set precision=bf16 or wire=bf16"
+            )
         if plan.encoding is not None and (reason := wires.refusal(plan.encoding, type(rule))):
             raise PlanError(reason)
     if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):

@@ -1,7 +1,7 @@
 """A link that sends less over the link it wraps: `Compressed(Observed(group), TopK(density=0.01))`.
 
     all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
-    swap          likewise, where the wire can be read by one peer alone
+    swap          likewise, where the wire can be read by one peer alone; what was given becomes what the peers read
     transfer      likewise, where it has a name and the wire encodes values one by one
     close, allocate    as the link has them
 
@@ -79,6 +79,10 @@ class Compressed:
             return self.group.swap(values, peers)
         sent = {k: self.wire.encode(_flat(v), memories[k]) if k in memories else v for k, v in values.items()}
         got = self.group.swap(sent, peers)
+        for k, memory in memories.items():  # all ranks merge the same: what peers read is what this rank has from here on
+            own = torch.empty_like(values[k], memory_format=torch.contiguous_format)
+            self.wire.decode(sent[k], own.view(-1), memory)
+            values[k].copy_(own)
         for theirs in got:
             for k, memory in memories.items():
                 packed, theirs[k] = theirs[k], torch.empty_like(values[k], memory_format=torch.contiguous_format)
