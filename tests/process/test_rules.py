@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.launch.environment import place
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.run import start, work
@@ -59,7 +60,8 @@ def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any
         work(make, {**said, "epochs": 1}, halves)
         resumed = work(make, {**said, "epochs": EPOCHS}, dataclasses.replace(halves, resume=True))
         results[name] = {"whole": unbroken, "halves": resumed}
-    Path(folder, "results.json").write_text(json.dumps(results))
+    if place().rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
     return {}
 
 
