@@ -20,6 +20,7 @@ from typing import Any
 
 from common import Claim, cores
 
+from manyhands.core import Store
 from manyhands.merge import STRATEGIES
 
 LENET = Path(__file__).resolve().parents[1] / "examples" / "lenet.py"
@@ -44,7 +45,10 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     epochs = 1 if quick else EPOCHS
     rules = [r for r in STRATEGIES if not only or r in only]
     wires = [w for w in WIRES if not only or w in only or (w == "fp32" and {"int8", "powersgd"} & set(only))]
-    jobs: dict[tuple[str, int], str] = {(r, s): f"merge={r} until=accuracy:{TARGET}" for r in rules for s in seeds}
+    served = {r: " servers=1" for r in rules if STRATEGIES[r].link is Store}
+    jobs: dict[tuple[str, int], str] = {
+        (r, s): f"merge={r} until=accuracy:{TARGET}{served.get(r, '')}" for r in rules for s in seeds
+    }
     jobs |= {(w, s): WIRES[w] for w in wires for s in seeds}
     # a run waits a third of its time for its peers: a few more processes than cores
     with ThreadPoolExecutor(max(1, round(1.3 * cores() / WORKERS))) as pool:

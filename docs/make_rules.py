@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from manyhands.core import Store
 from manyhands.merge import STRATEGIES
 from manyhands.plan.words import _text
 
@@ -23,11 +24,13 @@ def page(name: str) -> str:
     summary, *rest = inspect.cleandoc(sys.modules[rule.__module__].__doc__ or "").split("\n\n")
     body = "\n\n".join(part if _is_block(part) else _prose(part) for part in rest)
     body = body.replace(". Use it when ", ".\n\n**Use it when** ")  # where it is the last sentence of a paragraph
-    how = "from rank to rank" if getattr(rule, "swaps", False) else "by all-reduce"
+    how = f"Sends {rule.sends} {'from rank to rank' if rule.swaps else 'by all-reduce'}"
+    if rule.link is Store:
+        how = f"Pulls the model from servers and pushes {rule.sends} to them: `data=4 servers=1 merge={name}`"
     source = f"[{name}.py](../../src/manyhands/merge/{name}.py)"
     return (
         f"# `merge={name}`\n\n{_prose(summary)}\n\n{body}\n\n## Options\n\n{_options(name)}\n"
-        f"Sends {rule.sends} {how}. Source: {source}. All rules: [which one?](README.md)\n"
+        f"{how}. Source: {source}. All rules: [which one?](README.md)\n"
     )
 
 

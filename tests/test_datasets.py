@@ -213,3 +213,76 @@ def test_the_real_text_has_65_characters(data_dir: Path | None) -> None:
     name, (x, _), (x_test, _), vocabulary = datasets.text(data_dir)
     if name == "tinyshakespeare":
         assert vocabulary == 65 and len(x) == 15685 and len(x_test) == 1742
+
+
+# -- rows of ids and numbers --
+
+PERSON = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, ?, White, Male, 2174, 0, 40, United-States, {}"
+
+
+def write_small_adult(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    people = [PERSON.format("<=50K"), PERSON.replace("39", "50").replace("13", "9").format(">50K"), ""]
+    (folder / "adult.data").write_text("\n".join(people))
+    (folder / "adult.test").write_text(PERSON.format(">50K.") + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("under", ["", "adult"])
+def test_people_become_ids_numbers_and_a_label(tmp_path: Path, under: str) -> None:
+    write_small_adult(tmp_path / under)
+    (ids, numbers, label), (ids_test, numbers_test, label_test) = datasets.adult(tmp_path)
+    assert ids.shape == (2, 8) and ids.dtype == torch.int64 and numbers.shape == (2, 5) and numbers.dtype == torch.float32
+    assert label.tolist() == [0.0, 1.0] and label_test.tolist() == [1.0]
+    assert ids[0].tolist() == ids[1].tolist() == ids_test[0].tolist() and len(set(ids[0].tolist())) == 8
+    assert ids[0, 6] == datasets.hashed("sex", "Male") != datasets.hashed("race", "Male")
+    assert numbers[:, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5]) and torch.equal(numbers_test[0, 0], numbers[0, 0])
+
+
+def test_the_hash_of_a_value_is_the_same_everywhere() -> None:
+    assert datasets.hashed("sex", "Male") == -8878503060353660894
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [("39, State-gov", "row 0 has 2 fields, 15 are needed"), (PERSON.replace("39", "old"), "column age: could not convert")],
+)
+def test_a_damaged_row_is_refused(tmp_path: Path, row: str, complaint: str) -> None:
+    folder = write_small_adult(tmp_path)
+    (folder / "adult.data").write_text(row + "\n")
+    with pytest.raises(TaskError, match=complaint):
+        datasets.adult(tmp_path)
+
+
+def test_clicks_are_made_up_where_there_are_none_and_the_name_says_so(tmp_path: Path) -> None:
+    for which, what in (("adult", "Adult"), ("open_bandit", "The Open Bandit Dataset")):
+        name, (ids, numbers, label), test = datasets.clicks(which, tmp_path)
+        assert name.startswith(f"made-up clicks ({what}") and str(tmp_path) in name
+        assert ids.shape == (20_000, 8) and numbers.shape == (20_000, 5) and 0.2 < label.mean() < 0.5 and len(test[0]) == 5000
+    again = datasets.made_up_clicks()
+    assert torch.equal(again[0][0], ids) and torch.equal(again[1][2], test[2])
+    assert datasets.clicks("adult", write_small_adult(tmp_path))[0] == "adult"
+    (tmp_path / "adult.data").write_text("damaged")
+    with pytest.raises(TaskError, match="fields"):
+        datasets.clicks("adult", tmp_path)
+    with pytest.raises(TaskError, match="which='adults', but adult or open_bandit is needed"):
+        datasets.clicks("adults")
+
+
+def test_the_real_people_have_the_published_counts(data_dir: Path | None) -> None:
+    name, (ids, numbers, label), (ids_test, _, label_test) = datasets.clicks("adult", data_dir)
+    if name == "adult":
+        assert (len(ids), int(label.sum())) == (32_561, 7841) and (len(ids_test), int(label_test.sum())) == (16_281, 3846)
+        assert [len(column.unique()) for column in ids.T] == [9, 16, 7, 15, 6, 5, 2, 42]
+        assert numbers.mean(0).abs().max() < 1e-4 and (numbers.std(0) - 1).abs().max() < 1e-4
+    else:
+        assert len(ids) == 20_000
+
+
+def test_the_real_impressions_have_the_published_counts(data_dir: Path | None) -> None:
+    name, (ids, numbers, label), (ids_test, _, label_test) = datasets.clicks("open_bandit", data_dir)
+    if name == "open_bandit":
+        assert len(ids) == 48_000 and len(ids_test) == 12_000 and int(label.sum() + label_test.sum()) == 287
+        assert len(ids[:, 0].unique()) == 80 + 34 + 46 and len(ids[:, 1].unique()) == 3 and numbers.isfinite().all()
+    else:
+        assert len(ids) == 20_000

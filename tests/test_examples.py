@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ def test_the_example_runs_on_two_processes(name: str, here: Path) -> None:
     result = running.start(body, "data=2 steps=5", Options(name, quiet=True))
     assert result.rounds == 5 and result.metrics["train_loss"] > 0
     assert (here / result.directory / "curves.png").exists() and result.checkpoint is not None
+
+
+def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None:
+    script = EXAMPLES / "lenet_server.py"
+    (words,) = re.findall(r'^    mh\.train\(task, "(.*)"\)$', script.read_text(), re.MULTILINE)
+    body = functools.partial(running.work_script, str(script), [])
+    result = running.start(body, f"{words} steps=5", Options("lenet_server", quiet=True))
+    assert "servers=2" in words and result.rounds == 5 and result.metrics["train_loss"] > 0
 
 
 @pytest.mark.parametrize(("name", "words"), [("transformer", "data=2"), ("uneven_mlp", "data=3 batch=153")])

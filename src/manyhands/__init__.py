@@ -1,5 +1,6 @@
 """Many hands make light work: train a plain PyTorch task on many processors, and prove that it equals one."""
 
+from manyhands.compute.sparse import Embedding, EmbeddingBag, keep_rows_in
 from manyhands.errors import (
     CheckpointError,
     Deadlock,
@@ -9,19 +10,25 @@ from manyhands.errors import (
     PeerLost,
     PlanError,
     RunBusy,
+    ServerLost,
+    StoreError,
     TaskError,
 )
 from manyhands.run import Run, join, load, train
+from manyhands.serving import rows_of_this_process
 from manyhands.task import Callback, Task, accuracy
 from manyhands.train import Result
 
 __version__ = "0.1.0"
+keep_rows_in(rows_of_this_process)  # of embeddings in a plain script, which no run has attached
 
 __all__ = [
     "Callback",
     "CheckpointError",
     "Deadlock",
     "Diverged",
+    "Embedding",
+    "EmbeddingBag",
     "LaunchError",
     "ManyhandsError",
     "PeerLost",
@@ -29,6 +36,8 @@ __all__ = [
     "Result",
     "Run",
     "RunBusy",
+    "ServerLost",
+    "StoreError",
     "Task",
     "TaskError",
     "accuracy",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,21 +16,24 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from manyhands.compute import batches as data
 from manyhands.compute import batchnorm, forward, state
+from manyhands.compute.ahead import Ahead
 from manyhands.compute.captured import CapturedReplica
+from manyhands.compute.dealt import Dealt
 from manyhands.compute.distil import student
-from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
-from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part, has_sparse_gradients
-from manyhands.core import Event, Group, Plan, Position, Snapshot, Strategy
+from manyhands.compute.update import has_sparse_gradients
+from manyhands.core import Event, Group, Plan, Position, Snapshot, Store, Strategy
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange import algorithms, wires
+from manyhands.exchange.hosted import Hosted
 from manyhands.exchange.noise import NoiseGauge
-from manyhands.exchange.shared import SharedGroup
 from manyhands.plan import words
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.serving import Serving, open_serving
 from manyhands.site import Site
 from manyhands.snapshots import Snapshots, found
 from manyhands.split.data import SPLITS, DataSplit
+from manyhands.starting import lay_out, same_rest
 from manyhands.task import Callback, Task
 from manyhands.train import Rule, Trainer
 
@@ -90,7 +92,18 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         return {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
 
     return assemble(
-        site, plan, model, task.optimizer, task.schedule, train, losses, evaluate, stop_requested, run, tuple(task.callbacks)
+        site,
+        plan,
+        model,
+        task.optimizer,
+        task.schedule,
+        train,
+        losses,
+        evaluate,
+        stop_requested,
+        run,
+        tuple(task.callbacks),
+        ids=task.ids,
     )[0]
 
 
@@ -107,6 +120,7 @@ def assemble(
     run: Any,
     callbacks: tuple[Callback, ...] = (),
     one_copy: bool = True,
+    ids: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = site.place.size, plan.seed or 0
@@ -115,33 +129,39 @@ def assemble(
     plan, global_batch = _batch_sizes(site, plan, saved)
     model = model.to(site.device)
     module, synced = _with_batchnorm(site, plan, model, lambda: walk.counts)
+    serving = open_serving(site, plan, module, ids)
     optimizer = make_optimizer(module.parameters())
     _check_optimizer(site, plan, module, optimizer)
-    flat, update = _parameters(site, plan, module, optimizer, one_copy)
-    _same_rest(site, module)
+    flat, update = lay_out(site, plan, _agree(plan), module, optimizer, one_copy)
+    same_rest(site, module)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.rank)
     at = Position() if saved is None else saved.position
-    walk = _walk(site, plan, train, global_batch, seed, at, borrow=synced)
+    own_walk, dealer = _walk(site, plan, train, global_batch, seed, at, serving, borrow=synced)
+    rows = None if serving is None else serving.sparse
+    walk: data.Batches = own_walk if rows is None else Ahead(own_walk, rows, 0 if dealer is not None else plan.lookahead)
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
-        flat, update, next_loss, nominal=global_batch if _agree(plan) else max(1, global_batch // size),
+        flat, update, next_loss, nominal=global_batch if _agree(plan) or _shares(plan) else max(1, global_batch // size),
         clip=plan.clip, schedule=schedule, scaler=scaler,
         overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
         left_out=[p for p in module.parameters() if not p.requires_grad],
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
-        ended=lambda: trainer.at_end(), steps_alone=not _agree(plan),
+        ended=lambda: trainer.block_ends(), steps_alone=not _agree(plan),
+        on_window=None if rows is None else lambda: rows.push(plain.nominal / max(1, walk.total), _rate(optimizer)),
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
-    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order)
+    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving)
     first = _first_rule(plan, saved)
     if saved is not None:
         snapshots.restore(saved, str(getattr(plan, first)))
-    learns_from_others = any(getattr(rule, "distils", False) for rule in _rules(plan).values())
+    if serving is not None and plan.strategy.link is Store:
+        serving.hold(plan.strategy, flat, snapshots.consensus or flat.values, optimizer)
+    learns_from_others = any(rule.distils for rule in _rules(plan).values())
     replica = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
-    rule = _rule(site, plan, plain, first, saved, snapshots)
+    rule = _rule(site, plan, plain, first, serving, saved, snapshots)
     if saved is not None:
         site.notice(
             f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) from {site.checkpoints.last_good}"
@@ -154,7 +174,10 @@ def assemble(
 
     def snapshot(round: int, rule: Rule) -> Snapshot:
         agree_on_buffers()
-        return snapshots.take(round, rule, trainer.metrics)
+        taken = snapshots.take(round, rule, trainer.metrics)
+        if serving is not None:  # nobody pushes on before rank 0 has all of the tables
+            site.link.all_reduce({"taken": torch.zeros(1, device=site.device)}).wait()
+        return taken
 
     def save(snapshot: Snapshot, metrics: dict[str, float]) -> None:
         if site.rank == 0:
@@ -172,9 +195,10 @@ def assemble(
         save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
-        change=(lambda: _rule(site, plan, plain, "then")) if comes_later else None, agree=agree_on_buffers,
+        change=(lambda: _rule(site, plan, plain, "then", serving)) if comes_later else None, agree=agree_on_buffers,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
-        metrics={} if saved is None else dict(saved.meta["metrics"]),
+        metrics={} if saved is None else dict(saved.meta["metrics"]), dealer=dealer,
+        settle=serving.settle if serving is not None else lambda: None, tell=serving.tell if serving is not None else lambda round: None,
     )  # fmt: skip
     _announce(site, plan, module, global_batch)
     return trainer, walk, computing, plan
@@ -193,6 +217,18 @@ def _agree(plan: Plan) -> bool:
     return all(rule.replicas_agree for rule in _rules(plan).values())
 
 
+def _shares(plan: Plan) -> bool:
+    """Whether ranks draw their steps from one counter, each a batch of one rank."""
+    return plan.strategy.link is Store and plan.strategy.shares_steps
+
+
+def _rate(optimizer: Optimizer) -> float:
+    """By how much the schedule has changed the learning rate: that of embeddings follows."""
+    group = optimizer.param_groups[0]
+    first = float(group.get("initial_lr", group["lr"]))
+    return float(group["lr"]) / first if first else 1.0
+
+
 def _first_rule(plan: Plan, saved: Snapshot | None) -> str:
     """A resumed run that has changed its rule already goes on with the second one."""
     changed = saved is not None and saved.meta.get("part") == "then" and saved.meta.get("rule") == plan.then
@@ -200,10 +236,24 @@ def _first_rule(plan: Plan, saved: Snapshot | None) -> str:
 
 
 def _rule(
-    site: Site, plan: Plan, replica: ModuleReplica, part: str, saved: Snapshot | None = None, snapshots: Snapshots | None = None
+    site: Site,
+    plan: Plan,
+    replica: ModuleReplica,
+    part: str,
+    serving: Serving | None = None,
+    saved: Snapshot | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Rule:
     """A rule ready to work: its link, behind the plan's algorithm and wire, and its state, new or restored."""
     strategy, name = _rules(plan)[part], str(getattr(plan, part))
+    if strategy.link is Store:
+        assert serving is not None
+        on_gpu = site.device.type == "cuda"
+        store = cast(Store, Hosted(serving.store, site.device)) if on_gpu else serving.store
+        rule = Rule(part, name, strategy, store, strategy.init(replica))
+        if saved is not None and snapshots is not None:
+            snapshots.restore_rule(saved, rule)
+        return rule
     link: Group = site.link
     if plan.algorithm != "native" and link.size > 1:
         if site.device.type == "cuda":
@@ -215,7 +265,7 @@ def _rule(
         for values in replica.params.values():
             wire.warm(values)
     gauge = None
-    if strategy.sends == "gradients" and not getattr(strategy, "swaps", False) and link.size > 1:
+    if strategy.sends == "gradients" and not strategy.swaps and link.size > 1:
         buckets = [b.name for b in replica.flat.buckets]
         link = gauge = NoiseGauge(link, buckets, lambda: site.link.round, site.device)
     rule = Rule(part, name, strategy, link, strategy.init(replica), gauge, dict if wire is None else lambda: wire.state)
@@ -229,7 +279,7 @@ def _rule(
 def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
     """A step's samples over all ranks. A resumed run keeps that number on any number of ranks, so it walks the same way."""
     batch = plan.batch or DEFAULT_BATCH
-    size = site.place.size
+    size = 1 if _shares(plan) else site.place.size
     wanted = batch * plan.accumulate * size
     kept = wanted if saved is None else saved.meta["global_batch"]
     if kept != wanted and site.plan.batch is not None:
@@ -240,21 +290,37 @@ def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, 
     return dataclasses.replace(plan, batch=batch), wanted
 
 
-def _walk(site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, borrow: bool) -> data.Batches:
+def _walk(
+    site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, serving: Serving | None, borrow: bool
+) -> tuple[data.Indexed | data.Streamed, Dealt | None]:
     rank, size, batch = site.rank, site.place.size, plan.batch or DEFAULT_BATCH
     if isinstance(train, data.StreamSource):
         if plan.split == "sampled":
             raise PlanError("split=sampled draws samples by index, but the training data is a stream; leave split out")
+        if plan.strategy.link is Store:
+            raise PlanError(
+                f"merge={plan.merge} lets ranks draw batches by number, but the training data is a stream; give a Dataset with a length"
+            )
         site.notice("the training data is a stream: it is read in its own order by every rank, each keeps its part")
         cut = lambda n: DataSplit(n, n, batch, rank, size).take(Position())
-        return data.Streamed(train, cut, global_batch, at, borrow=borrow)
+        return data.Streamed(train, cut, global_batch, at, borrow=borrow), None
     if train.samples < size:
         raise PlanError(
             f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
         )
     order = SPLITS[plan.split]
-    split = DataSplit(train.samples, global_batch, batch, rank, size)
-    return data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow)
+    shares, dealer = _shares(plan), None
+    split = DataSplit(train.samples, global_batch, batch, 0 if shares else rank, 1 if shares else size)
+    if plan.strategy.link is Store:
+        assert serving is not None
+        store = serving.store
+        dealer = Dealt(split, at, lambda limit: store.deal(limit, shares), store.call)
+        if plan.loaders:
+            raise PlanError(
+                f"loaders={plan.loaders} has no effect: merge={plan.merge} draws batches when they are wanted; leave it out"
+            )
+    walk = data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow, dealer=dealer)
+    return walk, dealer
 
 
 def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer) -> None:
@@ -302,55 +368,6 @@ def _captured(
         return replica
     assert isinstance(next_loss, forward.TaskLoss) and isinstance(walk, data.Indexed)
     return CapturedReplica(replica, next_loss, walk, site.notice)
-
-
-def _parameters(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer, one_copy: bool) -> tuple[FlatParameters, Update]:
-    """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
-    parameters, and each rank updates its part of it."""
-    bucket_bytes = int(plan.bucket_mb * 2**20)
-    shared = site.link.group if isinstance(site.link.group, SharedGroup) else None
-    plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
-    agree = _agree(plan) and plain_link and plan.precision != "fp16"
-    if shared is None or not agree or not can_part(optimizer):
-        flat = FlatParameters(module, site.allocate, bucket_bytes)
-        _same_start(site, flat)
-        return flat, WholeUpdate(flat, module, optimizer)
-    if one_copy:
-        common = functools.partial(shared.allocate, common=True)
-        flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=site.rank == 0)
-        shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
-    else:
-        flat = FlatParameters(module, shared.allocate, bucket_bytes)
-        _same_start(site, flat)
-    return flat, PartUpdate(flat, module, optimizer, shared.own)
-
-
-def _same_start(site: Site, flat: FlatParameters) -> None:
-    """Everybody starts from rank 0's weights, also where a user's script forgot to seed."""
-    # equal seeds make equal weights nearly always: compare sums of bits first, which spares mapping the peers' memory
-    words = [
-        v.view(torch.int64 if v.element_size() == 8 else torch.int32 if v.element_size() == 4 else torch.int16)
-        for v in flat.values.values()
-    ]
-    sums = torch.stack([w[i::2].sum(dtype=torch.int64) for w in words for i in range(2)])
-    span = torch.cat([sums, -sums])
-    site.link.all_reduce({"span": span}, op="max").wait()
-    if torch.equal(span[: len(sums)], -span[len(sums) :]):
-        return
-    if site.rank != 0:
-        for values in flat.values.values():
-            values.zero_()
-    site.link.all_reduce(flat.values).wait()
-
-
-def _same_rest(site: Site, module: nn.Module) -> None:
-    """Frozen parameters and buffers too are rank 0's, where a script forgot to seed."""
-    rest = [*(p.data for p in module.parameters() if not p.requires_grad), *module.buffers()]
-    if site.rank != 0:
-        for value in rest:
-            value.zero_()
-    if rest:
-        site.link.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()
 
 
 def _last_good(checkpoints: Checkpoints) -> str | None:

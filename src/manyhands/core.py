@@ -2,7 +2,8 @@
 
     split -> compute -> exchange -> merge          and around them: plan, recover, observe, launch
 
-A `Replica` computes on its share of the data, a `Group` moves bytes between ranks, a `Strategy` says how replicas agree.
+A `Replica` computes on its share of the data, a `Group` moves bytes between ranks, a `Store` holds tables for all of them, a
+`Strategy` says how replicas agree.
 They meet only as arguments of `Strategy.round`.
 """
 
@@ -19,6 +20,8 @@ from torch import Tensor
 Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
 Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
 Op = Literal["sum", "mean", "max"]
+Cargo = Literal["gradients", "updates", "parameters"]
+Late = Literal["drop", "keep"]
 EXACT = "exact/"  # a tensor whose name starts so travels as it is, whatever wire the plan has
 
 
@@ -126,6 +129,8 @@ class Replica(Protocol):
         the same order on every rank."""
         ...
 
+    def gradient(self) -> Tensors: ...  # the mean of the last batch, clipped as `step` would, for who makes the step elsewhere
+    def stepped(self) -> None: ...  # elsewhere: only the schedule goes on
     def square_norm(self) -> Tensor | None:
         """Where `step` will clip and `updates_part`: the squared norm of the own part, to be summed before `step`."""
         ...
@@ -171,22 +176,109 @@ class PartGroup(Group, Protocol):
     def all_gather(self, values: Tensors) -> Work: ...
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows in a `Store`: under every int64 id `dim` numbers and what `rule` keeps of them, made on first touch as a function of
+    (name, id, seed). With `length` it is dense instead: one vector, cut into blocks, that starts from given values."""
+
+    name: str
+    dim: int = 1
+    length: int | None = None
+    dtype: Literal["float32", "float64"] = "float32"
+    rule: str = "sgd"  # the optimizer that runs where the rows are: a name of the server's, or "module:Class" of one's own
+    options: Mapping[str, float] = field(default_factory=dict)  # of the rule: lr, eps, decay, ...
+    init: Literal["zeros", "uniform", "normal"] = "uniform"
+    scale: float = 0.01  # uniform: half the width; normal: the deviation
+    seed: int = 0
+    admit_after: int = 1  # a row is made when its id was pushed so many times; before that it reads as its first values
+    admit_share: float = 1.0  # ... and with this probability, decided by the id
+    expire_after: int | None = None  # forget rows that none of the table's last so many pushes touched
+    expire_count: int | None = None  # forget, at an expiry, rows pushed fewer times than this
+    expire_norm: float | None = None  # forget, at an expiry, rows whose length is below this
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What a rank hears when its clock may go on."""
+
+    clock: int  # that it begins now
+    counted: bool = True  # False: what it held for the clock before came too late and was dropped
+
+
 @runtime_checkable
 class Store(Protocol):
-    """Asymmetric exchange: any rank pulls and pushes at its own pace."""
+    """Asymmetric exchange: tables stand elsewhere, and any rank pulls and pushes at its own pace.
+
+    `rows` names tables: with ids (int64, any shape of one axis, repeats allowed) of a sparse one, with None all of a dense one.
+    A push is applied exactly once, also where it had to be sent again; ids that repeat are summed before the rule sees them.
+    """
 
     rank: int
     size: int
 
-    def pull(self, rows: Rows) -> Tensors: ...
-    def push(self, rows: Rows, updates: Tensors) -> None: ...
-    def tick(self, staleness: float) -> None: ...
+    def create(self, table: Table, values: Tensor | None = None, state: Tensors | None = None) -> None:
+        """Every rank calls it with the same; the first makes the table, a table that differs is refused. `values` and `state`
+        (what the rule keeps, by its names) are where a dense one starts from, taken from rank 0."""
+        ...
+
+    def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
+        """Rows as they are now, with all this rank pushed before. `remember`: what this rank now sees is kept where the table
+        is, for pushes that `compensate`."""
+        ...
+
+    def push(
+        self,
+        rows: Rows,
+        updates: Tensors,
+        *,
+        lr: float | None = None,
+        hold: bool = False,
+        weight: float | None = None,
+        adapt: bool = False,
+        compensate: float | None = None,
+        decay: float | None = None,
+    ) -> Work:
+        """Hand updates to the rules of their tables. `lr`: this push's, by the worker's own schedule; None: the table's own.
+        `hold`: apply nothing until a tick commits this rank's clock, then together with what others held: their mean by
+        `weight`, or where that is None their sum. `adapt`: divide lr by the number of updates since this rank's pull.
+        `compensate` (lambda of DC-ASGD, for dense tables): add lambda g*g*(w - what this rank remembered); with `decay`, lambda
+        is divided by the root of a running mean of g*g that forgets at this rate."""
+        ...
+
+    def tick(
+        self, staleness: float = math.inf, quorum: int | None = None, *, late: Late = "drop", delay: int | None = None
+    ) -> Tick:
+        """This rank has done its clock; go on when the slowest is at most `staleness` clocks behind. Where pushes were held:
+        when `quorum` ranks (None: all) have brought theirs, and none has stayed away for `delay` commits; those are
+        committed together. One that comes later is dropped, or with late="keep" counts in the next commit."""
+        ...
+
+    def deal(self, limit: int, shared: bool) -> int | None:
+        """The number of the next step to compute, below `limit`: drawn from one counter for all ranks (`shared`), or each
+        rank's own count. None: rest, everybody meets; until its next `deal` nobody waits for this rank."""
+        ...
+
+    def call(self) -> None:
+        """Ask all ranks to a meeting: their next deals soon give None, at the same number for all."""
+        ...
+
+    def flush(self) -> None:
+        """Come back when everything pushed so far has arrived."""
+        ...
+
+    def dump(self, name: str) -> Tensors:
+        """All of a table: `ids` (sparse), `values`, `state/<name>`; what `restore` takes."""
+        ...
+
+    def restore(self, name: str, content: Tensors) -> None: ...
+    def stats(self) -> dict[str, float]:
+        """What this rank and the servers counted since the last call: rows, bytes, staleness, balance, hits."""
+        ...
+
+    def close(self) -> None: ...
 
 
 L = TypeVar("L", Group, Store, contravariant=True)
-
-
-Cargo = Literal["gradients", "updates", "parameters"]
 
 
 class Strategy(Protocol[L]):
@@ -196,6 +288,15 @@ class Strategy(Protocol[L]):
     link: ClassVar[type]
     sends: ClassVar[Cargo] = "gradients"  # what travels decides which wires can carry it
     replicas_agree: ClassVar[bool] = False  # between any two rounds, to the bit, so they may share memory and the update
+    swaps: ClassVar[bool] = False  # gradients go to named peers, so nobody sees their sum
+    distils: ClassVar[bool] = False  # needs a `Student`
+    on_server: ClassVar[Literal["optimizer", "sum"]] = "optimizer"  # over a Store: what its tables do with a push
+
+    @property
+    def shares_steps(self) -> bool:
+        """Over a Store: whether ranks draw steps from one counter as they come, each a batch of one rank; else all take part
+        in every step with their share."""
+        return False
 
     def check(self, size: int) -> None:
         """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""
@@ -301,6 +402,11 @@ class Plan:
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    servers: int = 0  # processes that hold tables
+    lookahead: int = 1  # batches whose rows are fetched while one computes; 0: each fetches its own when it comes
+    cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
+    cache_age: int = 8
+    embeddings: Literal["async", "sync"] = "async"  # each rank's rows are updated as it comes, or all ranks' of a step at once
     threads: int | None = None
     bucket_mb: float = 8.0
     loaders: int | None = None

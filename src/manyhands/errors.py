@@ -4,6 +4,8 @@ ManyhandsError
 +-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
 +-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
 +-- PeerLost             another rank died or never came; the round did not happen
++-- ServerLost           a parameter server died, is not there or does not answer in time
++-- StoreError           a server refused a request: wrong ids, NaN gradients, memory limit   (also ValueError)
 +-- Deadlock             ranks wait for each other for ever, or exchange different things
 +-- Diverged             loss or parameters are NaN or infinite
 +-- CheckpointError      a checkpoint is damaged, or of another model
@@ -30,6 +32,14 @@ class PeerLost(ManyhandsError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
         super().__init__(message)
         self.ranks = ranks
+
+
+class ServerLost(ManyhandsError):
+    """A parameter server died, is not there or did not answer in time; the message names it, the table and the operation."""
+
+
+class StoreError(ManyhandsError, ValueError):
+    """A request that a store refused; its tables are as before."""
 
 
 class Deadlock(ManyhandsError):

@@ -36,7 +36,7 @@ from manyhands.compute import forward
 from manyhands.compute.module import Micro
 from manyhands.compute.state import load_model
 from manyhands.core import Event, Job, Place
-from manyhands.errors import LaunchError, ManyhandsError, PlanError, TaskError
+from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.choice import launcher
 from manyhands.launch.signals import Stop
@@ -126,6 +126,8 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
             run = Run(site)
             run.trainer = build.task_trainer(site, task, build_model(task), seed, lambda: stop.requested, run)
             result = dataclasses.asdict(run.trainer.loop())
+        except ServerLost as e:
+            raise ServerLost("\n".join(filter(None, (str(e), site.fate())))) from e
         finally:
             site.close()
     return result
@@ -273,12 +275,20 @@ class Run:
         assert self._micro is not None
         return self._micro
 
-    def _hand_over(self, micro: Micro) -> None:
+    def _draw_step(self) -> None:
+        """Where ranks draw their steps, the loop behind draws one before it asks for a loss: have it come so far."""
+        if self.trainer is not None and self.trainer.dealer is not None:
+            self._start_loop()
+
+    def _start_loop(self) -> None:
         assert self.trainer is not None
         self._outside = greenlet.getcurrent()
         if self._loop is None:
             self._loop = greenlet.greenlet(self.trainer.loop)
             self._loop.switch()  # as far as the first question for a loss
+
+    def _hand_over(self, micro: Micro) -> None:
+        self._start_loop()
         self._micro = micro
         result = self._loop.switch()
         if self._loop.dead:
@@ -303,6 +313,7 @@ class LoopData:
         asked, epoch = self._started, self._walk.position.epoch
         self._started += 1
         while self._walk.position.epoch == epoch <= asked:  # to the end of this epoch; after a `break`, the rest of it
+            self._run._draw_step()
             batch = self._walk.next()
             self._run._batch = batch
             if batch.values is None:
@@ -311,7 +322,7 @@ class LoopData:
                 yield batch.values
 
     def __len__(self) -> int:
-        if isinstance(self._walk, data.Streamed) or self._walk.steps_per_epoch is None:
+        if self._walk.steps_per_epoch is None:
             raise TypeError("a stream has no length")
         return self._walk.steps_per_epoch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -59,7 +60,8 @@ class Site:
     checkpoints: Checkpoints
     owner: Any
     link_name: str
-    closing: list[Callable[[], None]] = field(default_factory=list)  # what the run has opened since: loader processes
+    closing: list[Callable[[], None]] = field(default_factory=list)  # what the run has opened since: loader processes, servers
+    fate: Callable[[], str] = str  # what became of servers that this rank had started and that are gone; "": nothing
 
     @property
     def rank(self) -> int:
@@ -70,14 +72,13 @@ class Site:
             self.recorder.emit(Event(time.time(), 0, self.link.round, "notice", value=text))
 
     def close(self) -> None:
-        for close in self.closing:
-            close()
-        self.checkpoints.wait()
-        self.recorder.close()
-        self.link.close()
-        if self.owner is not None:
-            self.owner.close()
-            self.owner = None
+        with contextlib.ExitStack() as rest:  # what fails to close keeps nothing else open
+            if self.owner is not None:
+                rest.callback(self.owner.close)
+                self.owner = None
+            for close in reversed([*self.closing, self.checkpoints.wait, self.recorder.close, self.link.close]):
+                rest.callback(close)
+            self.closing.clear()
 
 
 def open_site(plan: Plan, place: Place, store: dist.Store, options: Options) -> Site:

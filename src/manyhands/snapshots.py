@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute import batches as data
-from manyhands.compute import state
+from manyhands.compute import served, state
 from manyhands.compute.module import ModuleReplica
 from manyhands.compute.update import prime
-from manyhands.core import Plan, Snapshot, Tensors
+from manyhands.core import Group, Plan, Snapshot, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.plan import words
+from manyhands.serving import Serving
 from manyhands.site import Site
 from manyhands.train import Rule
 
@@ -36,12 +37,15 @@ class Snapshots:
     walk: data.Batches
     global_batch: int
     order: dict[str, Any]
+    serving: Serving | None = None
+    consensus: Tensors | None = None  # the model that was restored, before each rank took its own back
 
     def take(self, round: int, rule: Rule, metrics: dict[str, float]) -> Snapshot:
         """Every rank calls it; rank 0 gets the snapshot, the others an empty one."""
         site, update = self.site, self.replica.update
         rng = _all_rng(site)
-        model = rule.strategy.consensus(self.replica, site.link, rule.state)
+        link = site.link if rule.strategy.link is Group else rule.link  # wires are for rounds
+        model = rule.strategy.consensus(self.replica, link, rule.state)
         own = self._own(rule, model is not None)
         empty = Snapshot(round, {}, {}, {}, self.walk.position)
         if site.rank != 0 and not update.part_only:
@@ -49,6 +53,10 @@ class Snapshots:
         tensors, optimizer_meta = update.save(lambda values: site.link.all_reduce(values).wait())
         if site.rank != 0:
             return empty
+        rows: Tensors = {}
+        if self.serving is not None:
+            rows, moments = self.serving.dump(rule.strategy)
+            tensors = served.named_state(self.replica.flat, self.replica.optimizer, moments) if moments else tensors
         schedule, scaler = self.replica.schedule, self.replica.scaler
         meta = {
             "optimizer": optimizer_meta,
@@ -64,7 +72,7 @@ class Snapshots:
         }
         with self.replica.flat.holding(model):
             params = state.model_state(self.module)
-        merge_state = {k: v.detach().to("cpu", copy=True) for k, v in rule.state.items()}
+        merge_state = rows | {k: v.detach().to("cpu", copy=True) for k, v in rule.state.items()}
         return Snapshot(round, params, tensors, merge_state, self.walk.position, rng, meta, own)
 
     def _own(self, rule: Rule, model_apart: bool) -> Tensors:
@@ -92,6 +100,9 @@ class Snapshots:
         """Model, optimizer, schedule, scaler and random numbers."""
         replica, site = self.replica, self.site
         state.load_model(self.module, saved.params)
+        if self.serving is not None:
+            self.consensus = {k: v.clone() for k, v in replica.flat.values.items()}
+            self.serving.restore(saved)
         mine = self._mine(saved)
         optimizer = {k.partition("/")[2]: v for k, v in mine.items() if k.startswith("optimizer/")}
         replica.update.load({**saved.optimizer, **optimizer}, saved.meta["optimizer"])

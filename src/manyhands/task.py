@@ -56,6 +56,7 @@ class Task:
     seed: int = 0
     name: str = ""  # said at the start of a run: what is trained on what
     callbacks: Sequence[Callback] = ()
+    ids: Callable[[Any], Mapping[str, Any]] | None = None  # of a batch: what its mh.Embedding tables will look up, by their names
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):

@@ -7,6 +7,9 @@
 A round ends on every rank or raises on every rank. All ranks hold the same position in the data, so they agree on
 epochs, evaluations and checkpoints without asking; what only one of them can know (a signal, a NaN) is shared by one
 small all-reduce about four times a second, at a round that all of them know beforehand.
+
+Under a rule over servers ranks keep no step with each other. Each draws the number of its next step from a `Dealer`, up to the
+next step where there is something to do together; when none is left, or somebody has called, all meet there.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Strategy, Tensors
+from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Store, Strategy, Tensors
 from manyhands.errors import Diverged
 from manyhands.task import Callback
 
@@ -43,14 +46,26 @@ class Gauge(Protocol):
     def read(self, sums: Sequence[float]) -> float: ...
 
 
+class Dealer(Protocol):
+    """Who gives a rank its next step, where ranks go at their own pace (`compute.dealt`)."""
+
+    latest: Position  # after the step drawn last
+
+    def claim(self, limit: float) -> bool: ...
+    def call(self) -> None: ...
+    def meet(self, steps: int) -> None: ...
+    def drawn(self) -> int: ...
+    def steps_to(self, epochs: float) -> float: ...
+
+
 @dataclass
 class Rule:
-    """A strategy at work: its link (the run's own, or that behind a wire) and its state. `part` is its word in the plan."""
+    """A strategy at work: its link (the run's own, that behind a wire, or servers) and its state. `part` is its word in the plan."""
 
     part: str  # merge, or then
     name: str
     strategy: Strategy[Any]
-    link: Group
+    link: Group | Store
     state: Tensors
     gauge: Gauge | None = None
     wire_state: Callable[[], Tensors] = dict
@@ -97,6 +112,9 @@ class Trainer:
     evaluate_every: int | None = None  # steps, besides the end of each epoch
     change_at: Goal | None = None
     change: Callable[[], Rule] | None = None  # to the rule that comes after this one
+    dealer: Dealer | None = None
+    settle: Callable[[], None] = lambda: None  # come back when what this rank sent to servers has arrived
+    tell: Callable[[int], None] = lambda round: None  # what servers say of themselves
     callbacks: Sequence[Callback] = ()
     round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -104,6 +122,11 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._losses: list[tuple[int, Tensor, int]] = []  # round, mean loss, samples behind it
+        self._folded = [
+            0.0,
+            0.0,
+            0.0,
+        ]  # of losses read already: their sum, samples behind it, the first round that was not finite
         self._at_look = self.position()
         self._first_epochs = self._epochs(self._at_look)
         self._next_look = self.round + 1
@@ -137,6 +160,28 @@ class Trainer:
     def step(self) -> None:
         self._change_when_due()  # a run may resume right where its rule was to change
         before = self.position()
+        if self.dealer is None:
+            self._round()
+            if self.round >= self._next_look:
+                self.look()
+        elif self.claim():
+            self._round()
+            return self._watch(self.dealer)
+        else:
+            self._meet(self.dealer)
+        at = self.position()
+        if at.epoch > before.epoch:
+            self._end_epochs(range(before.epoch, at.epoch))
+        elif self.evaluate_every and at.steps // self.evaluate_every > before.steps // self.evaluate_every:
+            self.look()
+            self._evaluate()
+        self._change_when_due()
+        done = self.round if self.dealer is None else at.steps  # rounds of ranks that go at their own pace are no measure
+        due = self.save_every and done % self.save_every == 0
+        if due and self._saved != self.round and not self.finished():  # at the end, evaluation comes first
+            self.checkpoint()
+
+    def _round(self) -> None:
         started = time.time()
         clock = time.perf_counter()
         self.link.round = self.round + 1
@@ -146,18 +191,41 @@ class Trainer:
         self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
         for callback in self.callbacks:
             callback.on_round(self.run, self.round, loss)
-        if self.round >= self._next_look:
-            self.look()
+
+    # -- at one's own pace --
+
+    def claim(self) -> bool:
+        """Whether there is a step to compute before the next meeting."""
+        assert self.dealer is not None
         at = self.position()
-        if at.epoch > before.epoch:
-            self._end_epochs(range(before.epoch, at.epoch))
-        elif self.evaluate_every and at.steps // self.evaluate_every > before.steps // self.evaluate_every:
-            self.look()
-            self._evaluate()
-        self._change_when_due()
-        due = self.save_every and self.round % self.save_every == 0
-        if due and self._saved != self.round and not self.finished():  # at the end, evaluation comes first
-            self.checkpoint()
+        rhythms = [every for every in (self.evaluate_every, self.save_every) if every]
+        limits = [(at.steps // every + 1) * every for every in rhythms]
+        return self.dealer.claim(min(self.steps, self.dealer.steps_to(min(self.epochs, at.epoch + 1)), *limits))
+
+    def block_ends(self) -> bool:
+        """Whether a block of steps that a rule takes without its peers is to end here."""
+        return self.at_end() if self.dealer is None else not self.claim()
+
+    def _watch(self, dealer: Dealer) -> None:
+        """Between meetings: is there a reason to call one? And rank 0 tells how far it sees the run to be."""
+        now = time.perf_counter()
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._fold()
+        if self.stop_requested() or self._folded[2]:
+            dealer.call()
+        own = self._folded[0] / self._folded[1] if self._folded[1] else self._loss
+        self._loss = own if math.isfinite(own) else self._loss
+        self._progress(now, now - self._looked, dealer.latest)
+
+    def _meet(self, dealer: Dealer) -> None:
+        """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
+        self.settle()
+        reached = torch.tensor([dealer.drawn(), self.round], dtype=torch.int64, device=self.device)
+        self.link.all_reduce({"meeting": reached}, op="max").wait()
+        steps, self.round = reached.tolist()
+        dealer.meet(steps)
+        self.look()
 
     def finished(self) -> bool:
         return self._stop or self._reached or self.at_end()
@@ -192,18 +260,16 @@ class Trainer:
 
     def look(self) -> None:
         """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss over all ranks."""
+        self.settle()
         now = time.perf_counter()
         rounds, elapsed = self.round - self._looked_at, now - self._looked
-        losses = torch.stack([loss.detach().float() for _, loss, _ in self._losses]).cpu() if self._losses else torch.zeros(0)
-        counts = torch.tensor([count for *_, count in self._losses], dtype=torch.float64)
-        bad = (~losses.isfinite()).nonzero().flatten()
+        self._fold()
         size, rank = self.link.size, self.link.rank
         shared = torch.zeros(4 + size + 5, dtype=torch.float64)
         shared[0] = float(self.stop_requested() > 0)
-        shared[1] = (losses.double() * counts).sum()
-        shared[2] = counts.sum()
+        shared[1], shared[2] = self._folded[:2]
         shared[3] = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
-        shared[4 + rank] = float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
+        shared[4 + rank] = self._folded[2]
         shared = shared.to(self.device) if self.device.type == "cuda" else shared
         if self.rule.gauge is not None:
             shared[4 + size :] = self.rule.gauge.take()
@@ -215,10 +281,22 @@ class Trainer:
         self._stop = self._stop or stop > 0
         self._next_look = self.round + int(interval)
         self._loss = total / count if count else self._loss
-        self._losses.clear()
+        self._folded = [0.0, 0.0, 0.0]
         if any(diverged):
             self._diverged(diverged)
-        self._progress(now, elapsed)
+        self._progress(now, elapsed, self.position())
+
+    def _fold(self) -> None:
+        """Read the losses of the last rounds, all at once: on a GPU that waits for them."""
+        if not self._losses:
+            return
+        losses = torch.stack([loss.detach().float() for _, loss, _ in self._losses]).cpu().double()
+        counts = torch.tensor([count for *_, count in self._losses], dtype=torch.float64)
+        bad = (~losses.isfinite()).nonzero().flatten()
+        self._folded[0] += float((losses * counts).sum())
+        self._folded[1] += float(counts.sum())
+        self._folded[2] = self._folded[2] or (float(self._losses[int(bad[0])][0]) if len(bad) else 0.0)
+        self._losses.clear()
 
     def _diverged(self, rounds: list[float]) -> None:
         rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
@@ -243,8 +321,7 @@ class Trainer:
                 "clip gradients (clip=1.0) or look for a division by zero in backward"
             )
 
-    def _progress(self, now: float, elapsed: float) -> None:
-        at = self.position()
+    def _progress(self, now: float, elapsed: float, at: Position) -> None:
         seen = self._seen(at)
         if elapsed > 0 and self.round > self._looked_at:
             rate = seen / elapsed
@@ -263,6 +340,7 @@ class Trainer:
                 **({"noise": self._noise} if math.isfinite(self._noise) else {}),
             }
             self.emit(Event(time.time(), 0, self.round, "progress", value=value))
+        self.tell(self.round)
         self._exchange_before, self._looked, self._looked_at, self._at_look = waited, now, self.round, at
         self.flush()
 
@@ -305,11 +383,15 @@ class Trainer:
     def merged(self) -> AbstractContextManager[None]:
         """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it."""
         self.agree()
-        model = self.rule.strategy.consensus(self.replica, self.link, self.rule.state)
+        model = self._consensus()
         if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
             model = {k: v.clone() for k, v in self.replica.params.items()}
             self.link.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
+
+    def _consensus(self) -> Tensors | None:
+        link = self.link if self.rule.strategy.link is Group else self.rule.link  # wires are for rounds
+        return self.rule.strategy.consensus(self.replica, link, self.rule.state)
 
     def _change_when_due(self) -> None:
         if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
@@ -318,7 +400,7 @@ class Trainer:
     def _change_rule(self) -> None:
         """All go on from what they together stand for, with the mean of what their optimizers remember."""
         assert self.change is not None
-        model = self.rule.strategy.consensus(self.replica, self.link, self.rule.state)
+        model = self._consensus()
         if model is not None:
             self.replica.load(model)
         if not self.rule.strategy.replicas_agree:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
 from manyhands.core import Place
 from manyhands.errors import LaunchError
-from manyhands.launch.environment import place, store
+from manyhands.launch.environment import ServedBy, own_address, place, served, store
 
 HOST = {"MANYHANDS_HOST": "here"}
 TORCHRUN = {**HOST, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -79,3 +81,55 @@ def test_ranks_meet_in_a_store_of_their_own_that_a_restart_does_not_share() -> N
     assert two.get("key") == b"value"
     again = store(Place(0, 2, started_by="torchrun"), 5.0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert not again.check(["key"])
+
+
+# -- parameter servers started by hand --
+
+ROOT = {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9400"}
+
+
+def test_what_ps_lite_sets_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    counts = {"DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2", "DMLC_INTERFACE": "eth1", "DMLC_NODE_HOST": "10.0.0.7"}
+    env = {**ROOT, **counts, "DMLC_ROLE": "scheduler", "MANYHANDS_TOKEN_FILE": str(tmp_path / "token")}
+    assert served(env) == ServedBy("scheduler", "10.0.0.1", 9400, 4, 2, "eth1", "10.0.0.7", "", str(tmp_path / "token"))
+    assert served(env).secret() == "secret"
+    assert served(env).coordinator == "10.0.0.1:9400"
+    assert served({**ROOT, "DMLC_PS_ROOT_URI": "fd00::1"}).coordinator == "[fd00::1]:9400"
+    assert served({**env, "DMLC_ROLE": "coordinator", "MANYHANDS_TOKEN": "another"}).role == "scheduler"
+    assert served({**env, "MANYHANDS_TOKEN": "another"}).secret() == "another"
+    assert served({}) == ServedBy() and served({}).coordinator == ""
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"DMLC_ROLE": "boss"}, "DMLC_ROLE=boss; needed: worker, server or scheduler"),
+        ({"DMLC_PS_ROOT_URI": "10.0.0.1"}, "DMLC_PS_ROOT_URI=10.0.0.1 without DMLC_PS_ROOT_PORT; set it"),
+        ({**ROOT, "DMLC_PS_ROOT_PORT": "http"}, "DMLC_PS_ROOT_PORT='http', but a whole number is needed"),
+        ({**ROOT, "DMLC_PS_ROOT_PORT": "70000"}, "DMLC_PS_ROOT_PORT=70000; needed: 1 to 65535"),
+        ({"DMLC_NUM_WORKER": "0"}, "DMLC_NUM_WORKER=0; needed: 1 or more"),
+        ({"DMLC_NUM_SERVER": "-2"}, "DMLC_NUM_SERVER=-2; needed: 1 or more"),
+    ],
+)
+def test_variables_of_servers_that_cannot_be_are_refused(env: dict[str, str], says: str) -> None:
+    with pytest.raises(LaunchError, match=says):
+        served(env)
+
+
+def test_a_token_file_that_is_empty_or_not_there_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(" \n")
+    with pytest.raises(LaunchError, match="is empty; needed: a file with the token"):
+        served({"MANYHANDS_TOKEN_FILE": str(tmp_path / "token")}).secret()
+    with pytest.raises(LaunchError, match="MANYHANDS_TOKEN_FILE=/nowhere/token cannot be read"):
+        served({"MANYHANDS_TOKEN_FILE": "/nowhere/token"}).secret()
+    assert served({}).secret() == ""
+
+
+def test_the_own_address_is_that_of_the_card_on_the_way_to_the_rendezvous() -> None:
+    assert own_address({"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
+    assert own_address({"DMLC_PS_ROOT_URI": "127.0.0.1"}) == "127.0.0.1"
+    assert own_address({"DMLC_NODE_HOST": "10.1.2.3", "MASTER_ADDR": "127.0.0.1"}) == "10.1.2.3"
+    assert own_address({}) == "127.0.0.1"
+    with pytest.raises(LaunchError, match=r"there is no way from here to nowhere\.invalid"):
+        own_address({"MASTER_ADDR": "nowhere.invalid"})

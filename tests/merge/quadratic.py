@@ -19,14 +19,20 @@ from torch.optim import Optimizer
 
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import Micro, ModuleReplica
+from manyhands.compute.served import served_rule
 from manyhands.compute.update import WholeUpdate
-from manyhands.core import Group, Tensors
-from manyhands.exchange.inproc import World
+from manyhands.core import Group, Store, Table, Tensors
+from manyhands.exchange.inproc import Cost, InprocGroup, World, one_tick
+from manyhands.exchange.inproc_store import InprocStore
 from manyhands.exchange.observed import Observed
+from manyhands.exchange.server.clock import Clock
+from manyhands.exchange.server.shard import Shard
 
 DIMS = (5, 3)
 BATCH = 4
+ENDLESS = 2**40
 Counts = Callable[[int, int], int]  # rank, step -> samples
+Pace = Callable[[int, int], float]  # rank, step -> seconds that its batch takes
 Make = Callable[[Any], Optimizer]
 
 
@@ -93,9 +99,16 @@ class Rank:
     """One rank on the bench: a real replica, whose only data are step numbers."""
 
     def __init__(
-        self, problem: Problem, rank: int, make: Make = sgd, counts: Counts = full, total: float = float("inf"), nominal: int = 0
+        self,
+        problem: Problem,
+        rank: int,
+        make: Make = sgd,
+        counts: Counts = full,
+        total: float = float("inf"),
+        nominal: int = 0,
+        spend: Callable[[int], None] = lambda step: None,
     ):
-        self.problem, self.rank, self.counts = problem, rank, counts
+        self.problem, self.rank, self.counts, self.spend = problem, rank, counts, spend
         self.step = 0
         self.model = Point()
         flat = FlatParameters(self.model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
@@ -105,6 +118,7 @@ class Rank:
 
     def _next(self) -> Micro:
         count = self.counts(self.rank, self.step)
+        self.spend(self.step)
         self.step += 1
         if not count:
             return Micro(None, 0, True)
@@ -143,44 +157,80 @@ class Outcome:
     state: Tensors
     losses: list[Tensor]
     steps: int
-    link: Observed
+    link: Any  # Observed, or InprocStore
     saved: dict[str, Any]
+    tables: dict[str, Tensors] = field(default_factory=dict)  # on the servers, at the end
 
 
 def run(
     rule: Any,
     problem: Problem,
-    rounds: int,
+    rounds: int | Sequence[int],  # of all ranks, or of each
     *,
     make: Make = sgd,
     counts: Counts = full,
     total: float = float("inf"),
     resumed: Sequence[Outcome] | None = None,
-    after_round: Callable[[Rank, Group, Tensors], None] | None = None,
+    after_round: Callable[[Rank, Any, Tensors], None] | None = None,
+    pace: Pace | None = None,
+    cost: Cost = one_tick,
+    servers: int = 1,
+    meet_every: int | None = None,
 ) -> list[Outcome]:
-    """Let every rank of a World take `rounds` rounds, or what `total` steps allow, from the start or where `resumed` ended."""
+    """Let every rank of a World take `rounds` rounds, or what `total` steps allow, from the start or where `resumed` ended. Over
+    servers ranks meet in the end, and every so many rounds before it."""
     rule.check(problem.size)
+    world = World(problem.size, cost)
+    shards, clock = [Shard(i) for i in range(servers)], Clock(problem.size)
+    nominal = BATCH if rule.shares_steps else BATCH * problem.size
 
-    def main(group: Group) -> Outcome:
-        link = Observed(group, lambda event: None)
-        me = Rank(problem, group.rank, make, counts, total)
+    def main(group: InprocGroup) -> Outcome:
+        spend = lambda step: world.spend(group.rank, pace(group.rank, step)) if pace is not None else None
+        me = Rank(problem, group.rank, make, counts, total, nominal, spend)
+        link: Any = Observed(group, lambda event: None)
         if resumed is not None:
             me.load(resumed[group.rank].saved)
+        if rule.link is Store:
+            link = InprocStore(world, group.rank, shards, clock)
+            hold(rule, me, link, resumed[0].tables if resumed is not None else {})
         state = rule.init(me.replica)
         if resumed is not None:
             for k, v in resumed[group.rank].state.items():
                 state[k].copy_(v)
         losses = []
-        for _ in range(rounds):
+        mine = rounds if isinstance(rounds, int) else rounds[group.rank]
+        for n in range(mine):
             if me.step >= total:
                 break
+            if rule.link is Store and n % (meet_every or mine) == 0:
+                meet(rule, link, group)
+                assert link.deal(ENDLESS, rule.shares_steps) is not None, "all run again"
             losses.append(rule.round(me.replica, link, state))
             if after_round is not None:
                 after_round(me, link, state)
+        if rule.link is Store:
+            meet(rule, link, group)
         # what a checkpoint would hold, before anybody asks for the consensus
         saved, kept = me.save(), {k: v.clone() for k, v in state.items()}
+        tables = {k: link.dump(k) for k in me.replica.params} if rule.link is Store else {}
         model = rule.consensus(me.replica, link, state)
         agreed = me.point() if model is None else me.point(model)
-        return Outcome(me.point(saved["params"]), agreed, kept, losses, me.step, link, saved)
+        return Outcome(me.point(saved["params"]), agreed, kept, losses, me.step, link, saved, tables)
 
-    return World(problem.size).run(main)
+    return world.run(main)
+
+
+def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
+    """Give the parameters to the store, as whoever builds a run does."""
+    name, options = ("sum", {}) if rule.on_server == "sum" else served_rule(me.update.optimizer)
+    for key, vector in me.replica.params.items():
+        store.create(Table(key, length=vector.numel(), dtype="float64", rule=name, options=options), vector)
+        if key in saved and store.rank == 0:
+            store.restore(key, saved[key])
+
+
+def meet(rule: Any, store: Store, group: Group) -> None:
+    """Rest, so that nobody waits for this rank, until all do; then everybody is at the same time and place."""
+    store.flush()
+    assert store.deal(0, rule.shares_steps) is None
+    group.all_reduce({"met": torch.zeros(1)}).wait()

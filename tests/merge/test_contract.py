@@ -12,7 +12,7 @@ import torch
 from quadratic import BATCH, Make, Outcome, Point, Problem, Rank, momentum, run, sgd
 from torch import Tensor
 
-from manyhands.core import Group, Tensors
+from manyhands.core import Group, Store, Tensors
 from manyhands.errors import PlanError
 from manyhands.merge import STRATEGIES
 from manyhands.merge.admm import ADMM
@@ -31,6 +31,8 @@ class Case:
     spread: float = 1.0
     plain_alone: bool = True  # on one rank it is the task's own optimizer and nothing else
     idle: float = 1e-6  # tolerance where one of three ranks never has a sample
+    make: Make = sgd
+    some: int = 60  # steps that bring it near with any optimizer
 
 
 CASES = {
@@ -51,6 +53,13 @@ CASES = {
     "ensemble": Case({"period": 3, "distil": 3}, rounds=80, spread=0.0, idle=float("inf")),
     # a vote finds the common answer, not that of the mean; one without samples votes for no change, which holds it up
     "robust": Case({"f": 0}, rounds=150, spread=0.0, idle=1e-4),
+    # one rank's gradient after the other moves the model to and fro where the ranks' own answers differ
+    "stale_sync": Case(rounds=150, spread=0.0, idle=1e-4),  # its share of every step is missing
+    "backup": Case(rounds=150, mixed=1.0),
+    "downpour": Case({"adapt": True}, rounds=150, spread=0.0),
+    "dc_asgd": Case(rounds=300, spread=0.0, tolerance=1e-3, idle=1e-3, make=lambda p: torch.optim.SGD(p, lr=0.08)),
+    "async_easgd": Case({"period": 4}, rounds=60, tolerance=1e-5, spread=0.0, plain_alone=False, idle=1e-3, some=120),
+    "async_admm": Case({"period": 8, "rho": 1.0}, rounds=60, mixed=1.0, plain_alone=False, some=120),
 }
 OPTIMIZERS: dict[str, Make] = {
     "sgd": sgd,
@@ -67,13 +76,18 @@ def rule_of(name: str, **options: Any) -> Any:
     return kind(**{**CASES[name].options, **options})
 
 
+def words_of(name: str) -> str:
+    return f"data=4 {'servers=1 ' if STRATEGIES[name].link is Store else ''}merge={name}"
+
+
 def problem_of(name: str, size: int, noise: float = 0.0) -> Problem:
     return Problem(size, CASES[name].spread, CASES[name].mixed, noise)
 
 
 def same(a: Outcome, b: Outcome) -> bool:
-    """EXACT: parameters, what they stand for, the rule's state and the optimizer's."""
+    """EXACT: parameters, what they stand for, the rule's state, the optimizer's, and what servers hold."""
     tensors = [(a.state, b.state), (a.saved["params"], b.saved["params"]), (a.saved["optimizer"][0], b.saved["optimizer"][0])]
+    tensors += [(a.tables[k], b.tables[k]) for k in a.tables]
     alike = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in tensors)
     return alike and torch.equal(a.x, b.x) and torch.equal(a.consensus, b.consensus)
 
@@ -92,7 +106,7 @@ def test_every_rule_has_its_case_here_and_its_name_in_its_file() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_it_converges_to_the_optimum_over_all_ranks_data(name: str, size: int) -> None:
     case, problem = CASES[name], problem_of(name, size)
-    outcomes = run(rule_of(name), problem, case.rounds)
+    outcomes = run(rule_of(name), problem, case.rounds, make=case.make)
     for o in outcomes:
         assert distance(o.consensus, problem.optimum()) < case.tolerance
         assert torch.equal(o.consensus, outcomes[0].consensus), "all ranks stand for the same model"
@@ -111,7 +125,10 @@ def test_what_is_saved_of_it_is_all_that_it_needs_to_go_on(name: str, optimizer:
     """Parameters, optimizer and state of each rank into new objects: the second half has the bits of an unbroken run."""
     problem, make = problem_of(name, 3, noise=0.1), OPTIMIZERS[optimizer]
     half = run(rule_of(name), problem, 3, make=make)
-    resumed, unbroken = run(rule_of(name), problem, 3, make=make, resumed=half), run(rule_of(name), problem, 6, make=make)
+    resumed, unbroken = (
+        run(rule_of(name), problem, 3, make=make, resumed=half),
+        run(rule_of(name), problem, 6, make=make, meet_every=3),
+    )
     assert all(same(a, b) for a, b in zip(resumed, unbroken, strict=True))
 
 
@@ -129,7 +146,7 @@ def test_alone_it_runs_and_is_the_plain_optimizer_unless_its_merge_moves_on_its_
 @every_rule
 def test_a_rank_that_never_has_a_sample_takes_part_and_does_not_count(name: str) -> None:
     case, problem = CASES[name], problem_of(name, 3)
-    outcomes = run(rule_of(name), problem, case.rounds, counts=lambda rank, step: 0 if rank == 2 else BATCH)
+    outcomes = run(rule_of(name), problem, case.rounds, make=case.make, counts=lambda rank, step: 0 if rank == 2 else BATCH)
     assert distance(outcomes[0].consensus, problem.optimum([1, 1, 0])) < case.idle
     assert all(o.consensus.isfinite().all() for o in outcomes)
 
@@ -149,7 +166,7 @@ def test_it_survives_shares_that_change_from_step_to_step_down_to_nobody_having_
 def test_it_works_over_any_optimizer(name: str, optimizer: str) -> None:
     problem = problem_of(name, 3)
     steps = run(rule_of(name), problem, 1)[0].steps
-    outcomes = run(rule_of(name), problem, -(-60 // steps), make=OPTIMIZERS[optimizer])
+    outcomes = run(rule_of(name), problem, -(-CASES[name].some // steps), make=OPTIMIZERS[optimizer])
     start = distance(Rank(problem, 0).point(), problem.optimum())
     assert distance(outcomes[0].consensus, problem.optimum()) < start / 4
 
@@ -210,8 +227,8 @@ def test_every_option_refuses_a_wrong_value_and_names_it(name: str) -> None:
     for option in dataclasses.fields(kind):
         for value in wrong_values(kinds[option.name]):
             with pytest.raises(PlanError, match=rf"merge\.{option.name}="):
-                parse(f"data=4 merge={name} merge.{option.name}={value}")
-        assert parse(f"data=4 merge={name}").strategy == kind(), "its defaults fit"
+                parse(f"{words_of(name)} merge.{option.name}={value}")
+        assert parse(words_of(name)).strategy == kind(), "its defaults fit"
 
 
 @pytest.mark.parametrize(

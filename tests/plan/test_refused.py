@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.core import Store
 from manyhands.errors import PlanError
 from manyhands.exchange.wires import WIRES, refusal
 from manyhands.merge import STRATEGIES
@@ -37,6 +38,19 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 algorithm=ring link=nccl", "nccl has its own algorithms"),
         ("data=2 merge=downpour", "parameter server"),
         ("data=2 merge=stale_sync", "servers=1"),
+        ("data=2 staleness=4", "add servers=1"),
+        ("data=2 servers=-1", "0 or more"),
+        ("data=2 cache=100", "add servers=1"),
+        ("data=2 lookahead=3", "add servers=1"),
+        ("data=2 servers=1 staleness=4 merge=local_sgd", "no effect"),
+        ("data=2 servers=1 staleness=4 quorum=2", "no effect"),
+        ("data=2 servers=1 staleness=4 algorithm=ring", "no effect"),
+        ("data=2 servers=1 staleness=4 batchnorm=sync", "batchnorm=local"),
+        ("data=2 servers=1 staleness=4 precision=fp16", "precision=bf16"),
+        ("data=2 servers=1 staleness=4 wire=topk", "set wire=fp16"),
+        ("data=2 servers=1 staleness=4 then=local_sgd at=epoch:1", "leave then= out"),
+        ("data=2 servers=1 staleness=-1", "staleness"),
+        ("data=2 servers=1 quorum=3", "quorum"),
     ],
 )  # fmt: skip
 def test_it_is_refused_before_anything_starts(words: str, says: str) -> None:
@@ -45,21 +59,33 @@ def test_it_is_refused_before_anything_starts(words: str, says: str) -> None:
     assert says in str(refused.value)
 
 
+def five_ranks(rule: str) -> str:
+    return f"data=5 merge={rule}" + (" servers=2" if STRATEGIES[rule].link is Store else "")
+
+
+def test_a_word_of_a_rule_over_servers_names_the_rule_too() -> None:
+    assert parse("data=4 servers=2 staleness=4") == parse("data=4 servers=2 merge=stale_sync merge.staleness=4")
+    assert parse("data=4 servers=1 quorum=3") == parse("data=4 servers=1 merge=backup merge.quorum=3")
+    assert parse("data=4 servers=1 staleness=inf merge=stale_sync").strategy.staleness == float("inf")
+
+
 @pytest.mark.parametrize("rule", STRATEGIES)
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: str) -> None:
+    plan = f"{five_ranks(rule)} wire="
     if (reason := refusal(WIRES[wire], STRATEGIES[rule])) is None:
-        assert parse(f"data=5 merge={rule} wire={wire}").wire == wire
+        assert parse(f"{plan}{wire}").wire == wire
         return
     with pytest.raises(PlanError, match="set wire="):
-        parse(f"data=5 merge={rule} wire={wire}")
+        parse(f"{plan}{wire}")
     instead = reason.rpartition("set wire=")[2].split(" or ")
-    assert instead and all(parse(f"data=5 merge={rule} wire={name}").wire == name for name in instead)
+    assert instead and all(parse(f"{plan}{name}").wire == name for name in instead)
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)
 def test_every_rule_survives_being_written_down(rule: str) -> None:
-    plan = parse(f"data=5 merge={rule} then={rule} at=-loss:0.25 until=accuracy:0.9 algorithm=ring")
+    later = "" if STRATEGIES[rule].link is Store else f"then={rule} at=-loss:0.25 algorithm=ring"
+    plan = parse(f"{five_ranks(rule)} {later} until=accuracy:0.9")
     assert parse(describe(plan)) == plan == parse(to_dict(plan))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.core import Group
 from manyhands.launch.environment import place
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
@@ -32,7 +33,8 @@ OPTIONS = {
     "ensemble": {"period": 3, "distil": 1},
 }
 LINKS = ("shared", "gloo")
-every_rule = pytest.mark.parametrize("name", STRATEGIES)
+RULES = [name for name, rule in STRATEGIES.items() if rule.link is Group]  # those over servers: test_served.py
+every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def make() -> mh.Task:
@@ -52,7 +54,7 @@ def words_of(name: str) -> dict[str, Any]:
 def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any]:
     """Each rule twice: without a break, and stopped after the first epoch and resumed."""
     results = {}
-    for name in STRATEGIES:
+    for name in RULES:
         said = {**words, **words_of(name)}
         whole = dataclasses.replace(options, directory=f"{folder}/{name}/whole")
         unbroken = work(make, said, whole)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.core import Snapshot
+from manyhands.core import Group, Snapshot
 from manyhands.exchange.wires import WIRES
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
@@ -31,7 +31,7 @@ def blocks(rule: str) -> str:
     return " ".join([f"merge={rule}", *(f"merge.{k}={v}" for k, v in short.items() if k in fields)])
 
 
-CASES = {rule: blocks(rule) for rule in STRATEGIES}
+CASES = {name: blocks(name) for name, rule in STRATEGIES.items() if rule.link is Group}
 CASES |= {f"{wire} wire": f"wire={wire}" for wire in WIRES}
 CASES |= {
     "topk wire of updates": "wire=topk wire.density=0.1 merge=local_sgd merge.period=4",

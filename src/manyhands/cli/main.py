@@ -117,6 +117,41 @@ def lab(
 
 
 @app.command()
+def server(
+    role: Annotated[str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="Address to listen at; default: loopback, or the one that leads to the coordinator.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0: any free one, which is the default.", min=0, max=65535)] = None,
+    workers: Annotated[int | None, typer.Option(help="How many will come.", min=1)] = None,
+    servers: Annotated[int | None, typer.Option(help="How many a coordinator waits for.", min=1)] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Whom a server joins; default: it coordinates itself.")
+    ] = None,
+    shards: Annotated[int, typer.Option(help="Parts that work at the same time; as many cores are of use.", min=1)] = 1,
+    memory: Annotated[
+        str | None, typer.Option(help="For rows, e.g. 8GiB: then no new ones are admitted; default: no limit.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="The secret that workers and servers share; made if it does not exist.")
+    ] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option("--rules", metavar="MODULE", help="Whose rules tables may name; may be given several times."),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Who signed the others' certificates, PEM.")] = None,
+) -> None:
+    """Start a parameter server, or the coordinator of several, by hand; PS-Lite's DMLC_ variables fill what is left out."""
+    from manyhands.cli.server import Given
+    from manyhands.cli.server import server as verb
+
+    words = (role, bind, port, workers, servers, coordinator, shards, memory, token_file, tuple(rules or ()))
+    raise typer.Exit(verb(Given(*words, tls_cert, tls_key, tls_ca)))
+
+
+@app.command()
 def trace(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")] = None,
@@ -155,7 +190,9 @@ def doctor() -> None:
 def bench(
     name: Annotated[
         str,
-        typer.Argument(help="allreduce, data-parallel, exchange, gpu, overhead, robust, rules, slow-network, wires, or all."),
+        typer.Argument(
+            help="allreduce, data-parallel, exchange, gpu, overhead, robust, rules, server, slow-network, sparse, store, stragglers, wires, or all."
+        ),
     ],
     json: Annotated[Path | None, typer.Option("--json", help="Also write the claims as JSON.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short run, to see that it works; its figures mean nothing.")] = False,

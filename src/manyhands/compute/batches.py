@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,14 @@ class Walk(Protocol):
     def global_batch(self) -> int: ...
     def take(self, at: Position) -> Take: ...
     def walk(self, at: Position) -> Iterator[Take]: ...
+
+
+class Dealer(Protocol):
+    """What `compute.dealt.Dealt` looks like from here."""
+
+    position: Position
+
+    def takes(self) -> Iterator[Take]: ...
 
 
 Order = Callable[[int], Tensor]  # epoch -> indices
@@ -177,17 +185,36 @@ class Indexed:
     """`order(epoch)` lists an epoch's indices; `split` says which offsets of it this rank takes at each step. Where a rank
     without samples must still run the model (`borrow`), it gets one that is not its own; `counts` is False then."""
 
-    def __init__(self, source: TensorSource | DatasetSource, order: Order, split: Walk, at: Position, *, borrow: bool = False):
-        self.source, self.position, self.steps_per_epoch = source, at, -(-split.samples // split.global_batch)
+    def __init__(
+        self,
+        source: TensorSource | DatasetSource,
+        order: Order,
+        split: Walk,
+        at: Position,
+        *,
+        borrow: bool = False,
+        dealer: Dealer | None = None,
+    ):
+        self.source, self._position, self.steps_per_epoch = source, at, -(-split.samples // split.global_batch)
         self.samples: int | None = split.samples
         self._order, self._borrow, self.counts = order, borrow, True
         self._epoch, self._indices = -1, torch.empty(0, dtype=torch.long)
-        self._takes = split.walk(at)
+        self._split, self._dealer = split, dealer
+        self._takes = split.walk(at) if dealer is None else dealer.takes()
         self._take: Take | None = None
         self._micro = 0
-        self._ahead = (
-            source.ahead(_wanted(split.walk(at), order)) if isinstance(source, DatasetSource) and source.loaders else None
-        )
+        known = isinstance(source, DatasetSource) and source.loaders and dealer is None  # what is drawn cannot be fetched ahead
+        self._ahead = cast(DatasetSource, source).ahead(_wanted(split.walk(at), order)) if known else None
+
+    @property
+    def position(self) -> Position:
+        return self._position if self._dealer is None else self._dealer.position
+
+    @property
+    def total(self) -> int:
+        """Samples of the step under way, over all ranks that share it."""
+        at = self._position if self._take is None else self._take.position
+        return min(self._split.global_batch, self._split.samples - at.offset)
 
     def next(self) -> Batch:
         count, last = self.peek()
@@ -227,7 +254,7 @@ class Indexed:
         assert self._take is not None
         self._micro += 1
         if last:
-            self.position = self._take.after
+            self._position = self._take.after
 
     def close(self) -> None:
         """End the loader processes; what they have fetched ahead is forgotten."""
@@ -248,6 +275,7 @@ class Streamed:
     ):
         self.source, self.position, self.steps_per_epoch = source, at, None
         self.samples: int | None = None
+        self.total = global_batch  # samples of the step under way, over all ranks
         self._cut, self._global_batch, self._borrow, self.counts = cut, global_batch, borrow, True
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
@@ -279,6 +307,7 @@ class Streamed:
         if not self._peek:
             self._items, self._after = None, Position(at.epoch + 1, 0, at.steps + 1)
             self.samples = at.offset + len(rows)
+        self.total = len(rows)
         micros = self._cut(len(rows)).micros
         for i, where in enumerate(micros):
             mine = rows[where.start : where.stop]
@@ -292,7 +321,23 @@ class Streamed:
         return [row for _, row in zip(range(n), self._items, strict=False)]
 
 
-Batches = Indexed | Streamed
+class Batches(Protocol):
+    """A rank's walk, as everybody else sees it."""
+
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def position(self) -> Position: ...  # after what was handed out; at one's own pace: of the last meeting
+    @property
+    def samples(self) -> int | None: ...  # of an epoch; None: nobody knows yet
+    @property
+    def total(self) -> int: ...
+    @property
+    def counts(self) -> bool: ...
+    def next(self) -> Batch: ...
+    def close(self) -> None: ...
 
 
 # -- small things --

@@ -55,6 +55,7 @@ class ModuleReplica:
         on_unused: Callable[[list[str]], None] = lambda names: None,
         ended: Callable[[], bool] = lambda: False,
         steps_alone: bool = False,
+        on_window: Callable[[], None] | None = None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
@@ -66,6 +67,7 @@ class ModuleReplica:
         self.in_block = False  # between two steps of a block that a rule takes without its peers
         self._ended = ended  # whether the run is at its end
         self.steps_alone = steps_alone  # by a gradient of its own, so that peers need not overflow where it does
+        self._on_window = on_window  # when a step's last backward pass is over
         self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.pieces}
@@ -74,6 +76,7 @@ class ModuleReplica:
         self._in_flat = [False] * len(flat.pieces)  # the gradient has left the parameter for the flat vector
         self._missing: list[int] = []  # pieces each bucket still waits for
         self._launched = 0
+        self._is_mean = False  # the flat vector holds the mean gradient of this window, clipped
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self.device))  # it exists from here on, also where the first round has no samples
         self._hooks = [p.parameter.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(flat.pieces)]
@@ -156,6 +159,8 @@ class ModuleReplica:
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
         self._end_window(count)
+        if self._on_window is not None:
+            self._on_window()
         if on_ready is not None:
             self._gather()
             for bucket in self.flat.buckets[self._launched :]:
@@ -184,6 +189,18 @@ class ModuleReplica:
         elif not self._scaled_step(self.scaler) and not self.steps_alone:
             return  # else the schedule goes on all the same: learning rates must not drift apart between ranks
         if self.schedule is not None:
+            self.schedule.step()
+
+    def gradient(self) -> Tensors:
+        if not self._is_mean:
+            self._gather()
+            self._normalise([piece.grad for piece, used in zip(self.flat.pieces, self._used, strict=True) if used])
+            self._is_mean = True
+        return self.flat.grads
+
+    def stepped(self) -> None:
+        if self.schedule is not None and (self.own_count or not self.closing):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else the schedule warns that nobody made a step
             self.schedule.step()
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> bool:
@@ -226,6 +243,7 @@ class ModuleReplica:
             self._used[i] = self._in_flat[i] = False
         self._missing = [len(b.pieces) for b in self.flat.buckets]
         self._launched = 0
+        self._is_mean = False
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
         piece, bucket = self.flat.pieces[i], self._bucket_of[i]

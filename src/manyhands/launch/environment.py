@@ -1,6 +1,7 @@
 """The only reader of environment variables: where this process stands, and how to meet the others.
 
-Understood: what manyhands itself sets (torchrun's names), torchrun, Slurm's srun and Open MPI's mpirun.
+Understood: what manyhands itself sets (torchrun's names), torchrun, Slurm's srun and Open MPI's mpirun, and for parameter
+servers that were started by hand what PS-Lite, MXNet and BytePS use (DMLC_*).
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Literal, cast, get_args
 
 import torch.distributed as dist
 
@@ -21,6 +25,8 @@ OPTIONS = "MANYHANDS_OPTIONS"
 HOST = "MANYHANDS_HOST"
 LAB = "MANYHANDS_LAB"  # the hosts of the lab that this process may start others on, as JSON; `launch.lab` writes and reads it
 LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: whose lab it is
+TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # what workers and servers know of each other
+TLS_CA = "MANYHANDS_TLS_CA"  # who signed the servers' certificate
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -91,6 +97,100 @@ def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> 
         _stores[address, port] = dist.TCPStore(address, port, is_master=hosted_here, wait_for_workers=False, timeout=timeout)
     _stores[address, port].set_timeout(timeout)
     return _stores[address, port]
+
+
+# -- parameter servers that somebody else started --
+
+Role = Literal["worker", "server", "scheduler"]
+
+
+@dataclass(frozen=True)
+class ServedBy:
+    """What the environment says about servers; None, "" or 0: it does not."""
+
+    role: Role | None = None
+    uri: str = ""  # of the coordinator, which PS-Lite calls scheduler or root
+    port: int = 0
+    num_workers: int | None = None
+    num_servers: int | None = None
+    interface: str = ""  # name of the network card to listen on
+    node_host: str = ""  # address at which others reach this node
+    token: str = ""
+    token_file: str = ""  # where it is, where the variable does not hold it itself
+    tls_ca: str = ""  # file; "": connections are not encrypted
+
+    @property
+    def coordinator(self) -> str:
+        """Where to join them, as host:port; "": none were started for us."""
+        return at(self.uri, self.port) if self.uri and self.port else ""
+
+    def secret(self) -> str:
+        """The token that workers and servers share; "": none was given."""
+        return self.token or (read_token(Path(self.token_file), TOKEN_FILE) if self.token_file else "")
+
+
+def served(env: Mapping[str, str] | None = None) -> ServedBy:
+    """PS-Lite's variables, and our own for what it does not have: the token and TLS."""
+    env = os.environ if env is None else env
+    role = env.get("DMLC_ROLE") or None
+    if role == "coordinator":  # our own word for it
+        role = "scheduler"
+    if role is not None and role not in get_args(Role):
+        raise LaunchError(f"DMLC_ROLE={role}; needed: worker, server or scheduler")
+    uri = env.get("DMLC_PS_ROOT_URI", "")
+    port = _int(env, "DMLC_PS_ROOT_PORT") if env.get("DMLC_PS_ROOT_PORT") else 0
+    if not 0 <= port < 65536:
+        raise LaunchError(f"DMLC_PS_ROOT_PORT={port}; needed: 1 to 65535")
+    if uri and not port:
+        raise LaunchError(f"DMLC_PS_ROOT_URI={uri} without DMLC_PS_ROOT_PORT; set it to the port of the coordinator there")
+    counts = {name: _int(env, name) if env.get(name) else None for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER")}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise LaunchError(f"{name}={count}; needed: 1 or more")
+    return ServedBy(
+        cast("Role | None", role),
+        uri,
+        port,
+        counts["DMLC_NUM_WORKER"],
+        counts["DMLC_NUM_SERVER"],
+        env.get("DMLC_INTERFACE", ""),
+        env.get("DMLC_NODE_HOST", ""),
+        env.get(TOKEN, "").strip(),
+        env.get(TOKEN_FILE, ""),
+        env.get(TLS_CA, ""),
+    )
+
+
+def read_token(path: Path, named_by: str) -> str:
+    try:
+        found = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise LaunchError(f"{named_by}={path} cannot be read ({e}); needed: a file with the token that the servers use") from e
+    if not found:
+        raise LaunchError(f"{named_by}={path} is empty; needed: a file with the token that the servers use")
+    return found
+
+
+def at(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs there."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def own_address(env: Mapping[str, str] | None = None) -> str:
+    """The address at which other hosts reach this one, as far as it can be told from here."""
+    env = os.environ if env is None else env
+    return env.get("DMLC_NODE_HOST") or address_towards(env.get("MASTER_ADDR") or env.get("DMLC_PS_ROOT_URI") or "127.0.0.1")
+
+
+def address_towards(host: str) -> str:
+    """The own address on the way to `host`. Nothing is sent: connecting a datagram socket only looks up the route."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as e:
+        raise LaunchError(f"there is no way from here to {host} ({e}); give an address that all hosts reach") from e
 
 
 def words(env: Mapping[str, str] | None = None) -> str:

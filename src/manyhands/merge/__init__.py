@@ -3,15 +3,21 @@
 from manyhands.merge.ad_psgd import ADPSGD
 from manyhands.merge.admm import ADMM
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.merge.async_admm import AsyncADMM
+from manyhands.merge.async_easgd import AsyncEASGD
+from manyhands.merge.backup import Backup
 from manyhands.merge.bmuf import BMUF
 from manyhands.merge.d_psgd import DPSGD
+from manyhands.merge.dc_asgd import DCASGD
 from manyhands.merge.diloco import DiLoCo
+from manyhands.merge.downpour import Downpour
 from manyhands.merge.easgd import EASGD
 from manyhands.merge.ensemble import Ensemble
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.model_average import ModelAverage
 from manyhands.merge.robust import Robust
 from manyhands.merge.sgp import SGP
+from manyhands.merge.stale_sync import StaleSync
 from manyhands.merge.streaming_diloco import StreamingDiLoCo
 
 STRATEGIES = {
@@ -28,4 +34,10 @@ STRATEGIES = {
     "sgp": SGP,
     "ensemble": Ensemble,
     "robust": Robust,
+    "stale_sync": StaleSync,
+    "backup": Backup,
+    "downpour": Downpour,
+    "dc_asgd": DCASGD,
+    "async_easgd": AsyncEASGD,
+    "async_admm": AsyncADMM,
 }

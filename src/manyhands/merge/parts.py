@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from manyhands.core import EXACT, Group, Replica, Tensors
+from manyhands.core import EXACT, Group, Replica, Store, Tensors
 from manyhands.errors import PlanError
 
 Moments = Literal["keep", "average", "reset"]
@@ -61,6 +61,12 @@ def settle_moments(replica: Replica, link: Group, how: Moments, samples: int) ->
         for m in moments.values():
             m.mul_(share)
         link.all_reduce({f"{EXACT}{k}": m for k, m in moments.items()}).wait()
+
+
+def all_of(replica: Replica, link: Store) -> Tensors:
+    """The model as it stands on the servers, with all that this rank pushed."""
+    link.flush()
+    return link.pull(replica.rows())
 
 
 def _share(replica: Replica, link: Group, samples: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.core import Event
 from manyhands.observe.events import read
-from manyhands.observe.text import measures, number
+from manyhands.observe.text import measures, number, rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,8 @@ class Curves:
     metrics: dict[str, Points] = field(default_factory=dict)
     samples_per_s: list[float] = field(default_factory=list)
     exchange_share: list[float] = field(default_factory=list)
+    rows_per_s: list[float] = field(default_factory=list)  # of the parameter servers
+    staleness: list[float] = field(default_factory=list)
     final: dict[str, float] = field(default_factory=dict)
 
 
@@ -59,6 +61,9 @@ def collect(events: list[Event]) -> Curves:
                     _put(curves.loss, epoch, value["loss"])
                 curves.samples_per_s.append(value.get("samples_per_s", math.nan))
                 curves.exchange_share.append(value.get("exchange_share", math.nan))
+            case "server", dict() as value:
+                curves.rows_per_s.append(value.get("rows_per_s", math.nan))
+                curves.staleness.append(value.get("staleness", math.nan))
             case "evaluate", dict() as value:
                 evaluations += 1
                 at = value.get("epoch", epoch or float(evaluations))
@@ -222,6 +227,9 @@ def _caption(curves: Curves) -> str:
     shares = [x for x in curves.exchange_share if math.isfinite(x)]
     parts = [f"{median(rates):,.0f} samples/s"] if rates else []
     parts += [f"exchange {median(shares):.0%}"] if shares else []
+    served = {k: [x for x in v if math.isfinite(x)] for k, v in vars(curves).items() if k in ("rows_per_s", "staleness")}
+    parts += [f"{rate(median(served['rows_per_s']))} rows/s"] if any(served["rows_per_s"]) else []
+    parts += [f"staleness {median(served['staleness']):.1f}"] if any(served["staleness"]) else []
     parts += [f"final {name} {number(x)}" for name, x in list(curves.final.items())[:4]]
     return "   ·   ".join(parts)
 

@@ -14,6 +14,7 @@ import os
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from manyhands.core import Event
+from manyhands.observe import served
 from manyhands.observe.text import duration, measures, number, size, took
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ BAR = 24
 STYLES = {"plan": "bold", "notice": "yellow", "evaluate": "cyan", "checkpoint": "dim", "failed": "bold red", "done": "bold green"}
 
 # What a narrow terminal loses first. The bar goes between `rate` and `eta`: it takes what room is left.
-EXPENDABLE = ("noise", "exchange", "rate", "eta", "percent")
+EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
 
 Value = dict[str, float]
 
@@ -37,6 +38,7 @@ class Progress:
     def __init__(self, stream: TextIO):
         self._screen = open_screen(stream)
         self._start_s: float | None = None
+        self._served: Value = {}  # what the servers did last
 
     def write(self, events: list[Event]) -> None:
         for event in events:
@@ -56,7 +58,9 @@ class Progress:
             case "model" | "run", str():
                 line(event.name, value, STYLES["plan"])
             case "progress", dict():
-                self._screen.progress(event.time_s, value)
+                self._screen.progress(event.time_s, {**self._served, **value})
+            case served.NAME, dict():
+                self._served = {k: x for k, x in value.items() if k in ("rows_per_s", "bytes_per_s", "staleness")}
             case "evaluate", dict():
                 line("evaluate", _join(_metrics(value), f"in {took(event.seconds)}" if event.seconds else ""), STYLES["evaluate"])
             case "checkpoint", str():
@@ -186,7 +190,7 @@ class Terminal:
         self._console.width = _columns(self._stream)  # rich measures the standard streams, ours may be another
         fields = describe(self._value)
         room = fit(fields, self._console.width)
-        styles = {"epoch": "bold", "loss": "bold", "exchange": "dim", "eta": "dim"}
+        styles = {"epoch": "bold", "loss": "bold", "exchange": "dim", "server": "dim", "eta": "dim"}
         if not math.isfinite(self._value.get("loss", 0.0)):
             styles["loss"] = "bold red"
         cells: list[RenderableType] = [Text(text, style=styles.get(name, ""), no_wrap=True) for name, text in fields.items()]
@@ -211,6 +215,8 @@ def describe(value: Value) -> dict[str, str]:
         fields["rate"] = f"{rate:,.0f} samples/s"
     if math.isfinite(share := value.get("exchange_share", math.nan)):
         fields["exchange"] = f"exchange {share:.0%}"
+    if told := served.words(value):
+        fields["server"] = told
     if math.isfinite(noise := value.get("noise", math.nan)):
         fields["noise"] = f"noise scale {noise:,.0f}"
     if math.isfinite(eta := value.get("eta_s", math.nan)):

@@ -37,6 +37,8 @@ class TensorBoard:
                     self._scalars(event, {f"train/{name}": value[name] for name in TRAIN if name in value})
                 case "evaluate", dict() as value:
                     self._scalars(event, {f"evaluate/{name}": x for name, x in measures(value).items()})
+                case "server", dict() as value:
+                    self._scalars(event, {f"server/{name}": x for name, x in measures(value).items()})
                 case "log", dict() as value:
                     self._scalars(event, measures(value))
                 case "start", str() as plan:

@@ -45,6 +45,15 @@ def size(nbytes: int) -> str:
     return f"{x:.1f} TB"
 
 
+def rate(x: float) -> str:
+    """640, 12.3k, 1.2M: how many a second."""
+    for unit in ("", "k", "M", "G"):
+        if x < 999.5:
+            return f"{x:.0f}{unit}" if not unit or x >= 99.5 else f"{x:.1f}{unit}"
+        x /= 1000
+    return f"{x:.1f}T"
+
+
 def measures(value: dict[str, float]) -> dict[str, float]:
     """A value without its position, and without what a user logged that is no number."""
     return {k: v for k, v in value.items() if k not in POSITION and isinstance(v, Real)}

@@ -22,9 +22,12 @@ from manyhands.core import Event
 from manyhands.observe.events import read
 
 PID = 1
-COUNTERS = {"loss": "loss", "samples_per_s": "samples/s", "exchange_share": "exchange share"}
+COUNTERS = {
+    "progress": {"loss": "loss", "samples_per_s": "samples/s", "exchange_share": "exchange share"},
+    "server": {"rows_per_s": "server rows/s", "bytes_per_s": "server bytes/s", "queue": "server queue", "staleness": "staleness"},
+}
 MARKS = ("start", "evaluate", "checkpoint", "checkpoint_failed", "notice", "finish")
-NO_SPANS = ("start", "progress", "log", "finish", "notice")
+NO_SPANS = ("start", "progress", "server", "log", "finish", "notice")
 JITTER_US = 2.0  # two readings of the clock around the same moment differ by less than this
 
 Json = dict[str, Any]
@@ -67,8 +70,8 @@ def _rows(events: list[Event], run: str) -> Iterator[Json]:
                 ts = us(event.time_s + event.seconds)
                 title = "notice" if event.name == "notice" else f"{event.name} done" if event.seconds else event.name
                 yield {"ph": "i", "name": title, "cat": "mark", "s": "t", "pid": PID, "tid": home, "ts": ts, "args": _args(event)}
-            if event.name == "progress" and isinstance(event.value, dict):
-                for key, counter in COUNTERS.items():
+            if isinstance(event.value, dict):
+                for key, counter in COUNTERS.get(event.name, {}).items():
                     if math.isfinite(x := event.value.get(key, math.nan)):
                         yield {"ph": "C", "name": counter, "pid": PID, "ts": us(event.time_s), "args": {counter: x}}
 

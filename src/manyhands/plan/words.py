@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from manyhands.core import Goal, Layout, Plan, Store
+from manyhands.core import Goal, Layout, Plan, Store, Strategy
 from manyhands.errors import PlanError
 from manyhands.exchange import algorithms, wires
 from manyhands.merge import STRATEGIES
@@ -38,14 +38,8 @@ TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
 OBJECTS = {"merge": "strategy", "then": "next_strategy", "wire": "encoding"}
 APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
 PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
-SERVED = {
-    "downpour": "easgd",
-    "stale_sync": "local_sgd",
-    "dc_asgd": "all_reduce",
-    "async_easgd": "easgd",
-    "async_admm": "admm",
-    "backup": "all_reduce",
-}
+SHORT = {"staleness": "stale_sync", "quorum": "backup"}  # a word of one rule over servers names that rule too
+OF_SERVERS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
 POSITIVE = ("batch", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
 
 
@@ -53,7 +47,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     """`size` is the number of ranks that were started, where somebody else started them."""
     if isinstance(words, Plan):
         return _fit(words, size, given=True)
-    given = _collect(words)
+    given = _spelt_out(_collect(words))
     axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
     for axis, n in axes.items():
         if n < 1:
@@ -112,7 +106,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             options = {f"{key}.{f.name}": getattr(made, f.name) for f in dataclasses.fields(made)}
             chosen |= {key: getattr(plan, key), **{k: v for k, v in options.items() if v is not None}}
     chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
-    plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None}
+    plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and (plan.servers or k not in OF_SERVERS)}
     return {**axes, **chosen, "split": plan.split, **{k: str(v) if isinstance(v, Goal) else v for k, v in plain.items()}}
 
 
@@ -161,6 +155,18 @@ def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
+    """`staleness=4` is short for merge=stale_sync merge.staleness=4, `quorum=3` for merge=backup merge.quorum=3."""
+    for word, rule in SHORT.items():
+        if word not in given:
+            continue
+        value, merge = given.pop(word), given.setdefault("merge", rule)
+        if merge in STRATEGIES and word not in {f.name for f in dataclasses.fields(TABLES["merge"][0][merge])}:
+            raise PlanError(f"{word}={value} has no effect: merge={merge} has no {word}; leave out one of them ({word}= is merge={rule})")
+        given[f"merge.{word}"] = value
+    return given
+
+
 def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
     """The word `key` and its options, as the plan's name and object."""
     table, default = TABLES[key]
@@ -171,11 +177,6 @@ def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
         if options:
             raise PlanError(f"{key}.{next(iter(options))} has no effect without {key}=; add {key}={next(iter(table))}, say")
         return {key: name, OBJECTS[key]: None}
-    if table is STRATEGIES and name in SERVED:
-        raise PlanError(
-            f"{key}={name} pulls from and pushes to a parameter server, which this version does not have yet (servers=1 will start "
-            f"one); nearest without a server: {key}={SERVED[name]}"
-        )
     _known(key, name, table)
     kind = table[name]
     types = {k: v for k, v in get_type_hints(kind).items() if k in {f.name for f in dataclasses.fields(kind)}}
@@ -241,6 +242,11 @@ def _check(plan: Plan) -> None:
         value = getattr(plan, key)
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
+    for key in OF_SERVERS:
+        if key != "embeddings" and getattr(plan, key) < 0:
+            raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
+        if not plan.servers and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
+            raise PlanError(f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; add servers=1")
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
@@ -255,7 +261,7 @@ def _check(plan: Plan) -> None:
     if (
         plan.at is not None
         and plan.at.name == "noise"
-        and (plan.strategy.sends != "gradients" or getattr(plan.strategy, "swaps", False))
+        and (plan.strategy.sends != "gradients" or plan.strategy.swaps or plan.strategy.link is Store)
     ):
         raise PlanError(
             f"at={plan.at}: the noise scale is measured where gradients are all-reduced, not under merge={plan.merge}; use all_reduce"
@@ -264,8 +270,8 @@ def _check(plan: Plan) -> None:
         if (rule := getattr(plan, OBJECTS[key])) is None:
             continue
         if rule.link is Store:
-            raise PlanError(f"{key}={getattr(plan, key)} needs a parameter server; add servers=1")
-        if plan.precision == "fp16" and rule.sends == "gradients" and plan.wire not in ("none", "fp16", "bf16"):
+            _check_served(plan, key, rule)
+        elif plan.precision == "fp16" and rule.sends == "gradients" and plan.wire not in ("none", "fp16", "bf16"):
             raise PlanError(
                 f"wire={plan.wire} with precision=fp16: what it holds back was scaled with a loss scale that changes; set precision=bf16 or wire=bf16"
             )
@@ -279,6 +285,23 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; leave it out")
     if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
         raise PlanError(f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto")
+
+
+def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
+    """Ranks under a rule over servers keep no step with each other."""
+    word = f"{key}={getattr(plan, key)}"
+    if plan.then is not None:
+        raise PlanError(f"{word} works over servers, and a run cannot change between such a rule and another; leave then= out")
+    if not plan.servers:
+        raise PlanError(f"{word} pulls from and pushes to a parameter server, but the plan has none; add servers=1")
+    if plan.embeddings == "sync":
+        raise PlanError(f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its own; leave it out")
+    if plan.algorithm != "native":
+        raise PlanError(f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; leave it out")
+    if plan.batchnorm == "sync":
+        raise PlanError(f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; set batchnorm=local")
+    if plan.precision == "fp16" and rule.on_server == "optimizer":
+        raise PlanError(f"precision=fp16 scales the loss by what its own steps find, but under {word} the server steps; set precision=bf16")
 
 
 def _fit(plan: Plan, size: int | None, given: bool) -> Plan:

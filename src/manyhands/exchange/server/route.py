@@ -1,0 +1,138 @@
+"""What of a call goes to which shard: ids lose their repeats, dense tables are cut, filters withhold what need not travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+
+from manyhands.core import Rows, Table, Tensors
+from manyhands.errors import StoreError
+from manyhands.exchange.server import kernels
+from manyhands.exchange.server import messages as m
+from manyhands.exchange.server.local import _block, _dense, _dtype, _ids, _no_ids
+from manyhands.exchange.server.partition import Partition, partition, withhold
+from manyhands.exchange.server.request import Outs, Share
+from manyhands.exchange.server.shard import not_finite
+from manyhands.exchange.server.slots import SlotMap, ranges
+
+GIVEN = "what it is pulled into"
+DIRECT = 0.7  # share of distinct ids from which on repeats are left in
+PARTITIONS = 4  # of each table, remembered: a push nearly always follows a pull of the same ids
+
+
+class Router:
+    def __init__(self, slots: SlotMap, code: m.Code, kkt: float | None, shared: bool):
+        self.slots, self.code, self.kkt = slots, code, kkt
+        self.shards, self.shared = len(slots.shards), shared  # shared: all reach us through memory
+        self.generation = 0  # how often rows were moved
+        self.counted: Counter[str] = Counter()
+        self.specs: dict[str, Table] = {}
+        self._partitions: dict[str, list[Partition]] = {}
+
+    def spec(self, name: str) -> Table:
+        if name not in self.specs:
+            raise StoreError(f"table {name!r} is unknown; there is {', '.join(map(repr, self.specs)) or 'none'}; create it first")
+        return self.specs[name]
+
+    def ranges(self, table: Table) -> list[tuple[int, int]]:
+        return ranges(table.length or 0, self.shards)
+
+    def change(self, slots: SlotMap) -> None:
+        """Take another map."""
+        if not np.array_equal(slots.owner, self.slots.owner):
+            self._partitions.clear()
+            self.generation += 1
+        self.slots = slots
+
+    def wanted(self, rows: Rows, into: Tensors | None) -> tuple[list[list[Share]], Outs]:
+        """Of each table what is asked of each shard, and where it is to go."""
+        shares, outs = [], Outs()
+        for name, ids in rows.items():
+            table, given = self.spec(name), None if into is None else into[name]
+            if table.length is not None:
+                _no_ids(table, ids)
+                outs[name] = torch.empty(table.length, dtype=_dtype(table)) if given is None else _dense(table, given, GIVEN)
+                shares += self.shares({name: None})
+                continue
+            numbers = _ids(table, ids)
+            outs[name] = None if given is None else _block(table, numbers.size, given, GIVEN)
+            if numbers.size and self._direct(table):
+                key = 0
+                if not self.shared and (cut := self._partition(table, numbers)).distinct.size == numbers.size:
+                    key = cut.keys[0]
+                shares.append([Share(table, 0, ids=numbers, key=key, direct=True)])
+                continue
+            if given is None:
+                outs[name] = torch.empty(numbers.size, table.dim, dtype=_dtype(table))
+            shares += self.shares({name: ids})
+        return shares, outs
+
+    def _direct(self, table: Table) -> bool:
+        """Whether to ask for rows in the order of the ids, repeats and all: where there is one shard and few ids repeat, so it seems from
+        the last time, that saves a copy of all rows."""
+        if self.shards > 1 or self.code != "none" or (self.kkt is not None and table.rule == "ftrl"):
+            return False
+        last = self._partitions.get(table.name)
+        return not last or last[-1].distinct.size >= DIRECT * last[-1].raw.size
+
+    def foresee(self, shares: list[list[Share]]) -> None:
+        """While a shard reads: what a push of the same ids will need."""
+        for share, *_ in shares:
+            if share.direct and share.ids is not None:
+                self._partition(share.table, share.ids)
+
+    def shares(self, rows: Rows, updates: Tensors | None = None) -> list[list[Share]]:
+        """Of each table, what goes to each shard."""
+        if updates is not None and rows.keys() != updates.keys():
+            raise StoreError(f"rows are of tables {sorted(rows)}, updates of {sorted(updates)}; the same are needed")
+        found = []
+        for name, ids in rows.items():
+            table, given = self.spec(name), None
+            if table.length is not None:
+                _no_ids(table, ids)
+                given = None if updates is None else _dense(table, updates[name], "updates").numpy()
+                shares = [Share(table, s, part=part, updates=given) for s, part in enumerate(self.ranges(table))]
+            else:
+                cut = self._partition(table, _ids(table, ids))
+                given = None if updates is None else _block(table, cut.raw.size, updates[name], "updates").numpy().reshape(-1)
+                shares = [Share(table, s, cut=cut, ids=cut.ids(s), key=cut.keys[s], updates=given) for s in range(self.shards)]
+                if given is not None and cut.zero is not None:
+                    for share in shares:
+                        self._withhold(share, cut.zero)
+            # a shard refuses its part alone: where there are several, all must be known to be good before one has it
+            if given is not None and self.shards > 1 and not kernels.finite(given):
+                raise StoreError(not_finite(name, shares[0].cut.raw if shares[0].cut is not None else None, given))
+            self.counted["rows"] += 1 if table.length is not None else shares[0].cut.raw.size if shares[0].cut is not None else 0
+            found.append(shares)
+        return found
+
+    def _partition(self, table: Table, ids: np.ndarray) -> Partition:
+        if (known := self._known(table, ids)) is not None:
+            return known
+        cut = partition(ids, table.name, self.slots.owner, self.shards)
+        if self.kkt is not None and table.rule == "ftrl":
+            cut.zero = np.zeros(cut.distinct.size * table.dim, np.bool_)
+        kept = self._partitions.setdefault(table.name, [])
+        kept.append(cut)
+        if len(kept) > PARTITIONS:
+            kept.pop(0)
+        return cut
+
+    def _known(self, table: Table, ids: np.ndarray) -> Partition | None:
+        return next((cut for cut in reversed(self._partitions.get(table.name, [])) if cut.same(ids)), None)
+
+    def _withhold(self, share: Share, zero: np.ndarray) -> None:
+        """|g| <= l1 - delta cannot move a weight that is 0, but for what the server has summed up to now: delta is the margin for it."""
+        assert share.cut is not None and share.updates is not None and self.kkt is not None
+        dim, bound = share.table.dim, float(share.table.options.get("l1", 0.0)) - self.kkt
+        share.ready = np.empty(share.numbers, share.table.dtype)
+        share.cut.collect(share.updates, share.shard, dim, share.ready)
+        start = share.cut.starts[share.shard] * dim
+        keep, withheld = withhold(share.ready, zero[start : start + share.ready.size], dim, bound)
+        self.counted["withheld"] += withheld
+        if not keep.all() and share.ids is not None:
+            share.ready = np.ascontiguousarray(share.ready.reshape(-1, dim)[keep]).reshape(-1)
+            share.ids = share.ids[keep]
+            share.key = 0  # not one to remember

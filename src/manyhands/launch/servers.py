@@ -1,0 +1,331 @@
+"""Parameter servers of a run: server i is a child of rank i % size, so whoever started the ranks has started the servers.
+
+    rank 0    token -> store;   start server 0, which also coordinates;   its address -> store
+    rank r    start servers r, r + size, ...;  wait for the coordinator's address, hand it to them;  their addresses -> store
+    all       wait until every server has said where it is, or why it could not start
+
+Standard input is the child's lifeline, as it is a worker's (`launch.worker`): when its rank is gone, however it went, reading
+ends and so does the server. It is a session of its own: Ctrl-C is for the launcher to understand, and a server must outlive
+the last push. Servers that somebody started by hand (DMLC_PS_ROOT_URI) are joined instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import queue
+import secrets
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from manyhands.core import Place
+from manyhands.errors import LaunchError
+from manyhands.launch import environment
+from manyhands.launch.environment import ServedBy
+
+MODULE = "manyhands.exchange.server.serve"  # by name: launch and exchange are strangers
+GRACE_S = 5.0  # after its lifeline was closed: time to answer what is under way
+POLL_S = 0.05
+TAIL_LINES = 20
+
+
+@dataclass
+class Child:
+    """One server process and what it last said."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    tail: list[str]
+    pumps: list[threading.Thread]
+    answers: queue.Queue[bytes]  # the first line it printed; b"": it ended without one
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def fate(self) -> str:
+        """How it ended, with its last words; "": it has not."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        for pump in self.pumps:
+            pump.join(timeout=1.0)  # what it said last may still be in the pipe
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "; the kernel does so when memory runs out" if code == -signal.SIGKILL else ""
+        said = "".join(f"\n  {line.rstrip()}" for line in self.tail)
+        return f"server {self.index} (pid {self.process.pid}) {ended}{hint}{said}"
+
+
+@dataclass
+class Servers:
+    """Where the servers of this run are, and those of them that this process has started."""
+
+    coordinator: str  # "host:port"
+    token: str
+    addresses: tuple[str, ...] = ()  # by index; (): they were started by hand, ask the coordinator
+    children: list[Child] = field(default_factory=list)
+    tls: ssl.SSLContext | None = None  # to connect with
+    leave: Callable[[], None] = lambda: None  # come back when no other rank needs them
+
+    def alive(self) -> bool:
+        """Whether all servers that this process started are running."""
+        return all(child.alive for child in self.children)
+
+    def fate(self) -> str:
+        """What became of those that are not: for the error of whoever misses them."""
+        return "\n".join(filter(None, (child.fate() for child in self.children)))
+
+    def close(self) -> None:
+        """This rank is done with all servers. When the others are, end its own: their lifeline first, after a grace period by
+        force. May be called twice."""
+        self.leave()
+        self.leave = lambda: None
+        _end(self.children)
+        self.children.clear()
+
+
+def start(
+    count: int,
+    place: Place,
+    store: dist.Store,
+    *,
+    workers: int,
+    timeout_s: float,
+    token: str | None = None,
+    memory_bytes: int | None = None,
+    modules: Sequence[str] = (),
+    served: ServedBy | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Servers:
+    """Every rank calls it; it returns on all of them when all servers answer, or raises on all of them what went wrong.
+    `workers` is how many will come, `memory_bytes` the limit of each server, `modules` those of user rules they may import."""
+    served = environment.served(env) if served is None else served
+    if served.coordinator:
+        return join(served, count, workers)
+    if count < 1:
+        raise LaunchError(f"{count} servers; needed: 1 or more")
+    deadline = time.monotonic() + timeout_s
+    mine = range(place.rank, count, place.size)
+    address = _bind_address(place, store, deadline, env)
+    if place.rank == 0:
+        store.set("servers/token", token or secrets.token_hex(32))
+    shared = _get(store, "servers/token", deadline, f"the servers' token from rank 0 of {place.size}").decode()
+    children: list[Child] = []
+    try:
+        with _told_to_all(store, place):
+            for i in mine:  # before anything is waited for: starting Python takes a second
+                children.append(_spawn(i))
+            coordinator = ""
+            for child in children:
+                if child.index > 0 and not coordinator:
+                    coordinator = _address(store, 0, deadline)
+                request = _request(child.index, count, workers, address, shared, coordinator, memory_bytes, modules)
+                store.set(f"servers/{child.index}", json.dumps({"address": _begin(child, request, deadline)}))
+        addresses = tuple(_address(store, i, deadline) for i in range(count))
+    except BaseException:
+        _end(children)
+        raise
+    return Servers(addresses[0], shared, addresses, children, leave=lambda: _leave(store, place, bool(children)))
+
+
+def join(served: ServedBy, count: int, workers: int) -> Servers:
+    """The servers that the environment names, if they can be those that the plan means."""
+    if served.role not in (None, "worker"):
+        raise LaunchError(
+            f"DMLC_ROLE={served.role}, but this process trains; start it with DMLC_ROLE=worker, and the {served.role} with `manyhands server`"
+        )
+    for name, there, needed, word in (
+        ("DMLC_NUM_WORKER", served.num_workers, workers, "data"),
+        ("DMLC_NUM_SERVER", served.num_servers, count, "servers"),
+    ):
+        if there is not None and needed and there != needed:
+            raise LaunchError(f"{name}={there}, but the plan says {word}={needed}; make them equal: the servers count on it")
+    try:
+        tls = ssl.create_default_context(cafile=served.tls_ca) if served.tls_ca else None
+    except (OSError, ssl.SSLError) as e:
+        raise LaunchError(f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); give the servers' --tls-ca, PEM") from e
+    return Servers(served.coordinator, served.secret(), tls=tls)
+
+
+# -- one child --
+
+
+def _request(
+    index: int,
+    count: int,
+    workers: int,
+    address: str,
+    token: str,
+    coordinator: str,
+    memory_bytes: int | None,
+    modules: Sequence[str],
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "servers": count,
+        "workers": workers,
+        "host": address,
+        "port": 0,
+        "token": token,
+        "coordinator": coordinator or None,  # None: it coordinates itself
+        "memory_bytes": memory_bytes,
+        "modules": list(modules),
+    }
+
+
+def _spawn(index: int) -> Child:
+    env = {
+        **environment.variables(),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # it computes on the CPU, and must not take memory of the rank's GPU
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+    )
+    tail: list[str] = []
+    answers: queue.Queue[bytes] = queue.Queue()
+    pumps = [
+        threading.Thread(target=_pump, args=(pipe, f"[server{index}]: ", tail, first), name=f"server {index}", daemon=True)
+        for pipe, first in ((process.stdout, answers), (process.stderr, None))
+    ]
+    for pump in pumps:
+        pump.start()
+    return Child(index, process, tail, pumps, answers)
+
+
+def _begin(child: Child, request: Mapping[str, Any], deadline: float) -> str:
+    """Tell it what to do; its address."""
+    process = child.process
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once; its words follow
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()  # and stay open: the server lives as long as this pipe
+    try:
+        line = child.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise LaunchError(
+            f"server {child.index} (pid {process.pid}) did not say where it listens in time; raise timeout_s"
+        ) from None
+    try:
+        answer = json.loads(line)
+        return str(answer["address"])
+    except (ValueError, KeyError, TypeError):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        fate = child.fate() or f"server {child.index} (pid {process.pid}) said {line!r} instead of where it listens"
+        raise LaunchError(f"a parameter server could not start: {fate}") from None
+
+
+def _pump(pipe: IO[bytes], prefix: str, tail: list[str], first: queue.Queue[bytes] | None) -> None:
+    if first is not None:
+        first.put(pipe.readline())
+    for raw in pipe:
+        line = raw.decode(errors="replace")
+        tail.append(line)
+        del tail[:-TAIL_LINES]
+        with contextlib.suppress(Exception):  # our own may be closed, and the server must not stall for that
+            sys.stderr.write(f"{prefix}{line}")
+            sys.stderr.flush()
+
+
+def _end(children: Sequence[Child]) -> None:
+    for child in children:
+        assert child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.process.stdin.close()
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+        for pump in child.pumps:
+            pump.join(timeout=1.0)
+        for pipe in (child.process.stdout, child.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+# -- with the other ranks --
+
+
+@contextlib.contextmanager
+def _told_to_all(store: dist.Store, place: Place) -> Iterator[None]:
+    """What goes wrong here is raised here, and on all other ranks, who would wait for ever."""
+    try:
+        yield
+    except Exception as e:
+        with contextlib.suppress(Exception):
+            store.set("servers/error", json.dumps(f"rank {place.rank}: {e}" if place.size > 1 else str(e)))
+        raise
+
+
+def _leave(store: dist.Store, place: Place, has_servers: bool) -> None:
+    """A server that ended while another rank still says goodbye would be that rank's error. After an error nobody waits."""
+    with contextlib.suppress(Exception):  # whoever hosts the store may be gone
+        store.set(f"servers/done/{place.rank}", "")
+        deadline = time.monotonic() + GRACE_S
+        while has_servers and sys.exc_info()[0] is None and time.monotonic() < deadline:
+            if store.check([f"servers/done/{r}" for r in range(place.size)]):
+                return
+            time.sleep(POLL_S / 5)
+
+
+def _address(store: dist.Store, index: int, deadline: float) -> str:
+    return str(json.loads(_get(store, f"servers/{index}", deadline, f"server {index} to start"))["address"])
+
+
+def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
+    while not store.check([key]):
+        if store.check(["servers/error"]):
+            raise LaunchError(json.loads(store.get("servers/error")))
+        if time.monotonic() > deadline:
+            raise LaunchError(f"waited in vain for {what}; look at the words of that rank above, or raise timeout_s")
+        time.sleep(POLL_S)  # not store.wait: an error that another rank reports must end this at once
+    return bytes(store.get(key))
+
+
+def _bind_address(place: Place, store: dist.Store, deadline: float, env: Mapping[str, str] | None) -> str:
+    """Loopback where all ranks share a host: nobody else can then even try. Else what the other hosts reach."""
+    ours = "127.0.0.1" if place.size == 1 else environment.own_address(env)
+    store.set(f"servers/host/{place.rank}", json.dumps([place.host, ours]))
+    found = [
+        json.loads(_get(store, f"servers/host/{r}", deadline, f"rank {r} of {place.size} to say its host"))
+        for r in range(place.size)
+    ]
+    if len({host for host, _ in found}) == 1:
+        return "127.0.0.1"
+    if _loopback(ours):  # the name of the rendezvous resolves to loopback on its own host: look towards the others instead
+        others = [address for host, address in found if host != place.host and not _loopback(address)]
+        ours = environment.address_towards(others[0]) if others else ours
+    if _loopback(ours):
+        raise LaunchError(
+            f"rank {place.rank} on {place.host} knows no address of its own but {ours}, which other hosts cannot reach; set "
+            "MASTER_ADDR to an address or name of rank 0 that is not loopback, or DMLC_NODE_HOST on each host"
+        )
+    return ours
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

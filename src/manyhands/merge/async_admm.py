@@ -1,0 +1,91 @@
+"""Asynchronous consensus ADMM: z is made anew as soon as some ranks have reported, and no rank may stay away for too long.
+
+    min sum_i f_i(x_i)   with x_i = z                           f_i: mean loss over what rank i draws
+    x_i <- argmin f_i(x) + y_i'(x - z_i) + rho/2 |x - z_i|^2    by `period` steps of the optimizer, from z_i: the z it saw last
+    y_i <- y_i + rho (x_i - z_i)
+    z   <- mean over ALL ranks of their latest x_i + y_i / rho  on the server, when `quorum` of them have reported since the
+                                                                last time, and none has been left out `delay` times
+
+Only who has reported gets the new z and goes on. With a local problem solved to the end, y_i = -grad f_i(x_i) after every report.
+`quorum` is half of the ranks, rounded up, where it is not given; all of them with delay=1 is the synchronous method, with the
+multiplier moved before z and not after it as in `admm`. The server keeps z as a sum: a rank pushes by how much its own
+(x_i + y_i / rho) / M has changed, so one vector stands there whatever the number of ranks. A rank without samples stays at z.
+Ranks draw their steps from one counter. Costs one pull and one push of the model a block, and two vectors on each rank. Evaluated
+and saved is z.
+
+Use it when the problem is convex and some ranks are slow, always or in turns; rho about the curvature of the mean loss.
+
+Paper: Zhang and Kwok 2014, "Asynchronous Distributed ADMM for Consensus Optimization": converges for any schedule that obeys
+quorum S and delay tau, at a rate O(M tau / (T S)).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Cargo, Replica, Store, Strategy, Tensors
+from manyhands.merge.parts import all_of, copies, local_steps, need
+
+
+@dataclass(frozen=True)
+class AsyncADMM(Strategy[Store]):
+    period: int = 16
+    rho: float = 0.1
+    quorum: int | None = None
+    delay: int = 10
+    link: ClassVar[type] = Store
+    sends: ClassVar[Cargo] = "updates"
+    on_server: ClassVar[Literal["optimizer", "sum"]] = "sum"
+
+    def __post_init__(self) -> None:
+        need(self.period >= 1, f"period={self.period}", "at least 1 local step is needed between two merges")
+        need(
+            0 < self.rho < float("inf"), f"rho={self.rho}", "a penalty of more than 0 is needed, about the curvature of the loss"
+        )
+        need(
+            self.delay >= 1,
+            f"delay={self.delay}",
+            "1 (nobody is left out) or more is needed: after how many merges all must wait for a rank",
+        )
+        if self.quorum is not None:
+            need(self.quorum >= 1, f"quorum={self.quorum}", "at least 1 report is needed for a merge")
+
+    @property
+    def shares_steps(self) -> bool:
+        return True
+
+    def check(self, size: int) -> None:
+        k = self._quorum(size)
+        need(k <= size, f"quorum={k}", f"there are {size} ranks, so at most {size} can report; set merge.quorum={-(-size // 2)}")
+
+    def init(self, replica: Replica) -> Tensors:
+        zero = {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
+        return zero | {f"report/{k}": x for k, x in copies(replica.params).items()}  # z is where all start: the mean of these
+
+    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
+        z = link.pull(replica.rows())
+        replica.load(z)
+        y = {k: state[f"y/{k}"] for k in z}
+
+        def pull() -> None:
+            for k, g in replica.grads.items():
+                g.add_(torch.sub(replica.params[k], z[k]).mul_(self.rho).add_(y[k]).mul_(replica.scale))
+
+        loss, _ = local_steps(replica, self.period, before_step=pull)
+        change: Tensors = {}
+        for k, x in replica.params.items():
+            y[k].add_(x - z[k], alpha=self.rho)
+            report = x + y[k] / self.rho
+            change[k] = (report - state[f"report/{k}"]).div_(link.size)
+            state[f"report/{k}"].copy_(report)
+        link.push(replica.rows(), change, hold=True)
+        link.tick(0, quorum=self._quorum(link.size), late="keep", delay=self.delay)
+        return loss
+
+    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
+        return all_of(replica, link)
+
+    def _quorum(self, size: int) -> int:
+        return -(-size // 2) if self.quorum is None else self.quorum

@@ -1,0 +1,64 @@
+"""Backup workers: a step is made of the first k gradients to arrive, and those that come too late are thrown away.
+
+    w <- w - (eta / k) sum of the first k of n gradients taken at w;   a gradient taken at an older w never counts
+
+`quorum` is k; where it is not given it is 0.9 n, rounded up. A step takes as long as the k-th fastest rank of that step, and
+gradients are never stale, so the result is that of synchronous SGD on k ranks; with k = n it is `all_reduce` up to the order of
+summation. All ranks learn of the same k from one coordinator. Ranks draw their batches from one counter, so a rank that is always
+late works for nothing, and what it computed is lost: n - k of n batches at most. The mean is over samples. The optimizer runs on the
+server, with the learning rate of the ranks that count. Gradients are clipped by each rank, by its own norm. Costs one pull and
+one push of the model a step. In a plan, `quorum=3` is short for merge=backup merge.quorum=3.
+
+Use it when a few of many ranks are slow, always or in turns, and stale gradients would cost accuracy. Where slowness goes with the
+data (long sequences), dropping the slow ones changes what is learnt.
+
+Paper: Chen et al. 2016, "Revisiting Distributed Synchronous SGD" (arXiv:1604.00981): on about 100 workers faster and more accurate
+than asynchronous training; 96 and 4 backups was a good split.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from manyhands.core import Replica, Store, Strategy, Tensors
+from manyhands.merge.parts import all_of, need
+
+
+@dataclass(frozen=True)
+class Backup(Strategy[Store]):
+    quorum: int | None = None
+    link: ClassVar[type] = Store
+
+    def __post_init__(self) -> None:
+        if self.quorum is not None:
+            need(self.quorum >= 1, f"quorum={self.quorum}", "at least 1 gradient is needed for a step")
+
+    @property
+    def shares_steps(self) -> bool:
+        return True
+
+    def check(self, size: int) -> None:
+        k = self._quorum(size)
+        need(
+            k <= size,
+            f"quorum={k}",
+            f"there are {size} ranks, so at most {size} gradients can arrive; set merge.quorum={-(-9 * size // 10)}",
+        )
+
+    def init(self, replica: Replica) -> Tensors:
+        return {}
+
+    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
+        link.pull(replica.rows(), into=replica.params)
+        loss = replica.backward()
+        link.push(replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr)
+        replica.stepped()
+        link.tick(0, quorum=self._quorum(link.size), late="drop")
+        return loss
+
+    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
+        return all_of(replica, link)
+
+    def _quorum(self, size: int) -> int:
+        return -(-9 * size // 10) if self.quorum is None else self.quorum

@@ -1,0 +1,66 @@
+"""Stale synchronous parallel: a fast rank may run ahead of the slowest by so many clocks, and no further.
+
+    x_i <- w;   g_i = gradient at x_i;   w <- w - eta g_i / M  on the server;   go on when min_j c_j >= c_i - s
+
+A clock is one step of one rank. `staleness` s is the one number that sets consistency: 0 is bulk synchronous, the mean over the
+samples of all ranks applied as one update, so the same as `all_reduce` up to the order of summation; inf is asynchronous, nobody
+ever waits and ranks draw their steps from one counter, so that a fast rank computes more of them. In between, a rank reads
+everything of clocks up to c - s - 1, all of its own, and what else has arrived. With s > 0 an update carries 1/M, so that one clock
+of all ranks moves the model as far as one synchronous step; Adam and Adagrad, which divide by the size of the gradients they saw,
+divide that out again: lower the learning rate for them. The optimizer runs on the server, with the learning rate of the rank that
+pushes; a rank without samples pushes nothing. Gradients are clipped by each rank, by its own norm. Costs one pull and one push
+of the model a step. In a plan, `staleness=4` is short for merge=stale_sync merge.staleness=4.
+
+Use it when ranks are slow in turns, not always the same one: s clocks absorb that, and gradients stay as fresh as s says. A rank
+that is always slow holds up the others as in synchronous training, s clocks later, unless s is inf.
+
+Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server": converges faster than
+synchronous and asynchronous training on topic models, matrix factorisation and Lasso.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from manyhands.core import Replica, Store, Strategy, Tensors
+from manyhands.merge.parts import all_of, need
+
+
+@dataclass(frozen=True)
+class StaleSync(Strategy[Store]):
+    staleness: float = 3
+    link: ClassVar[type] = Store
+
+    def __post_init__(self) -> None:
+        holds = self.staleness >= 0 and (math.isinf(self.staleness) or self.staleness == int(self.staleness))
+        need(
+            holds,
+            f"staleness={self.staleness}",
+            "a whole number of clocks is needed: 0 (synchronous), 3, say, or inf (never wait)",
+        )
+
+    @property
+    def shares_steps(self) -> bool:
+        return math.isinf(self.staleness)
+
+    def init(self, replica: Replica) -> Tensors:
+        return {}
+
+    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
+        link.pull(replica.rows(), into=replica.params)
+        loss = replica.backward()
+        if self.staleness == 0:
+            link.push(replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr)
+        elif replica.own_count:
+            share = replica.gradient()
+            for g in share.values():
+                g.div_(link.size)
+            link.push(replica.rows(), share, lr=replica.lr)
+        replica.stepped()
+        link.tick(self.staleness)
+        return loss
+
+    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
+        return all_of(replica, link)

@@ -1,0 +1,66 @@
+"""Where a rank's parameters live, who updates what of them, and that all ranks start from the same."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manyhands.compute.flat import FlatParameters
+from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part
+from manyhands.core import Plan
+from manyhands.exchange.shared import SharedGroup
+from manyhands.site import Site
+
+
+def lay_out(
+    site: Site, plan: Plan, agree: bool, module: nn.Module, optimizer: Optimizer, one_copy: bool
+) -> tuple[FlatParameters, Update]:
+    """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
+    parameters, and each rank updates its part of it."""
+    bucket_bytes = int(plan.bucket_mb * 2**20)
+    shared = site.link.group if isinstance(site.link.group, SharedGroup) else None
+    plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
+    agree = agree and plain_link and plan.precision != "fp16"
+    if shared is None or not agree or not can_part(optimizer):
+        flat = FlatParameters(module, site.allocate, bucket_bytes)
+        _same_start(site, flat)
+        return flat, WholeUpdate(flat, module, optimizer)
+    if one_copy:
+        common = functools.partial(shared.allocate, common=True)
+        flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=site.rank == 0)
+        shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
+    else:
+        flat = FlatParameters(module, shared.allocate, bucket_bytes)
+        _same_start(site, flat)
+    return flat, PartUpdate(flat, module, optimizer, shared.own)
+
+
+def _same_start(site: Site, flat: FlatParameters) -> None:
+    """Everybody starts from rank 0's weights, also where a user's script forgot to seed."""
+    # equal seeds make equal weights nearly always: compare sums of bits first, which spares mapping the peers' memory
+    words = [
+        v.view(torch.int64 if v.element_size() == 8 else torch.int32 if v.element_size() == 4 else torch.int16)
+        for v in flat.values.values()
+    ]
+    sums = torch.stack([w[i::2].sum(dtype=torch.int64) for w in words for i in range(2)])
+    span = torch.cat([sums, -sums])
+    site.link.all_reduce({"span": span}, op="max").wait()
+    if torch.equal(span[: len(sums)], -span[len(sums) :]):
+        return
+    if site.rank != 0:
+        for values in flat.values.values():
+            values.zero_()
+    site.link.all_reduce(flat.values).wait()
+
+
+def same_rest(site: Site, module: nn.Module) -> None:
+    """Frozen parameters and buffers too are rank 0's, where a script forgot to seed."""
+    rest = [*(p.data for p in module.parameters() if not p.requires_grad), *module.buffers()]
+    if site.rank != 0:
+        for value in rest:
+            value.zero_()
+    if rest:
+        site.link.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()

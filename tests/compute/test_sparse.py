@@ -1,0 +1,340 @@
+"""Embeddings over a store: what nn.Embedding and nn.EmbeddingBag give and learn, for ids without a range."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manyhands.compute import sparse, tables
+from manyhands.compute.sparse import Embedding, EmbeddingBag
+from manyhands.compute.tables import Tables
+from manyhands.errors import StoreError, TaskError
+from manyhands.exchange.server.local import LocalStore
+
+DIM = 5
+
+
+@pytest.fixture(autouse=True)
+def rows_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that nobody attaches find their rows in a store that no other test has seen."""
+    monkeypatch.setattr(sparse, "_open", lambda: tables.alone(lambda: LocalStore(0, 1)))
+    monkeypatch.setattr(sparse, "_own", None)
+
+
+def attached(model: nn.Module, **options: Any) -> Tables:
+    made = Tables(model, LocalStore(0, 1), **options)
+    made.attach()
+    return made
+
+
+def both(ids: Tensor, make: Callable[..., Any] = Embedding, peer: type[nn.Module] = nn.Embedding, **options: Any) -> Any:
+    """One of ours and one of torch's with equal rows under the ids 0, 1, ..."""
+    theirs = peer(int(ids.max()) + 1, DIM, **options)
+    ours = make("rows", DIM, rule="sgd", lr=0.1, **options)
+    held = attached(ours)
+    weight = theirs.weight.detach().clone()  # type: ignore[union-attr]
+    held.restore({"rows/ids": torch.arange(len(weight)), "rows/values": weight})  # type: ignore[arg-type]
+    return ours, theirs, held
+
+
+def rows_of(held: Tables, name: str = "rows") -> dict[int, Tensor]:
+    content = held.store.dump(name)
+    return dict(zip(content["ids"].tolist(), content["values"], strict=True))
+
+
+# -- the same as torch's --
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 3), (2, 3, 2), (), (0,)])
+def test_one_process_learns_the_bits_of_a_dense_embedding(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    every = torch.arange(12)
+    ours, theirs, held = both(every)
+    head = nn.Linear(DIM, 1)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(4):
+        ids = torch.randint(0, 12, shape)  # with repeats
+        out, expected = ours(ids), theirs(ids)
+        assert torch.equal(out, expected) and out.shape == (*shape, DIM)
+        optimizer.zero_grad()
+        head(expected).square().sum().backward()
+        head(out).square().sum().backward()
+        optimizer.step()
+        held.push()
+    assert torch.equal(torch.stack([rows_of(held)[i] for i in range(12)]), theirs.weight)
+
+
+def test_gradients_of_an_id_that_repeats_are_summed_before_the_rule() -> None:
+    model = Embedding("rows", 2, rule="adagrad", lr=1.0, init="zeros")
+    held = attached(model)
+    out = model(torch.tensor([3, 8, 3, 3]))
+    out.backward(torch.tensor([[1.0, 2.0], [5.0, 5.0], [1.0, 0.0], [2.0, -2.0]]))
+    held.push()
+    assert rows_of(held)[3].tolist() == pytest.approx([-1.0, 0.0])  # 4 / sqrt(16): one step of 4, not one of 1, 1 and 2
+    assert rows_of(held)[8].tolist() == pytest.approx([-1.0, -1.0])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("layout", ["offsets", "rows", "padded"])
+def test_bags_are_those_of_torch_and_so_is_what_they_learn(mode: str, layout: str) -> None:
+    torch.manual_seed(1)
+    padding = {"padding_idx": 0} if layout == "padded" else {}
+    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(name, dim, padding_id=padding_idx, **more)
+    ours, theirs, held = both(torch.arange(9), make, nn.EmbeddingBag, mode=mode, **padding)
+    ids = torch.tensor([[1, 2, 2], [0, 0, 0], [4, 0, 8], [8, 8, 1]])
+    given = (ids,) if layout != "offsets" else (ids.reshape(-1), torch.tensor([0, 5, 5, 11]))  # the second bag is empty
+    out, expected = ours(*given), theirs(*given)
+    assert torch.equal(out, expected)
+    if layout != "rows":
+        assert out[1].abs().sum() == 0
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    held.push()
+    moved = theirs.weight.detach() - 0.1 * theirs.weight.grad  # type: ignore[operator]
+    kept = rows_of(held)
+    assert torch.allclose(torch.stack([kept[i] for i in range(9)]), moved, atol=1e-7)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_weights_multiply_the_rows_of_a_sum_and_get_gradients(padding: int | None) -> None:
+    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(name, dim, padding_id=padding_idx, **more)
+    ours, theirs, _ = both(torch.arange(6), make, nn.EmbeddingBag, mode="sum", **({"padding_idx": padding} if padding else {}))
+    ids = torch.tensor([[1, 2, 2], [4, 0, 5]])
+    w, v = (torch.linspace(-1, 1, 6).view(2, 3).clone().requires_grad_() for _ in range(2))
+    out, expected = ours(ids, weights=w), theirs(ids, per_sample_weights=v)
+    assert torch.equal(out, expected)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.allclose(w.grad, v.grad)  # type: ignore[arg-type]
+
+
+def test_padding_is_not_fetched() -> None:
+    model = EmbeddingBag("rows", DIM, "mean", padding_id=-1)
+    held = attached(model)
+    out = model(torch.tensor([[-1, -1], [-1, 7]]))
+    assert out[0].tolist() == [0.0] * DIM and out[1].abs().sum() > 0
+    assert model(torch.tensor([[-1, -1]])).tolist() == [[0.0] * DIM]  # and where a batch is nothing else
+    assert list(rows_of(held)) == [7]
+
+
+# -- ids and tables --
+
+
+def test_ids_have_no_range() -> None:
+    ids = torch.tensor([2**62, -5, 0, 2**63 - 1, -(2**63) + 1])
+    first = Embedding("rows", DIM)
+    held = attached(first)
+    a = first(ids)
+    assert len(set(map(tuple, a.tolist()))) == 5 and 0 < a.abs().max() <= 0.01
+    a.sum().backward()
+    held.push()
+    assert sorted(rows_of(held)) == sorted(ids.tolist())
+
+
+def test_rows_start_by_table_seed_and_id_alone() -> None:
+    ids = torch.tensor([4, -7, 4])
+    make = lambda name="rows", **more: Embedding(name, DIM, **more)
+    starts = []
+    for model in make(), make(), make(seed=1), make("others"), make(init="normal", scale=2.0), make(init="zeros"):
+        attached(model)
+        starts.append(model(ids).detach())
+    assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0][0], starts[0][2])
+    assert all(not torch.equal(starts[0], other) for other in starts[2:])
+    assert starts[4].abs().max() > 0.1 and starts[5].abs().sum() == 0
+
+
+def test_two_modules_of_one_name_share_a_table() -> None:
+    model = nn.ModuleList([Embedding("rows", 2, rule="sgd", lr=1.0), EmbeddingBag("rows", 2, rule="sgd", lr=1.0)])
+    held = attached(model)
+    before = model[0](torch.tensor([1])).detach()
+    (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([[1, 1]])).sum()).backward()
+    held.push()
+    assert len(held.specs) == 1
+    assert torch.allclose(model[0](torch.tensor([1])), before - 3.0)
+    with pytest.raises(TaskError, match="two embeddings named 'rows' differ: dim=2 and 3; give both the same"):
+        Tables(nn.ModuleList([*model, Embedding("rows", 3, rule="sgd", lr=1.0)]), LocalStore(0, 1))
+
+
+def test_micro_batches_are_pushed_once_and_learning_rates_follow_a_schedule() -> None:
+    model = nn.ModuleList(
+        [Embedding("a", 1, rule="adagrad", lr=1.0, init="zeros"), Embedding("b", 1, rule="sgd", lr=0.5, init="zeros")]
+    )
+    held = attached(model)
+    for _ in range(2):
+        (model[0](torch.tensor([1])) * 3 + model[1](torch.tensor([1])) * 3).sum().backward()
+    held.push(scale=0.5, rate=0.1)
+    assert rows_of(held, "a")[1].item() == pytest.approx(-0.1)  # one step of 3, not two
+    assert rows_of(held, "b")[1].item() == pytest.approx(-0.05 * 3)
+    assert held.stats()["rows_pushed"] == 4 and held.stats()["rows_pushed"] == 0
+
+
+def test_a_step_that_did_not_happen_leaves_no_trace() -> None:
+    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    held = attached(model)
+    model(torch.tensor([1])).sum().backward()
+    held.drop()
+    held.push()
+    assert model(torch.tensor([1])).item() == 0
+
+
+def test_a_gradient_that_is_no_number_is_refused_by_table_and_id() -> None:
+    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    held = attached(model)
+    (model(torch.tensor([1, 77])) * torch.tensor([[1.0], [float("nan")]])).sum().backward()
+    with pytest.raises(StoreError, match=r"rows.*77"):
+        held.push()
+        held.flush()
+    assert model(torch.tensor([1, 77])).tolist() == [[0.0], [0.0]]
+
+
+# -- reading only --
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad"])
+def test_an_evaluation_reads_and_pushes_nothing(how: str) -> None:
+    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    held = attached(model)
+    model(torch.tensor([1])).sum().backward()
+    held.push()
+    with torch.set_grad_enabled(how != "no_grad"):
+        out = (model.eval() if how == "eval" else model)(torch.tensor([1, 2]))
+    assert out.tolist() == [[-1.0], [0.0]] and not out.requires_grad
+    held.push()
+    assert model(torch.tensor([1])).item() == -1.0
+
+
+def test_a_plain_loop_trains_without_anybody() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Embedding("words", 8, lr=0.5), nn.Flatten(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.randint(-(2**62), 2**62, (64, 2))
+    target = torch.randn(64, 1)
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.mse_loss(model(ids), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.05 * losses[0]
+    other = Embedding("words", 8, lr=0.5)
+    assert torch.equal(other(ids), model[0](ids))  # by name
+    with pytest.raises(TaskError, match="two embeddings named 'words' differ: dim=8 and 4"):
+        Embedding("words", 4, lr=0.5)(ids)
+
+
+def test_a_model_is_saved_without_rows_and_copies_of_it_share_them() -> None:
+    model = nn.Sequential(Embedding("rows", 2, lr=1.0))
+    held = attached(model)
+    assert not model.state_dict() and not list(model.parameters())
+    ids = torch.tensor([5])
+    model(ids).sum().backward()
+    held.push()
+    trained = model(ids).detach()
+    assert torch.equal(copy.deepcopy(model)(ids), trained)
+    alone = pickle.loads(pickle.dumps(model))
+    assert alone[0]._tables is None and alone[0].table == model[0].table
+    held.close()
+    assert not torch.equal(model(ids), trained)  # its own again
+
+
+def test_all_rows_go_out_and_come_back() -> None:
+    make = lambda: nn.ModuleList([Embedding("a", 2), Embedding("b", 3, rule="adam", lr=0.1)])
+    ids = torch.tensor([1, -1, 2**40])
+
+    def train(model: nn.Module, held: Tables) -> None:
+        for _ in range(3):
+            sum(m(ids).square().sum() + m(ids).sum() for m in model).backward()  # type: ignore[attr-defined, union-attr]
+            held.push()
+
+    first, second = make(), make()
+    a, b = attached(first), attached(second)
+    train(first, a)
+    content = a.dump()
+    assert {"a/ids", "a/values", "b/ids", "b/values"} <= content.keys()
+    b.restore(content)
+    for held, model in ((a, first), (b, second)):
+        train(model, held)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one(ids), other(ids))
+
+
+# -- types --
+
+
+def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model() -> None:
+    ids = torch.tensor([1, 2])
+    model = nn.Sequential(Embedding("rows", 4), nn.Linear(4, 1))
+    attached(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(ids)
+    assert out.dtype == torch.bfloat16 and model[0](ids).dtype == torch.float32
+    out.float().sum().backward()
+    long = nn.Sequential(Embedding("rows", 4), nn.Linear(4, 1)).double()
+    held = attached(long)
+    assert long(ids).dtype == torch.float64 and held.specs[0].dtype == "float64"
+    short = nn.Sequential(Embedding("rows", 4), nn.Linear(4, 1)).bfloat16()
+    held = attached(short)
+    assert short(ids).dtype == torch.bfloat16 and held.specs[0].dtype == "float32"
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Embedding("", 2), "a name for its table is needed"),
+        (lambda: Embedding("t", 0), "dim=0, but a whole number of at least 1"),
+        (lambda: Embedding("t", 2.5), "dim=2.5"),  # type: ignore[arg-type]
+        (lambda: Embedding("t", 2, lr=0.0), "lr=0.0, but a positive number is needed"),
+        (lambda: Embedding("t", 2, init="ones"), "init='ones', but zeros, uniform or normal"),  # type: ignore[arg-type]
+        (lambda: Embedding("t", 2, dtype=torch.float16), "float32 or torch.float64 is needed"),
+        (lambda: EmbeddingBag("t", 2, mode="median"), "mode='median', but sum or mean or max is needed"),  # type: ignore[arg-type]
+        (lambda: Embedding("t", 2)([1, 2]), "ids are a list, but a tensor of int64 is needed"),
+        (lambda: Embedding("t", 2)(torch.tensor([1.0])), "ids are torch.float32, but int64 is needed"),
+        (lambda: Embedding("t", 2)(torch.tensor([1], dtype=torch.int32)), "ids are torch.int32, but int64 is needed; call .long"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1])), r"ids of shape \[1\], but \[bags, length\], or one axis and offsets"),
+        (lambda: EmbeddingBag("t", 2)(torch.ones(1, 1, 1).long()), r"ids of shape \[1, 1, 1\]"),
+        (lambda: EmbeddingBag("t", 2)(torch.ones(1, 1).long(), torch.tensor([0])), "2-D ids with offsets"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([1])), "begin at 0"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([0, 2, 1])), "rise"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([0, 3])), "over 2 ids"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([])), "offsets are torch.float32"),
+        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)), "2 ids and no offsets"),
+        (lambda: EmbeddingBag("t", 2, "mean")(torch.ones(1, 1).long(), weights=torch.ones(1, 1)), "weights with mode='mean'"),
+        (lambda: EmbeddingBag("t", 2)(torch.ones(1, 2).long(), weights=torch.ones(2)), r"weights of shape \[2\]"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(make: Callable[[], Any], complaint: str) -> None:
+    with pytest.raises(TaskError, match=complaint):
+        make()
+
+
+@pytest.mark.parametrize(("options", "named"), [({"rule": "nesterof"}, "nesterof"), ({"rule": "sgd", "epsilon": 1.0}, "epsilon")])
+def test_an_unknown_rule_or_option_is_refused_when_the_table_is_made(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(StoreError, match=named):
+        attached(Embedding("t", 2, **options))
+
+
+# -- distinct ids --
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 5000])
+def test_distinct_ids_and_where_they_stand(n: int) -> None:
+    dice = torch.Generator().manual_seed(n)
+    for low, high in ((0, 3), (-(2**62), 2**62), (0, n + 1)):
+        ids = torch.randint(low, high, (n,), generator=dice)
+        ids = torch.where(torch.arange(n) % 3 > 0, ids, ids.flip(0)) * (1 << 20 if high == 3 else 1)
+        found, inverse = tables.distinct(ids)
+        assert torch.equal(found[inverse], ids) and len(found) == len(set(ids.tolist()))
+        assert list(dict.fromkeys(ids.tolist())) == found.tolist()  # in order of appearance
+    strided = torch.arange(20).view(10, 2)[:, 1]
+    assert tables.distinct(strided)[0].tolist() == list(range(1, 20, 2))

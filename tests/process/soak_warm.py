@@ -1,0 +1,19 @@
+"""Imported by the process that clients of a soak are forked from: the compiled loops of a client are loaded once, not in each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyhands.exchange.server import kernels
+from manyhands.exchange.server.client import ServerStore  # noqa: F401  for the import itself
+from manyhands.exchange.server.partition import partition
+from manyhands.exchange.server.slots import SLOTS
+
+cut = partition(np.arange(8), "any", np.arange(SLOTS, dtype=np.uint16) % 2, 2)
+for kind in (np.float32, np.float64):
+    updates = np.ones(16, kind)
+    for shard in range(2):
+        part = np.empty(2 * cut.ids(shard).size, kind)
+        cut.collect(updates, shard, 2, part)
+        cut.spread(part, shard, 2, updates)
+    assert kernels.finite(updates)

@@ -1,0 +1,147 @@
+"""Rules over real servers: what equals synchronous training does so to rounding, what is one worker to the bit; runs stop,
+resume, and lose a server with clear words. All runs of the first part share one job, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import CLI, ENDLESS, command, descendants, wait_until_gone
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.core import Store
+from manyhands.launch.environment import place
+from manyhands.merge import STRATEGIES
+from manyhands.recover.checkpoint import Checkpoints
+from manyhands.run import start, work
+from manyhands.site import Options
+
+SIZE, BATCH, EPOCHS = 3, 4, 2
+N = 8 * SIZE * BATCH - 10  # eight steps an epoch; in the last one rank 2 has no sample
+G = torch.Generator().manual_seed(0)
+X = torch.randn(N, 6, generator=G, dtype=torch.float64)
+Y = (X @ torch.randn(6, 3, generator=G, dtype=torch.float64)).argmax(1)
+RULES = {"downpour": "", "dc_asgd": "", "async_easgd": "merge.period=4", "async_admm": "merge.period=4", "backup": "merge.quorum=2"}
+RUNS = {
+    "sync": "merge=all_reduce",
+    "bsp": "staleness=0 servers=1",
+    "two": "staleness=0 servers=2",
+    "ssp": "staleness=2 servers=1",
+    "quorum": "merge=backup merge.quorum=3 servers=1",
+    **{name: f"merge={name} {options} servers=1" for name, options in RULES.items()},
+}
+
+
+def make(momentum: float = 0.5) -> mh.Task:
+    return mh.Task(
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(), loss=nn.functional.cross_entropy,
+        train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy}, batch=BATCH, epochs=EPOCHS,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum),
+    )  # fmt: skip
+
+
+def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any]:
+    results = {}
+    for name, own in RUNS.items():
+        given = {**words, **dict(word.split("=") for word in own.split())}
+        given.pop("servers", None) if "servers" not in own else None
+        results[name] = work(make, given, dataclasses.replace(options, directory=f"{folder}/{name}"))
+    half = dataclasses.replace(options, directory=f"{folder}/halves")
+    bsp = {**words, "staleness": 0, "servers": 1}
+    work(make, {**bsp, "epochs": 1}, half)
+    results["halves"] = work(make, {**bsp, "epochs": EPOCHS}, dataclasses.replace(half, resume=True))
+    without = {**words, "merge": "all_reduce"}
+    work(make, {**bsp, "epochs": 1}, half := dataclasses.replace(options, directory=f"{folder}/handed_on"))
+    results["handed_on"] = work(make, {**without, "epochs": EPOCHS}, dataclasses.replace(half, resume=True))
+    if place().rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    return {}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    start(functools.partial(every, str(folder)), f"data={SIZE} timeout_s=60", Options(quiet=True))
+    return folder
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    found = Checkpoints(folder / "checkpoints").latest()
+    assert found is not None
+    return found.params
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max() / b[k].abs().max()) for k in a)
+
+
+def test_every_rule_over_servers_is_here() -> None:
+    assert {name for name, kind in STRATEGIES.items() if kind.link is Store} == {*RULES, "stale_sync"}
+
+
+@pytest.mark.parametrize("name", ["bsp", "quorum"])
+def test_staleness_0_and_a_quorum_of_all_equal_synchronous_training(ran: Path, name: str) -> None:
+    if name == "quorum":  # ranks draw whole batches there: another walk through the data, but a synchronous one
+        assert json.loads((ran / "results.json").read_text())[name]["metrics"]["accuracy"] > 0.8
+        return
+    assert distance(saved(ran / name), saved(ran / "sync")) < 1e-12
+
+
+def test_the_number_of_servers_changes_no_bit(ran: Path) -> None:
+    one, two = saved(ran / "bsp"), saved(ran / "two")
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_resumed_over_servers_is_as_if_unbroken(ran: Path) -> None:
+    whole, halves = saved(ran / "bsp"), saved(ran / "halves")
+    assert all(torch.equal(whole[k], halves[k]) for k in whole)
+
+
+def test_a_checkpoint_of_servers_goes_on_without_them_momentum_and_all(ran: Path) -> None:
+    assert distance(saved(ran / "handed_on"), saved(ran / "sync")) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["ssp", *RULES])
+def test_every_rule_learns_over_real_servers(ran: Path, name: str) -> None:
+    result = json.loads((ran / "results.json").read_text())[name]
+    assert result["metrics"]["accuracy"] > 0.75 and result["epochs"] == EPOCHS
+
+
+@pytest.mark.parametrize("words", ["merge=downpour servers=1", "staleness=3 servers=1"])
+def test_one_worker_over_a_server_is_plain_sgd_to_the_bit(words: str, tmp_path: Path) -> None:
+    mh.train(make, "data=1", directory=tmp_path / "plain", quiet=True)
+    mh.train(make, f"data=1 {words}", directory=tmp_path / "served", quiet=True)
+    plain, served = saved(tmp_path / "plain"), saved(tmp_path / "served")
+    assert all(torch.equal(plain[k], served[k]) for k in plain)
+
+
+def test_a_signal_in_an_asynchronous_run_saves_and_ends_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    with command(tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "merge=downpour", "--dir", "out"]) as job:
+        pids = job.pids(2)
+        started = descendants(job.process.pid)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() == 130, job.err
+        wait_until_gone([*pids, *started], 10.0)
+    assert Checkpoints(tmp_path / "out" / "checkpoints").latest() is not None
+
+
+def test_a_server_killed_in_the_middle_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    with command(tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "staleness=2", "--dir", "out"]) as job:
+        pids = job.pids(2)
+        started = descendants(job.process.pid)
+        (server,) = [pid for pid in started if b"exchange.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(server, signal.SIGKILL)
+        assert job.end() == 1
+        wait_until_gone([*pids, *started], 10.0)
+    assert "ServerLost" in job.err and "server" in job.err and "127.0.0.1" in job.err, job.err
