@@ -1,6 +1,6 @@
 """The distinct ids of a batch and, for each place, which of them stands there: an open-addressing pass, no sorting.
 
-20,000 ids: 0.05 ms, where torch.unique, which sorts, takes 1 ms
+20,000 ids: 0.1 ms, where torch.unique, which sorts, takes 0.9 ms
 """
 
 from __future__ import annotations
@@ -10,34 +10,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-compiled = numba.njit(nogil=True, cache=True)
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+inlined = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False, forceinline=True)
+
+
+@inlined
+def _place(id_, mask):
+    h = np.uint64(id_)  # splitmix64's last steps: neighbouring ids, and multiples of a power of two, fall apart
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (h ^ (h >> np.uint64(31))) & mask
 
 
 @compiled
 def _distinct(ids, found, inverse):
-    size = 16
-    while size < 2 * ids.size:
+    size = 1024  # grows by what is found more than by what is given: ids repeat, and a small index stays in the cache
+    while 4 * size < ids.size:
         size *= 2
-    mask = np.uint64(size - 1)
+    mask, n = np.uint64(size - 1), 0
     slots = np.full(size, -1, np.int32)
-    n = 0
     for i in range(ids.size):
-        h = np.uint64(ids[i])  # splitmix64's last steps: neighbouring ids, and multiples of a power of two, fall apart
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        at = (h ^ (h >> np.uint64(31))) & mask
+        at = _place(ids[i], mask)
         while True:
             j = slots[at]
             if j < 0:
-                slots[at] = n
-                found[n] = ids[i]
-                inverse[i] = n
-                n += 1
                 break
-            if found[j] == ids[i]:
-                inverse[i] = j
+            if found[np.uint64(j)] == ids[i]:
                 break
             at = (at + np.uint64(1)) & mask
+        if j >= 0:
+            inverse[i] = j
+            continue
+        slots[at], found[n], inverse[i] = n, ids[i], n
+        n += 1
+        if 2 * n > size:
+            size *= 4
+            mask = np.uint64(size - 1)
+            slots = np.full(size, -1, np.int32)
+            for k in range(n):
+                at = _place(found[k], mask)
+                while slots[at] >= 0:
+                    at = (at + np.uint64(1)) & mask
+                slots[at] = k
     return n
 
 

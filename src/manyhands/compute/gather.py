@@ -3,7 +3,7 @@
     forward    out_i = W[index_i]             out_b = c_b sum_{i in b} W[index_i]          c_b: 1, or 1/length for a mean
     backward   G[index_i] += g_i              G[index_i] += c_b g_b                        in the order of i
 
-7,168 indices in bags of 28: 0.02 ms, torch 0.54 ms.
+86,000 indices in bags of 84, backward: 0.1 ms, torch 4.6 ms.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
 
 
 @compiled
 def _add_rows(index, grads, out, dim):
+    if dim == 1:  # a linear model's: slices would cost more than the sums
+        for i in range(index.size):
+            out[np.uint64(index[i])] += grads[i]
+        return
     for i in range(index.size):
         target, source = out[index[i] * dim : (index[i] + 1) * dim], grads[i * dim : (i + 1) * dim]
         for d in range(dim):
@@ -35,6 +40,10 @@ def _add_bags(index, starts, grads, out, dim, mean):
         if mean and last > first:
             for d in range(dim):
                 source[d] /= last - first
+        if dim == 1:
+            for i in range(first, last):
+                out[np.uint64(index[i])] += source[0]
+            continue
         for i in range(first, last):
             target = out[index[i] * dim : (index[i] + 1) * dim]
             for d in range(dim):

@@ -511,3 +511,26 @@ def test_warming_up_compiles_what_tables_run() -> None:
     pulled(table, any_ids(5000))
     table.push(EDGES, ones(EDGES, table))
     assert [len(f.signatures) for f in compiled] == counts
+
+
+def test_a_push_of_what_was_pulled_is_a_push_like_any_other() -> None:
+    """What pulls found is remembered: growing, forgetting, repeats and other pulls in between must not show."""
+    rng = np.random.default_rng(5)
+    table = SparseTable(Table("t", dim=3, rule="adagrad", options={"lr": 0.1}))
+    other = SparseTable(Table("t", dim=3, rule="adagrad", options={"lr": 0.1}))
+    lists = [rng.integers(0, 400, 150) for _ in range(3)] + [np.arange(5000)]
+    for step in range(120):
+        ids = lists[rng.integers(len(lists) if step > 60 else 3)]
+        grads, gone = rng.normal(size=(ids.size, 3)).astype(np.float32), rng.integers(0, 400, 20)
+        for each in (table, other):
+            each.pull(ids, np.empty((ids.size, 3), np.float32))
+            if step % 3 == 0:  # another worker's
+                each.pull(lists[0], np.empty((150, 3), np.float32))
+            if step % 7 == 0:
+                each.erase(gone)
+            if each is other:
+                other._found.clear()
+            each.push(ids, grads.copy())
+    for mine, theirs in zip(table.items(), other.items(), strict=True):
+        for a, b in zip(mine.items(), theirs.items(), strict=True) if isinstance(mine, dict) else [(("", mine), ("", theirs))]:
+            assert np.array_equal(a[1], b[1])

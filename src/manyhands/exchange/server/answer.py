@@ -221,7 +221,8 @@ class _Conversation:
     def _part(self, keyed: m.Keyed, code: m.Code, cursor: Cursor) -> Part:
         dtype, count, width, shape = self._numbers(keyed)
         ids = self._ids(keyed, cursor)
-        raw = cursor.take(payload.nbytes(code, count, dtype.itemsize, width), np.uint8)
+        nbytes = payload.nbytes(code, count, dtype.itemsize, width)
+        raw = cursor.take(nbytes, np.uint8) if keyed.room is None else self._piece_of(*keyed.room, nbytes)
         if code == "none":
             return Part(keyed.table, ids, raw.view(dtype).reshape(shape))
         values = self._scratch(count, dtype)
@@ -311,17 +312,18 @@ class _Conversation:
         self._channel.send(m.Done(), number)
 
     def _shared(self, place: m.Place) -> tuple[np.ndarray, np.ndarray]:
-        segment = self._segments.get(place.segment)
-        if segment is None:
-            raise Malformed("garbage", f"segment {place.segment} was never attached")
-        size = segment.memory.size
-        for at, nbytes in ((place.at, place.nbytes), (place.answer_at, place.answer_bytes)):
-            if at < 0 or nbytes < 0 or at + nbytes > size or at % plane.ALIGN:
-                raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {size}")
         return (
-            segment.memory[place.at : place.at + place.nbytes],
-            segment.memory[place.answer_at : place.answer_at + place.answer_bytes],
+            self._piece_of(place.segment, place.at, place.nbytes),
+            self._piece_of(place.segment, place.answer_at, place.answer_bytes),
         )
+
+    def _piece_of(self, number: int, at: int, nbytes: int) -> np.ndarray:
+        segment = self._segments.get(number)
+        if segment is None:
+            raise Malformed("garbage", f"segment {number} was never attached")
+        if at < 0 or nbytes < 0 or at + nbytes > segment.memory.size or at % plane.ALIGN:
+            raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {segment.memory.size}")
+        return segment.memory[at : at + nbytes]
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[list[m.Array], list[np.ndarray]]:

@@ -16,6 +16,7 @@ import math
 import ssl
 import threading
 import time
+import weakref
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -31,7 +32,8 @@ from manyhands.exchange.server.answer import pack, unpack
 from manyhands.exchange.server.counts import since, together
 from manyhands.exchange.server.lease import Lease
 from manyhands.exchange.server.link import Link, Pending, Transport
-from manyhands.exchange.server.local import _cut, _dense, _ids
+from manyhands.exchange.server.local import _cut, _dense, _dtype, _ids
+from manyhands.exchange.server.plane import Region
 from manyhands.exchange.server.request import Moved, Outs, Pulled, Pushed, Request, Share, describe
 from manyhands.exchange.server.route import Router
 from manyhands.exchange.server.slots import SlotMap
@@ -72,6 +74,7 @@ class ServerStore:
         self._holds = False
         self._commits: m.Commits = []
         self._moved: list[Request] = []
+        self._rooms: dict[int, Region] = {}  # by address
         self._told: dict[str, float] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -144,9 +147,7 @@ class ServerStore:
         with self._lock:
             self._look()
             shares, outs = self._route.wanted(rows, into)
-            requests = self._post([], shares, None, remember)
-            self._route.foresee(shares)
-            return Pulled(self, requests, outs)
+            return Pulled(self, self._post([], shares, None, remember), outs)
 
     def push(
         self,
@@ -186,6 +187,33 @@ class ServerStore:
             requests = self._post(self._route.shares(rows, updates), shares, how, remember)
             self._holds |= how.hold
             return Pulled(self, requests, outs)
+
+    def room(self, rows: Rows) -> Tensors:
+        """Memory for the updates of these rows: what is pushed from there is not copied where that can be (one shard, payload="none",
+        few ids that repeat). It may be written to again after the push's `wait`, and its content is undefined then."""
+        found: Tensors = {}
+        for name, ids in rows.items():
+            table = self._route.spec(name)
+            shape = (table.length,) if table.length is not None else (_ids(table, ids).size, table.dim)
+            if len(self._links) > 1 or self.code != "none":
+                found[name] = torch.empty(shape, dtype=_dtype(table))
+                continue
+            arena = self._links[0].arena
+            region = arena.take(math.prod(shape) * np.dtype(table.dtype).itemsize)
+            array = region.memory[: math.prod(shape) * np.dtype(table.dtype).itemsize].view(table.dtype).reshape(shape)
+            arena.lend(region, array)
+            arena.give(region)
+            self._rooms[array.ctypes.data] = region
+            weakref.finalize(array, self._rooms.pop, array.ctypes.data, None).atexit = False
+            found[name] = torch.from_numpy(array)
+        return found
+
+    def room_of(self, link: Link, share: Share) -> Region | None:
+        """Where updates stand, if that is memory of this connection."""
+        if not self._rooms or share.updates is None:
+            return None
+        region = self._rooms.get(share.updates.ctypes.data)
+        return link.arena.hold(region) if region is not None and region.segment in link.arena.segments else None
 
     # -- requests --
 

@@ -173,8 +173,9 @@ def _seen(sketch, hashed):
 
 
 @compiled
-def seek(entries, ids, hashes, rows, push, now):
-    """Write the rows of ids to `rows`, NOWHERE for those that have none; how many have none. With `push`, note it in the entries."""
+def seek(entries, ids, hashes, rows, places, push, now):
+    """Write the rows of ids to `rows`, NOWHERE for those that have none, and where their entries are to `places`; how many have
+    none. With `push`, note it in the entries."""
     n, buckets, missing = ids.size, U64(entries.size // 8), 0
     for i in range(n):
         rows[i] = np.int64(_home(hashes[i], buckets))  # until it is replaced by the row
@@ -187,6 +188,7 @@ def seek(entries, ids, hashes, rows, push, now):
         if there:
             entry = entries[at]
             rows[i] = np.int64(U32(entry)) - 1
+            places[i] = np.int64(at)
             if push:
                 count = min((entry >> U64(32)) & U64(MOST_COUNTED), U64(MOST_COUNTED - 1)) + U64(1)
                 entries[at] = (U64(now) << U64(44)) | (count << U64(32)) | U64(U32(entry))

@@ -52,6 +52,11 @@ class Pending:
     def what(self) -> str:
         return self._what if isinstance(self._what, str) else self._what()
 
+    def move(self, arena: plane.Arena) -> None:
+        """To memory of a new connection."""
+        if self.region is not None:
+            self.region = arena.copy(self.region)
+
     def room(self, nbytes: int) -> np.ndarray:
         if self.region is not None and self.answer_at + nbytes <= self.region.nbytes:
             return self.region.memory[self.answer_at : self.answer_at + nbytes]
@@ -354,10 +359,7 @@ class Link:
         if self.reconnects:  # the conversation that broke may still be writing to the memory it knew
             self.arena, old = plane.Arena(self.shared), self.arena
             for each in self._outstanding.values():
-                if each.region is not None:
-                    moved = self.arena.take(each.region.nbytes)
-                    moved.memory[:] = each.region.memory
-                    each.region = moved
+                each.move(self.arena)
             old.close()
         with self._changed:
             self._channel, self._broken = channel, None

@@ -90,6 +90,7 @@ class Keyed(Message):
     count: int  # rows, or elements of a dense part
     mode: int = ALL
     key: int = 0  # hash of the ids
+    room: tuple[int, int] | None = None  # segment and place of its updates, where they stand apart from the rest of the payload
 
 
 class How(Message):

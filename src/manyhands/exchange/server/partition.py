@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manyhands.exchange.server.found import same
 from manyhands.exchange.server.kernels import U64, compiled, mix, seed_of
 
 
@@ -48,6 +49,15 @@ def _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, key
         keys[k] = mix(keys[k] ^ U64(starts[k + 1]))
         starts[k + 1] += starts[k]
     return found
+
+
+@compiled
+def _key(ids, seed):
+    """As the key of a list of distinct ids on one shard, of any list."""
+    total = U64(0)
+    for i in range(ids.size):
+        total += mix(U64(ids[i]) ^ seed) * U64(2 * i + 1)
+    return mix(total ^ U64(ids.size))
 
 
 @compiled
@@ -96,14 +106,6 @@ def _spread(rows, where, low, high, dim, out):
 
 
 @compiled
-def _same(a, b):
-    differ = np.int64(0)
-    for i in range(a.size):
-        differ |= a[i] ^ b[i]
-    return differ == 0
-
-
-@compiled
 def _withhold(updates, zero, dim, bound, keep):
     """Clear what cannot move a zero weight; rows of which nothing is left need not travel. How many numbers were withheld."""
     withheld = 0
@@ -131,7 +133,7 @@ class Partition:
 
     def same(self, ids: np.ndarray) -> bool:
         mine = self.raw
-        return mine.size == ids.size and (not ids.size or (mine[0] == ids[0] and bool(_same(mine, ids))))
+        return mine.size == ids.size and (not ids.size or (mine[0] == ids[0] and bool(same(mine, ids))))
 
     def ids(self, shard: int) -> np.ndarray:
         return self.distinct[self.starts[shard] : self.starts[shard + 1]]
@@ -156,6 +158,10 @@ def partition(ids: np.ndarray, table: str, owner: np.ndarray, shards: int) -> Pa
         _regroup(distinct, first, shard, where, starts, grouped, first_grouped, place)
         distinct, first = grouped, first_grouped
     return Partition(ids, distinct, first, where, starts.tolist(), keys.tolist())
+
+
+def key_of(ids: np.ndarray, table: str) -> int:
+    return int(_key(ids, U64(seed_of(table))))
 
 
 def withhold(updates: np.ndarray, zero: np.ndarray, dim: int, bound: float) -> tuple[np.ndarray, int]:

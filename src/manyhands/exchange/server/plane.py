@@ -97,10 +97,20 @@ class Arena:
             assert at is not None
             return Region(segment, at, nbytes)
 
-    def lend(self, region: Region, array: np.ndarray) -> None:
-        """`array` lies in `region`, which stays as long as the array does."""
+    def copy(self, region: Region) -> Region:
+        found = self.take(region.nbytes)
+        found.memory[:] = region.memory
+        return found
+
+    def hold(self, region: Region) -> Region:
+        """One more uses it."""
         with self._lock:
             region.users += 1
+        return region
+
+    def lend(self, region: Region, array: np.ndarray) -> None:
+        """`array` lies in `region`, which stays as long as the array does."""
+        self.hold(region)
         weakref.finalize(array, self._left.append, region).atexit = False
 
     def give(self, region: Region) -> None:

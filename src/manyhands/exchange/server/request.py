@@ -15,6 +15,7 @@ from manyhands.exchange.server import messages as m
 from manyhands.exchange.server import payload
 from manyhands.exchange.server.link import Link, Parts, Pending
 from manyhands.exchange.server.partition import Partition
+from manyhands.exchange.server.plane import Arena, Region
 from manyhands.exchange.server.wire import Cursor, aligned
 
 if TYPE_CHECKING:
@@ -41,34 +42,37 @@ class Share:
     direct: bool = False  # ids as given, with their repeats: rows come back in their final order
     updates: np.ndarray | None = None  # all of them, as given; None: a pull
     ready: np.ndarray | None = None  # updates by distinct id, where they had to be made before
+    room: Region | None = None  # where the updates stand already
     ids_at: int = 0  # where its parts stand in the region
     raw_at: int = 0
 
-    @property
-    def count(self) -> int:
-        return self.part[1] - self.part[0] if self.part is not None else 0 if self.ids is None else self.ids.size
+    def __post_init__(self) -> None:
+        self.measure()
 
-    @property
-    def width(self) -> int:
-        return payload.BLOCK if self.part is not None else self.table.dim
-
-    @property
-    def numbers(self) -> int:
-        return self.count if self.part is not None else self.count * self.table.dim
+    def measure(self) -> None:
+        """What follows from the rest; asked for often."""
+        if self.part is not None:
+            self.count = self.numbers = self.part[1] - self.part[0]
+            self.width = payload.BLOCK
+        else:
+            self.count, self.width = 0 if self.ids is None else self.ids.size, self.table.dim
+            self.numbers = self.count * self.width
 
     def raw_bytes(self, code: m.Code) -> int:
-        return payload.nbytes(code, self.numbers, np.dtype(self.table.dtype).itemsize, self.width)
+        return payload.nbytes(code, self.numbers, 4 if self.table.dtype == "float32" else 8, self.width)
 
     def write(self, code: m.Code, cursor: Cursor) -> None:
         if self.ids is not None:
             self.ids_at = cursor.at
             cursor.take(self.ids.size, np.int64)[:] = self.ids
-        if self.updates is None:
+        if self.updates is None or self.room is not None:
             return
         self.raw_at = cursor.at
         raw, dtype = cursor.take(self.raw_bytes(code), np.uint8), np.dtype(self.table.dtype)
         if self.part is not None:
             payload.encode(code, self.updates[self.part[0] : self.part[1]], raw, self.width)
+        elif self.direct:
+            np.copyto(raw.view(dtype), self.updates)
         elif self.ready is not None:
             payload.encode(code, self.ready, raw, self.width)
         else:
@@ -128,7 +132,10 @@ class Request(Pending):
         self.code: m.Code = store.code
         self.epoch, self.generation = store.epoch, store.generation  # of the map by which it was cut
         ids = sum(aligned(8 * share.ids.size) for share in (*push, *pull) if share.ids is not None)
-        self.payload_bytes = ids + sum(aligned(share.raw_bytes(self.code)) for share in push)
+        for share in push:
+            if (share.direct or share.part is not None) and self.code == "none":
+                share.room = store.room_of(link, share)
+        self.payload_bytes = ids + sum(aligned(share.raw_bytes(self.code)) for share in push if share.room is None)
         self.answer_bytes = sum(aligned(share.raw_bytes(self.code)) for share in pull)
         self.answer_at = self.payload_bytes
         self.region = link.arena.take(self.payload_bytes + self.answer_bytes)
@@ -145,9 +152,9 @@ class Request(Pending):
         message = m.Exchange(epoch, self.sequence, [], [], self.how, self.code, self.remember, commits)
         assert self.region is not None
         memory, parts, whole = self.region.memory, [], True
-        for share in (*self.push, *self.pull):
+        for given, share in [*((True, share) for share in self.push), *((False, share) for share in self.pull)]:
             keyed = m.Keyed(share.table.name, share.count)
-            (message.push if share.updates is None and share in self.push else message.pull).append(keyed)
+            (message.push if given else message.pull).append(keyed)
             if share.ids is not None:
                 keyed.mode = m.IDS
                 if not self.link.shared and share.count and share.key:
@@ -159,7 +166,12 @@ class Request(Pending):
                         self.link.keys.learn(keyed.table, keyed.key, keyed.count)
                 if keyed.mode == m.IDS:
                     parts.append(memory[share.ids_at : share.ids_at + 8 * share.count])
-            if share in self.push:
+            if share.room is not None:
+                whole = False
+                if self.link.shared:
+                    keyed.room = share.room.segment.number, share.room.at
+                parts.append(share.room.memory[: share.raw_bytes(self.code)])
+            elif given:
                 parts.append(memory[share.raw_at : share.raw_at + share.raw_bytes(self.code)])
         if self.link.shared:
             at = self.region.at
@@ -175,7 +187,17 @@ class Request(Pending):
         if not self.pull or self.abandoned or self.error is not None:
             self.release()
 
+    def move(self, arena: Arena) -> None:
+        super().move(arena)
+        for share in self.push:
+            if share.room is not None:
+                share.room = arena.copy(share.room)
+
     def release(self) -> None:
+        for share in self.push:
+            if share.room is not None:
+                room, share.room = share.room, None
+                self.link.arena.give(room)
         if self.region is not None:
             region, self.region = self.region, None
             self.link.arena.give(region)

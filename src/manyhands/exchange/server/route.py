@@ -6,19 +6,21 @@ from collections import Counter
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from manyhands.core import Rows, Table, Tensors
 from manyhands.errors import StoreError
 from manyhands.exchange.server import kernels
 from manyhands.exchange.server import messages as m
 from manyhands.exchange.server.local import _block, _dense, _dtype, _ids, _no_ids
-from manyhands.exchange.server.partition import Partition, partition, withhold
+from manyhands.exchange.server.partition import Partition, key_of, partition, withhold
 from manyhands.exchange.server.request import Outs, Share
 from manyhands.exchange.server.shard import not_finite
 from manyhands.exchange.server.slots import SlotMap, ranges
 
 GIVEN = "what it is pulled into"
 DIRECT = 0.7  # share of distinct ids from which on repeats are left in
+LOOK = 16  # of so many lists of ids one is looked at for repeats
 PARTITIONS = 4  # of each table, remembered: a push nearly always follows a pull of the same ids
 
 
@@ -30,6 +32,7 @@ class Router:
         self.counted: Counter[str] = Counter()
         self.specs: dict[str, Table] = {}
         self._partitions: dict[str, list[Partition]] = {}
+        self._distinct: dict[str, tuple[int, float]] = {}  # how often ids were seen, and the share of distinct ones
 
     def spec(self, name: str) -> Table:
         if name not in self.specs:
@@ -56,32 +59,29 @@ class Router:
                 outs[name] = torch.empty(table.length, dtype=_dtype(table)) if given is None else _dense(table, given, GIVEN)
                 shares += self.shares({name: None})
                 continue
-            numbers = _ids(table, ids)
+            numbers = _numbers(table, ids)
             outs[name] = None if given is None else _block(table, numbers.size, given, GIVEN)
-            if numbers.size and self._direct(table):
-                key = 0
-                if not self.shared and (cut := self._partition(table, numbers)).distinct.size == numbers.size:
-                    key = cut.keys[0]
-                shares.append([Share(table, 0, ids=numbers, key=key, direct=True)])
+            if numbers.size and self._direct(table, numbers):
+                shares.append([Share(table, 0, ids=numbers, key=self._key(table, numbers), direct=True)])
                 continue
             if given is None:
                 outs[name] = torch.empty(numbers.size, table.dim, dtype=_dtype(table))
             shares += self.shares({name: ids})
         return shares, outs
 
-    def _direct(self, table: Table) -> bool:
-        """Whether to ask for rows in the order of the ids, repeats and all: where there is one shard and few ids repeat, so it seems from
-        the last time, that saves a copy of all rows."""
+    def _direct(self, table: Table, ids: np.ndarray) -> bool:
+        """Whether ids travel as they are, repeats and all: where there is one shard and few of them repeat, that saves a pass over all
+        rows. Now and then it is looked how many do."""
         if self.shards > 1 or self.code != "none" or (self.kkt is not None and table.rule == "ftrl"):
             return False
-        last = self._partitions.get(table.name)
-        return not last or last[-1].distinct.size >= DIRECT * last[-1].raw.size
+        seen, share = self._distinct.get(table.name, (0, 1.0))
+        if seen % LOOK == 0:
+            share = self._partition(table, ids).distinct.size / max(1, ids.size)
+        self._distinct[table.name] = seen + 1, share
+        return share >= DIRECT
 
-    def foresee(self, shares: list[list[Share]]) -> None:
-        """While a shard reads: what a push of the same ids will need."""
-        for share, *_ in shares:
-            if share.direct and share.ids is not None:
-                self._partition(share.table, share.ids)
+    def _key(self, table: Table, ids: np.ndarray) -> int:
+        return 0 if self.shared else key_of(ids, table.name)
 
     def shares(self, rows: Rows, updates: Tensors | None = None) -> list[list[Share]]:
         """Of each table, what goes to each shard."""
@@ -94,6 +94,9 @@ class Router:
                 _no_ids(table, ids)
                 given = None if updates is None else _dense(table, updates[name], "updates").numpy()
                 shares = [Share(table, s, part=part, updates=given) for s, part in enumerate(self.ranges(table))]
+            elif updates is not None and self._direct(table, numbers := _numbers(table, ids)):
+                given = _flat(table, numbers.size, updates[name])
+                shares = [Share(table, 0, ids=numbers, key=self._key(table, numbers), direct=True, updates=given)]
             else:
                 cut = self._partition(table, _ids(table, ids))
                 given = None if updates is None else _block(table, cut.raw.size, updates[name], "updates").numpy().reshape(-1)
@@ -104,7 +107,6 @@ class Router:
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
             if given is not None and self.shards > 1 and not kernels.finite(given):
                 raise StoreError(not_finite(name, shares[0].cut.raw if shares[0].cut is not None else None, given))
-            self.counted["rows"] += 1 if table.length is not None else shares[0].cut.raw.size if shares[0].cut is not None else 0
             found.append(shares)
         return found
 
@@ -136,3 +138,17 @@ class Router:
             share.ready = np.ascontiguousarray(share.ready.reshape(-1, dim)[keep]).reshape(-1)
             share.ids = share.ids[keep]
             share.key = 0  # not one to remember
+            share.measure()
+
+
+def _numbers(table: Table, ids: Tensor | None) -> np.ndarray:
+    """As `_ids`, which says what is wrong; what is right is let through at once."""
+    if type(ids) is Tensor and ids.dtype is torch.int64 and ids.ndim == 1 and ids.is_cpu and ids.is_contiguous():
+        return ids.numpy()
+    return _ids(table, ids)
+
+
+def _flat(table: Table, n: int, x: Tensor) -> np.ndarray:
+    if type(x) is Tensor and x.dtype is _dtype(table) and x.shape == (n, table.dim) and x.is_cpu and x.is_contiguous():
+        return x.detach().numpy().reshape(-1)
+    return _block(table, n, x, "updates").numpy().reshape(-1)

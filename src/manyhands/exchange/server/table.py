@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.exchange.server import kernels as k
 from manyhands.exchange.server.dense import DenseTable, State
+from manyhands.exchange.server.found import Found, note
 from manyhands.exchange.server.optimizer import Optimizer, check_spec, plain
 from manyhands.exchange.server.rules import RULES
 
@@ -22,6 +24,7 @@ __all__ = ["DenseTable", "SparseTable", "warm_up"]
 
 FULLEST, GROWTH = 0.8, 1.25  # of the index: at most so full, and it becomes so much larger
 SMALL = 1 << 14  # buckets up to which it doubles
+FOUND = 4  # pulls whose rows are remembered
 MOST_PLACES = 1 << 26  # that sightings are counted in
 INDEX_SHARE = 40  # bytes a row that an index may take while it grows: the new one, at its fullest, and the old
 
@@ -76,6 +79,8 @@ class SparseTable:
         self._hold(64)
         self._slab = self._links = np.empty(0, self.dtype)
         self._grow_slab()
+        self._moves, self._found = 0, deque[Found](maxlen=FOUND)  # how often entries were moved
+        self._known: Found | None = None
         self._scratch(1024)
         self._flat, self._count = np.empty(0, self.dtype), 0
 
@@ -102,6 +107,7 @@ class SparseTable:
         size = old.size // 8
         most = int(min(self._head[k.MOST] / (4 * FULLEST) + 8, 2**32 - 1))
         self._hold(max(size + 1, min(int(size * (2 if size < SMALL else GROWTH)), most)))
+        self._moves += 1
         k.regrow(old, self._entries, self._seeds[0])
 
     def _grow_slab(self) -> None:
@@ -123,7 +129,7 @@ class SparseTable:
         self._slab, self._links = slab, slab.view(np.uint32)
 
     def _scratch(self, n: int) -> None:
-        self._rows, self._first = np.empty(n, np.int64), np.empty(n, np.int64)
+        self._rows, self._first, self._at = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
         self._distinct, self._places = np.empty(n, np.int64), np.empty(_power(2 * n), np.int32)
         self._hashes, self._distinct_hashes = np.empty(n, np.uint64), np.empty(n, np.uint64)
 
@@ -152,9 +158,12 @@ class SparseTable:
 
     # -- rows --
 
-    def _find(self, ids: np.ndarray, hashes: np.ndarray, rows: np.ndarray, push: bool, force: bool = False) -> None:
-        if not k.seek(self._entries, ids, hashes, rows, push, self._head[k.NOW]):
-            return
+    def _find(
+        self, ids: np.ndarray, hashes: np.ndarray, rows: np.ndarray, places: np.ndarray, push: bool, force: bool = False
+    ) -> bool:
+        """Whether all of them had rows before."""
+        if not k.seek(self._entries, ids, hashes, rows, places, push, self._head[k.NOW]):
+            return True
         done = 0
         while True:
             done = k.enter(
@@ -162,7 +171,7 @@ class SparseTable:
                 self.dim, self.stride, self._blank, self._unit, self._sketch, force,
             )  # fmt: skip
             if done == ids.size:
-                return
+                return False
             if self._head[k.LIVE] >= self._head[k.ROOM]:
                 self._grow_index()
             else:
@@ -174,11 +183,22 @@ class SparseTable:
         self._check_block(out, ids.size, "out")
         if not out.flags.aligned or not out.flags.writeable:
             raise StoreError(f"table {self.spec.name!r}: out is read-only or not aligned; give memory of its own")
-        rows, hashes, flat = self._rows[: ids.size], self._hashes[: ids.size], out.reshape(-1)
+        found = self._next_found(ids.size)
+        rows, hashes, flat = found.rows[: ids.size], found.hashes[: ids.size], out.reshape(-1)
         k.hash_all(ids, self._seeds[0], hashes)
-        self._find(ids, hashes, rows, False)
+        if self._find(ids, hashes, rows, found.places[: ids.size], False):
+            found.count, found.moves = ids.size, self._moves
         if k.gather(self._slab, rows, flat, self.dim, self.stride):
             k.gather_first(rows, flat, self.dim, ids, self._seeds[1], self._head[k.INIT], self._unit)
+
+    def _next_found(self, n: int) -> Found:
+        """The oldest of the few that are kept."""
+        found = self._found.popleft() if len(self._found) == FOUND else Found(max(n, 1024))
+        if found.rows.size < n:
+            found = Found(n)
+        found.count = 0
+        self._found.append(found)
+        return found
 
     def prepare(self, ids: np.ndarray, grads: np.ndarray) -> int:
         """Sum the gradients of equal ids (in `grads`) and refuse what is not finite; how many distinct ids there are."""
@@ -187,6 +207,7 @@ class SparseTable:
         self._flat = plain(grads).reshape(-1)
         hashes, places = self._hashes[: ids.size], self._places[: _power(2 * ids.size)]
         k.hash_all(ids, self._seeds[0], hashes)
+        self._known = next((found for found in reversed(self._found) if found.holds(hashes, self._moves)), None)
         self._count = k.unite(ids, hashes, self._flat, self.dim, places, self._distinct, self._distinct_hashes, self._first)
         if self._count < 0:
             bad = np.unique(ids[~np.isfinite(self._flat.reshape(-1, self.dim)).all(axis=1)])
@@ -205,7 +226,11 @@ class SparseTable:
         self._widen_sketch()
         rows, first, optimizer = self._rows[:n], self._first[:n], self.optimizer
         dropped = head[k.REFUSED] + head[k.UNADMITTED]
-        self._find(self._distinct[:n], self._distinct_hashes[:n], rows, True)
+        known, self._known = self._known, None
+        if known is not None and known.moves == self._moves:
+            note(self._entries, known.places, known.rows, first, rows, head[k.NOW])
+        else:
+            self._find(self._distinct[:n], self._distinct_hashes[:n], rows, self._at[:n], True)
         dropped = int(head[k.REFUSED] + head[k.UNADMITTED] - dropped)
         if dropped > 0:
             first, rows = first[rows != k.NOWHERE], rows[rows != k.NOWHERE]
@@ -265,6 +290,7 @@ class SparseTable:
     def erase(self, ids: np.ndarray) -> int:
         """Forget rows with all that the rule kept of them; how many there were."""
         ids = self._check_ids(ids)
+        self._moves += 1
         return int(k.erase(self._entries, self._head, self._seeds[0], ids, self._links, self.row_bytes // 4))
 
     def expire(self) -> int:
@@ -315,7 +341,7 @@ class SparseTable:
             )
         hashes = np.empty(ids.size, np.uint64)
         k.hash_all(ids, self._seeds[0], hashes)
-        self._find(ids, hashes, rows, False, force=True)
+        self._find(ids, hashes, rows, self._at[: ids.size], False, force=True)
         table = self._slab[: int(self._head[k.TOP]) * self.stride].reshape(-1, self.stride)
         table[rows, : self.dim] = values
         at = self.dim

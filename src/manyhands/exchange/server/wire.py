@@ -16,8 +16,7 @@ import struct
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,8 +51,7 @@ class Closed(ConnectionError):
     """The other side is gone."""
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     kind: int
     message_bytes: int
     payload_bytes: int
@@ -113,6 +111,7 @@ class Channel:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _unpaced(sock)
         if not self.secure:
             sock.settimeout(None)  # truly blocking: MSG_WAITALL would be cut short otherwise
 
@@ -165,6 +164,16 @@ class Channel:
     def fill(self, view: memoryview, deadline: float | None = None) -> None:
         """Receive exactly this much. TimeoutError only where nothing of it had come, or when the deadline is over."""
         got, size = 0, len(view)
+        if deadline is None and not self.secure:  # nearly always, and nearly always all of it at once
+            try:
+                got = self.sock.recv_into(view, size, socket.MSG_WAITALL)
+            except BlockingIOError as e:
+                raise TimeoutError from e
+            self.received_bytes += got
+            if got == size:
+                return
+            if got == 0:
+                raise Closed("the connection was closed")
         while got < size:
             if deadline is not None:
                 left = deadline - time.monotonic()
@@ -225,6 +234,16 @@ class Channel:
         """For the last that uses it."""
         self.stop()
         self.sock.close()
+
+
+def _unpaced(sock: socket.socket) -> None:
+    """Within one host nothing is congested, but where the system's choice is BBR it paces all the same, to a fraction of what memory
+    gives (measured: 5 MB in 2 to 4 ms instead of 0.6). Between hosts the system's choice stays."""
+    try:
+        if sock.getsockname()[0] == sock.getpeername()[0] and hasattr(socket, "TCP_CONGESTION"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    except OSError:
+        pass  # gone already, or a system without it
 
 
 class Cursor:
