@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
+from manyhands.cli.export import export
 from manyhands.plan.words import parse
 from manyhands.recover.checkpoint import Checkpoints
 
@@ -356,3 +358,36 @@ def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path:
         defines_task(tmp_path / "s.py")
     with pytest.raises(mh.TaskError, match=r"none\.py cannot be read"):
         defines_task(tmp_path / "none.py")
+
+
+# -- rows of embeddings --
+
+
+class Rated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = mh.Embedding("loaded", 4, rule="sgd", lr=0.5, scale=0.5)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rows(ids)).squeeze(-1)
+        return out
+
+
+def test_a_loaded_model_evaluates_as_in_the_run_and_an_exported_one_has_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, target = torch.arange(40) % 10, (torch.arange(40) % 10) / 10
+    task = mh.Task(
+        model=Rated, loss=nn.functional.mse_loss, train=(ids, target), test=(ids, target), batch=10, epochs=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )  # fmt: skip
+    result = mh.train(task, "", directory=tmp_path / "run", quiet=True)
+    loaded = mh.load(result.directory, Rated()).eval()
+    with torch.no_grad():
+        assert nn.functional.mse_loss(loaded(ids), target).item() == pytest.approx(result.metrics["loss"], rel=1e-6)
+        rows = loaded.rows(torch.arange(10))  # type: ignore[operator]
+    exported = load_file(export(Path(result.directory), tmp_path / "model.safetensors"))
+    assert set(exported) == {"last.weight", "last.bias", "table/loaded/ids", "table/loaded/values"}
+    assert exported["table/loaded/ids"].tolist() == list(range(10)) and torch.equal(exported["table/loaded/values"], rows)
+    assert "table/NAME/ids and table/NAME/values: loaded (10 rows)" in capsys.readouterr().err

@@ -29,13 +29,14 @@ from manyhands.exchange.hosted import Hosted
 from manyhands.exchange.noise import NoiseGauge
 from manyhands.plan import words
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.rule import Rule
 from manyhands.serving import Serving, open_serving
 from manyhands.site import Site
 from manyhands.snapshots import Snapshots, found
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.starting import lay_out, same_rest
 from manyhands.task import Callback, Task
-from manyhands.train import Rule, Trainer
+from manyhands.train import Trainer
 
 DEFAULT_BATCH = 64
 OF_THE_RUN = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
@@ -140,7 +141,9 @@ def assemble(
     at = Position() if saved is None else saved.position
     own_walk, dealer = _walk(site, plan, train, global_batch, seed, at, serving, borrow=synced)
     rows = None if serving is None else serving.sparse
-    walk: data.Batches = own_walk if rows is None else Ahead(own_walk, rows, 0 if dealer is not None else plan.lookahead)
+    walk: data.Batches = (
+        own_walk if rows is None else Ahead(own_walk, rows, plan.lookahead if plan.servers and dealer is None else 0)
+    )
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
@@ -150,7 +153,8 @@ def assemble(
         left_out=[p for p in module.parameters() if not p.requires_grad],
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
         ended=lambda: trainer.block_ends(), steps_alone=not _agree(plan),
-        on_window=None if rows is None else lambda: rows.push(plain.nominal / max(1, walk.total), _rate(optimizer)),
+        on_window=None if rows is None else lambda: rows.push(_row_scale(plan, plain, walk, size), _rate(optimizer)),
+        schedule_at=None if dealer is None or not _shares(plan) else lambda: dealer.latest.steps // size, scheduled=at.steps // size,
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
     snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving)
@@ -197,7 +201,7 @@ def assemble(
         until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
         change=(lambda: _rule(site, plan, plain, "then", serving)) if comes_later else None, agree=agree_on_buffers,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
-        metrics={} if saved is None else dict(saved.meta["metrics"]), dealer=dealer,
+        metrics={} if saved is None else dict(saved.meta["metrics"]), dealer=dealer, serves=serving is not None,
         settle=serving.settle if serving is not None else lambda: None, tell=serving.tell if serving is not None else lambda round: None,
     )  # fmt: skip
     _announce(site, plan, module, global_batch)
@@ -220,6 +224,14 @@ def _agree(plan: Plan) -> bool:
 def _shares(plan: Plan) -> bool:
     """Whether ranks draw their steps from one counter, each a batch of one rank."""
     return plan.strategy.link is Store and plan.strategy.shares_steps
+
+
+def _row_scale(plan: Plan, replica: ModuleReplica, walk: data.Batches, size: int) -> float:
+    """What a gradient of rows, made by a loss times count / nominal, is multiplied by to be this rank's part of a step."""
+    if not replica.own_count:
+        return 1.0
+    mean = replica.nominal * walk.own / replica.own_count  # a task may count tokens; ranks divide a step by samples
+    return mean / walk.own * plan.strategy.share(size) if _shares(plan) else mean / max(1, walk.total)
 
 
 def _rate(optimizer: Optimizer) -> float:
@@ -318,6 +330,10 @@ def _walk(
         if plan.loaders:
             raise PlanError(
                 f"loaders={plan.loaders} has no effect: merge={plan.merge} draws batches when they are wanted; leave it out"
+            )
+        if isinstance(train, data.DatasetSource) and train.loaders:
+            site.notice(
+                f"the DataLoader's {train.loaders} workers are not used: merge={plan.merge} draws batches when they are wanted"
             )
     walk = data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow, dealer=dealer)
     return walk, dealer

@@ -294,9 +294,11 @@ class Strategy(Protocol[L]):
 
     @property
     def shares_steps(self) -> bool:
-        """Over a Store: whether ranks draw steps from one counter as they come, each a batch of one rank; else all take part
-        in every step with their share."""
+        """Over a Store: whether ranks draw steps from one counter, each a batch of one rank; else all take part in every step."""
         return False
+
+    def share(self, size: int) -> float:
+        return 1 / size  # where steps are so shared: what part of a step of the model one rank's batch is
 
     def check(self, size: int) -> None:
         """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""

@@ -34,6 +34,7 @@ from manyhands import build
 from manyhands.compute import batches as data
 from manyhands.compute import forward
 from manyhands.compute.module import Micro
+from manyhands.compute.sparse import load_rows
 from manyhands.compute.state import load_model
 from manyhands.core import Event, Job, Place
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
@@ -44,6 +45,7 @@ from manyhands.observe import curves
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover.checkpoint import pick
+from manyhands.serving import PREFIX
 from manyhands.site import Options, Site, open_site
 from manyhands.task import Callback, Task, build_model, resolve
 from manyhands.train import Result, Trainer
@@ -244,7 +246,13 @@ class Run:
             _joined.remove(self)
         result = self._ended
         if self.trainer is not None and self._loop is not None and not self._loop.dead:
-            result = self._end_block() if self.trainer.replica.in_block else self.trainer.finish()
+            if self.trainer.replica.in_block:
+                result = self._end_block()
+            else:
+                self.trainer.end_here()
+                while not self.trainer.finished():
+                    self.trainer.step()
+                result = self.trainer.finish()
         self._loop = None
         self._site.close()
         if self._stop is not None:
@@ -261,7 +269,7 @@ class Run:
     def _end_block(self) -> Result | None:
         """The loop ended among the steps that a rule takes without its peers: what they have learnt is merged all the same."""
         assert self.trainer is not None
-        self.trainer.steps = self.trainer.position().steps  # no more than there were
+        self.trainer.end_here()
         cast(Any, self.trainer.replica).closing = True
         self._micro = Micro(None, 0, True)  # a step without samples changes nothing
         self._outside = greenlet.getcurrent()
@@ -291,7 +299,7 @@ class Run:
         self._start_loop()
         self._micro = micro
         result = self._loop.switch()
-        if self._loop.dead:
+        if self._loop.dead:  # told to stop, or another rank's loop is over and ranks share their steps
             self._ended = result
             self._end_early()
 
@@ -390,8 +398,13 @@ def _close_joined() -> dict[str, Any] | None:
 
 
 def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn.Module:
-    """Load a run's newest weights, or the best by a metric ("accuracy", or "-loss"), into a model of the same shape."""
-    load_model(model, pick(Path(directory), best).params)
+    """Load a run's newest weights, or the best by a metric ("accuracy", or "-loss"), into a model of the same shape.
+
+    Rows of `Embedding` tables come too; in one process, models whose embeddings have one name share them.
+    """
+    saved = pick(Path(directory), best)
+    load_model(model, saved.params)
+    load_rows(model, {k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)})
     return model
 
 

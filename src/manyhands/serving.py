@@ -119,8 +119,13 @@ def open_serving(
         )
     if plan.embeddings == "sync" and not embedded:
         raise PlanError("embeddings=sync has no effect: the model has no mh.Embedding; leave it out")
+    for key in ("cache", "lookahead"):
+        if not embedded and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
+            raise PlanError(f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; leave it out")
     if not embedded and not over_store:
         return None
+    if embedded and plan.clip is not None:
+        site.notice(f"clip={plan.clip:g} bounds the gradient of parameters; rows of mh.Embedding are not clipped")
     if embedded and plan.precision == "fp16":
         raise PlanError(
             "precision=fp16 scales the loss, and rows of mh.Embedding learn before that is undone; set precision=bf16"

@@ -21,9 +21,9 @@ from manyhands.compute.update import prime
 from manyhands.core import Group, Plan, Snapshot, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.plan import words
+from manyhands.rule import Rule
 from manyhands.serving import Serving
 from manyhands.site import Site
-from manyhands.train import Rule
 
 
 @dataclass

@@ -17,58 +17,20 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Store, Strategy, Tensors
-from manyhands.errors import Diverged
+from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Tensors
+from manyhands.errors import Diverged, StoreError
+from manyhands.rule import Dealer, Link, Rule
 from manyhands.task import Callback
 
 LOOK_EVERY_S = 0.25
-
-
-class Link(Group, Protocol):
-    """A group that keeps account of itself (`exchange.observed`)."""
-
-    round: int
-    seconds: float
-
-
-class Gauge(Protocol):
-    """What measures the gradient noise scale (`exchange.noise`)."""
-
-    def take(self) -> Tensor: ...
-    def read(self, sums: Sequence[float]) -> float: ...
-
-
-class Dealer(Protocol):
-    """Who gives a rank its next step, where ranks go at their own pace (`compute.dealt`)."""
-
-    latest: Position  # after the step drawn last
-
-    def claim(self, limit: float) -> bool: ...
-    def call(self) -> None: ...
-    def meet(self, steps: int) -> None: ...
-    def drawn(self) -> int: ...
-    def steps_to(self, epochs: float) -> float: ...
-
-
-@dataclass
-class Rule:
-    """A strategy at work: its link (the run's own, that behind a wire, or servers) and its state. `part` is its word in the plan."""
-
-    part: str  # merge, or then
-    name: str
-    strategy: Strategy[Any]
-    link: Group | Store
-    state: Tensors
-    gauge: Gauge | None = None
-    wire_state: Callable[[], Tensors] = dict
 
 
 @dataclass
@@ -113,6 +75,7 @@ class Trainer:
     change_at: Goal | None = None
     change: Callable[[], Rule] | None = None  # to the rule that comes after this one
     dealer: Dealer | None = None
+    serves: bool = False  # there are tables on servers, or in this process
     settle: Callable[[], None] = lambda: None  # come back when what this rank sent to servers has arrived
     tell: Callable[[int], None] = lambda round: None  # what servers say of themselves
     callbacks: Sequence[Callback] = ()
@@ -137,6 +100,7 @@ class Trainer:
         self._rate = 0.0
         self._loss = math.nan
         self._stop = self._reached = False
+        self._ending: bool | int = False
         self._noise = math.nan
         self._evaluated = self.round
         self._saved = self.round or -1  # what was resumed is saved already
@@ -185,7 +149,12 @@ class Trainer:
         started = time.time()
         clock = time.perf_counter()
         self.link.round = self.round + 1
-        loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
+        try:
+            loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
+        except StoreError as e:
+            if "not finite" not in str(e):
+                raise
+            raise Diverged(f"rank {self.link.rank}, round {self.round + 1}: {e}; {self._good()}") from e
         self.round += 1
         self._losses.append((self.round, loss, self.replica.own_count))
         self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
@@ -201,6 +170,15 @@ class Trainer:
         rhythms = [every for every in (self.evaluate_every, self.save_every) if every]
         limits = [(at.steps // every + 1) * every for every in rhythms]
         return self.dealer.claim(min(self.steps, self.dealer.steps_to(min(self.epochs, at.epoch + 1)), *limits))
+
+    def end_here(self) -> None:
+        """What was asked for ends with what is done: a loop of one's own is over. Where ranks go at their own pace, it is over
+        for all of them when it is for the first."""
+        if self.dealer is None:
+            self.steps = self.position().steps
+        else:
+            self._ending = True
+            self.dealer.rest()
 
     def block_ends(self) -> bool:
         """Whether a block of steps that a rule takes without its peers is to end here."""
@@ -221,10 +199,11 @@ class Trainer:
     def _meet(self, dealer: Dealer) -> None:
         """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
         self.settle()
-        reached = torch.tensor([dealer.drawn(), self.round], dtype=torch.int64, device=self.device)
+        reached = torch.tensor([dealer.drawn(), self.round, int(self._ending)], dtype=torch.int64, device=self.device)
         self.link.all_reduce({"meeting": reached}, op="max").wait()
-        steps, self.round = reached.tolist()
+        steps, self.round, self._ending = reached.tolist()
         dealer.meet(steps)
+        self.steps = steps if self._ending else self.steps
         self.look()
 
     def finished(self) -> bool:
@@ -247,6 +226,8 @@ class Trainer:
             self.directory, self.round, self._epochs(at), seconds, self._samples_seen / max(seconds, 1e-9), {**self.metrics, "train_loss": self._loss},
             stopped=(self.stop_requested() or signal.SIGTERM) if self._stop else 0, checkpoint=self.last_good(),
         )  # fmt: skip
+        for callback in self.callbacks:
+            callback.on_end(self.run)
         if self.link.rank == 0:
             self.emit(
                 Event(
@@ -302,10 +283,8 @@ class Trainer:
         rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
         self.last_good()  # rank 0 waits for a save under way, then all know which one is the last
         self.link.all_reduce({"saved": torch.zeros(1, device=self.device)}).wait()
-        good = self.last_good()
         raise Diverged(
-            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} (epoch {self._epochs(self.position()):.2f}); "
-            f"{f'the last good checkpoint is {good}' if good else 'there is no checkpoint yet'}; "
+            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} (epoch {self._epochs(self.position()):.2f}); {self._good()}; "
             "lower the learning rate, clip gradients (clip=1.0) or look at the data of that rank"
         )
 
@@ -314,12 +293,15 @@ class Trainer:
         bad = torch.stack([(~v.isfinite()).any().float() for v in self.replica.params.values()]).max().view(1)
         self.link.all_reduce({"bad": bad}, op="max").wait()
         if float(bad) > 0:
-            good = self.last_good()
             raise Diverged(
                 f"parameters became NaN or infinite by round {self.round} (epoch {self._epochs(self.position()):.2f}), though the loss was "
-                f"finite; {f'the last good checkpoint is {good}' if good else 'there is no checkpoint yet'}; "
+                f"finite; {self._good()}; "
                 "clip gradients (clip=1.0) or look for a division by zero in backward"
             )
+
+    def _good(self) -> str:
+        good = self.last_good()
+        return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
         seen = self._seen(at)
@@ -380,8 +362,21 @@ class Trainer:
         self.save(self.snapshot(self.round, self.rule), self.metrics if self._evaluated == self.round else {})
         self.emit(Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock))
 
-    def merged(self) -> AbstractContextManager[None]:
-        """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it."""
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it. Rows on servers
+        are what all have pushed, and stay so until all are through."""
+        self._barrier()
+        with self._holding_merged():
+            yield
+        self._barrier()
+
+    def _barrier(self) -> None:
+        if self.serves:
+            self.settle()
+            self.link.all_reduce({"settled": torch.zeros(1, device=self.device)}).wait()
+
+    def _holding_merged(self) -> AbstractContextManager[None]:
         self.agree()
         model = self._consensus()
         if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves

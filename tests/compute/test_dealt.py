@@ -10,6 +10,7 @@ import torch
 from manyhands.compute.batches import Indexed, TensorSource
 from manyhands.compute.dealt import Dealt
 from manyhands.core import Position
+from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit
 
 
@@ -86,3 +87,30 @@ def test_a_part_of_an_epoch_ends_with_the_step_that_reaches_it() -> None:
     assert dealer.steps_to(1) == 13 and dealer.steps_to(0.5) == 7 and dealer.steps_to(0.08) == 1
     dealer.meet(13)
     assert dealer.position == Position(1, 0, 13) and dealer.steps_to(1.5) == 20
+
+
+def test_who_was_told_to_meet_asks_no_more_before_the_meeting() -> None:
+    """A block of steps ends because there is none left, and then the loop asks again: that is still the same meeting."""
+    asked = []
+
+    def deal(limit: int) -> int | None:
+        asked.append(limit)
+        return None if len(asked) == 2 else len(asked) - 1
+
+    split = DataSplit(64, 8, 8, 0, 1)
+    dealer = Dealt(split, Position(), deal, lambda: None)
+    assert dealer.claim(8)
+    next(dealer.takes())
+    assert not dealer.claim(8) and not dealer.claim(8) and len(asked) == 2
+    dealer.meet(1)
+    assert dealer.claim(8) and len(asked) == 3
+
+
+def test_a_step_that_was_claimed_and_not_begun_is_not_counted_by_who_rests() -> None:
+    (dealer, walk), *_ = walks(64, 8, 1, Position(), Counter())
+    assert dealer.claim(8) and walk.next().count == 8
+    assert dealer.claim(8)
+    dealer.rest()
+    assert not dealer.claim(8) and dealer.drawn() == 1
+    with pytest.raises(TaskError, match=r"run\.step"):
+        walk.next()

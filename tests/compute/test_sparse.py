@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from manyhands.compute import sparse, tables
 from manyhands.compute.sparse import Embedding, EmbeddingBag
 from manyhands.compute.tables import Tables
-from manyhands.errors import StoreError, TaskError
+from manyhands.errors import CheckpointError, StoreError, TaskError
 from manyhands.exchange.server.local import LocalStore
 
 DIM = 5
@@ -338,3 +338,69 @@ def test_distinct_ids_and_where_they_stand(n: int) -> None:
         assert list(dict.fromkeys(ids.tolist())) == found.tolist()  # in order of appearance
     strided = torch.arange(20).view(10, 2)[:, 1]
     assert tables.distinct(strided)[0].tolist() == list(range(1, 20, 2))
+
+
+# -- compiled, and loaded --
+
+
+class Both(nn.Module):
+    def __init__(self, dim: int = 3, second: str = "bags") -> None:
+        super().__init__()
+        self.one = Embedding("ones", dim, rule="sgd", lr=0.1)
+        self.bag = EmbeddingBag(second, dim, mode="mean", rule="adagrad", lr=0.1)
+        self.last = nn.Linear(dim, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.last(self.one(ids).sum(1) * self.bag(ids))
+        return out
+
+
+def test_a_compiled_model_learns_what_it_learns_uncompiled() -> None:
+    ids = torch.arange(12).view(4, 3) % 7
+    torch.manual_seed(0)
+    plain = Both()
+    wrapped = copy.deepcopy(plain)
+    compiled = torch.compile(wrapped, backend="eager")  # traces as other backends do, and takes no time to make code
+    a, b = attached(plain), attached(wrapped)
+    for _ in range(3):
+        losses = [m(ids).square().mean() for m in (plain, compiled)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        a.push()
+        b.push()
+    assert torch.equal(plain.last.weight.grad, wrapped.last.weight.grad)  # type: ignore[arg-type]
+    x, y = a.dump(), b.dump()
+    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) and len(x["ones/ids"]) == 7
+
+
+def trained() -> tuple[Both, Tables]:
+    model = Both(second="ones/more")  # a name that begins as the other does
+    held = attached(model)
+    for _ in range(3):
+        (model(torch.arange(8).view(2, 4)) - 1).square().mean().backward()
+        held.push()
+    return model, held
+
+
+def test_saved_rows_are_those_of_a_loaded_model_and_learn_on() -> None:
+    model, held = trained()
+    saved = held.dump()
+    other = Both(second="ones/more").double().eval()  # rows come in the numbers of the model
+    other.load_state_dict(model.state_dict())
+    sparse.load_rows(other, saved)
+    ids = torch.arange(8).view(2, 4)
+    assert torch.allclose(other(ids).float(), model.eval()(ids), rtol=1e-6)
+    other.train()(ids).sum().backward()  # what its rule keeps of rows came too
+    assert torch.isfinite(other.eval()(ids)).all()
+
+
+def test_rows_of_another_model_and_a_model_in_a_run_are_refused() -> None:
+    model, held = trained()
+    saved = held.dump()
+    with pytest.raises(CheckpointError, match=r"(?s)only in the model: .*'else'.*only in the checkpoint: .*'ones/more'"):
+        sparse.load_rows(Both(second="else"), saved)
+    with pytest.raises(CheckpointError, match="'ones': model dim=2, checkpoint dim=3"):
+        sparse.load_rows(Both(dim=2, second="ones/more"), saved)
+    with pytest.raises(TaskError, match="'ones': it is part of a run, but a model of its own is needed"):
+        sparse.load_rows(model, saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import shutil
 import signal
 import ssl
@@ -192,6 +193,36 @@ def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> N
     assert_same([expected[0]], [expected[1]])
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_after_all_have_flushed_one_that_rested_sees_what_was_committed(shards: int) -> None:
+    table, rows = Table("w", length=4000, rule="sgd", options={"lr": 1.0}), {"w": None}
+    with servers(shards=shards, workers=2) as (server,), joined(server, 0, 2) as busy, joined(server, 1, 2) as resting:
+        busy.create(table, torch.zeros(4000))
+        resting.create(table)
+        assert (busy.deal(1, True), resting.deal(1, True)) == (0, None)
+        busy.push(rows, {"w": torch.ones(4000)}, hold=True, weight=4.0)
+        assert busy.tick(quorum=2).counted
+        assert busy.deal(1, True) is None
+        busy.flush()
+        resting.flush()
+        assert resting.pull(rows)["w"].eq(-1).all() and resting.dump("w")["values"].eq(-1).all()
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float | None) -> None:
+    def main(store: Store) -> Tensors:
+        store.create(Table("w", length=6, rule="sgd", options={"lr": 0.5}), torch.ones(6))
+        store.pull({"w": None}, remember=True)
+        for _ in range(3):
+            store.push({"w": None}, {"w": torch.full((6,), 0.25)}, compensate=1.0, decay=decay).wait()
+        return store.dump("w")
+
+    with servers(3) as started, joined(started[0]) as store:
+        found = main(store)
+    assert ("mean_square" in found) == (decay is not None)
+    assert_same([found], [main(LocalStore())])
+
+
 def test_steps_are_dealt_once_and_everybody_meets() -> None:
     def main(store: ServerStore) -> list[int]:
         mine = []
@@ -252,6 +283,61 @@ def test_a_worker_that_falls_silent_is_evicted_too() -> None:
         assert server.coordinator is not None and server.coordinator.evicted == [1]
         with pytest.raises(StoreError, match="evicted"):
             silent.tick(0)
+
+
+def test_who_waits_when_the_coordinator_ends_is_a_victim() -> None:
+    with servers(workers=2) as (server,), joined(server, 0, 2) as store, joined(server, 1, 2) as other:
+        heard: list[Exception] = []
+
+        def wait(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except Exception as e:
+                heard.append(e)
+
+        threads = [threading.Thread(target=wait, args=(work,)) for work in (lambda: store.tick(0), lambda: other.create(USERS))]
+        for thread in threads:
+            thread.start()
+        assert server.coordinator is not None
+        server.coordinator.close()
+        for thread in threads:
+            thread.join(15)
+        assert [(type(e), str(e)) for e in heard] == [(PeerLost, "the coordinator ends: the run is over")] * 2
+
+
+def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
+    with servers(workers=1) as (server,):
+        for _ in range(3):
+            with joined(server) as store:
+                store.close()
+        coordinator = server.coordinator
+        for thread in list(server._threads):
+            if thread.name == "manyhands-connection":
+                thread.join(10)
+        assert coordinator is not None and not coordinator._leases and coordinator._left == {(0, 2)} and not coordinator.evicted
+
+
+ARENAS = """
+import ctypes, sys, threading
+from manyhands.exchange.server import plane
+libc = ctypes.CDLL(None)
+plane.few_arenas()
+started = threading.Barrier(12)
+def body():
+    libc.malloc(5000)
+    started.wait()
+threads = [threading.Thread(target=body) for _ in range(12)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has arenas")
+def test_threads_that_come_and_go_leave_no_memory_of_their_own_behind() -> None:
+    told = subprocess.run([sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True).stdout
+    assert 1 <= told.count("<heap nr=") <= 2
 
 
 def test_who_leaves_is_not_waited_for() -> None:

@@ -333,6 +333,14 @@ def test_a_server_that_is_killed_is_named_with_table_and_operation() -> None:
                 store.push({"users": ids}, {"users": torch.ones(20_000, 8)}).wait()
 
 
+def test_a_server_that_dies_before_the_first_request_is_not_waited_for() -> None:
+    with servers(2) as (root, other), joined(root) as store:
+        assert other.wait_ready(10)
+        other.close()
+        with pytest.raises(ServerLost, match=r"is gone \(it does not listen any more"):
+            store.create(USERS)
+
+
 def test_a_server_process_says_what_is_wrong_and_ends_with_its_lifeline() -> None:
     with process(workers=1) as (server, address):
         port = address.rpartition(":")[2]

@@ -26,6 +26,7 @@ from typing import Literal
 
 from manyhands.errors import LaunchError
 from manyhands.exchange.server.counts import since, together
+from manyhands.exchange.server.plane import few_arenas
 from manyhands.exchange.server.serve import Server, contexts
 from manyhands.launch import environment
 from manyhands.launch.environment import ServedBy
@@ -107,6 +108,7 @@ def start(settings: Settings) -> Server:
     accepts, connects = contexts(*(None if f is None else str(f) for f in (s.tls_cert, s.tls_key, s.tls_ca or s.tls_cert)))
     everywhere = s.bind in ("0.0.0.0", "::", "")
     towards = s.coordinator.rpartition(":")[0].strip("[]") if s.coordinator is not None else None
+    few_arenas()
     return Server(
         environment.at(s.bind, s.port),
         0 if s.role == "coordinator" else s.shards,

@@ -18,15 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from manyhands.core import Layout, Plan, Tensors
+from manyhands.compute.tables import embeddings
+from manyhands.core import Layout, Plan, Store, Tensors
 from manyhands.errors import PlanError
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.merge.stale_sync import StaleSync
 from manyhands.plan import words as plan_words
 from manyhands.run import MakeTask, defines_task, load_task, start, work
 from manyhands.site import Options
 from manyhands.task import Callback, Task
 
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
+EMBEDDED = "embedded"  # a file that says: the model has embeddings
 
 
 @dataclasses.dataclass
@@ -59,11 +62,12 @@ class Record(Callback):
     def on_round(self, run: Any, round: int, loss: Tensor) -> None:
         if self.gradients:
             self._keep_gradients(run, round, loss)
-        if run.trainer.at_end():
-            with run.trainer.merged():
-                pieces = run.trainer.replica.flat.pieces if run.rank == 0 else []
-                self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in pieces}
-            save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
+
+    def on_end(self, run: Any) -> None:
+        with run.trainer.merged():
+            pieces = run.trainer.replica.flat.pieces if run.rank == 0 else []
+            self.kept |= {f"parameter/{p.name}": p.value.detach().clone().contiguous() for p in pieces}
+        save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
 
     def _keep_gradients(self, run: Any, round: int, loss: Tensor) -> None:
         replica = run.trainer.replica
@@ -106,6 +110,10 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
         print(
             "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/rules says which"
         )
+    if plan.strategy.link is Store and plan.strategy != StaleSync(staleness=0):
+        print(
+            f"merge={plan.merge} over servers lets ranks compute on models of different age; staleness=0 waits for all and equals one process"
+        )
     if plan.batchnorm == "local":
         print(
             "batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process"
@@ -127,11 +135,13 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
         "encoding": None,
         "algorithm": "native",
     }
-    alone = dataclasses.replace(common, layout=Layout(), link="auto", **plain)
     with tempfile.TemporaryDirectory(prefix="manyhands-verify-") as folder:
         options = Options(name="verify", float64=not float32)
         gradients = plan.strategy.replicas_agree
         ours = _run(make, common, options, gradients, Path(folder) / "plan")
+        if not (Path(folder) / "plan" / EMBEDDED).exists():  # else rows stay on servers; parameters one process holds itself
+            plain |= {f.name: f.default for f in dataclasses.fields(Plan) if f.name in plan_words.OF_SERVERS}
+        alone = dataclasses.replace(common, layout=Layout(), link="auto", **plain)
         # one process takes the union of all ranks' batches as one batch
         theirs = _run(make, alone, dataclasses.replace(options, stands_for=plan.layout.size), gradients, Path(folder) / "alone")
         return _deviation(ours, theirs, RTOL[torch.float32 if float32 else torch.float64])
@@ -140,7 +150,7 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
 def _run(make: MakeTask, plan: Plan, options: Options, gradients: bool, folder: Path) -> list[Tensors]:
     folder.mkdir()
     options = dataclasses.replace(options, directory=str(folder / "run"), quiet=True, callbacks=(Record(str(folder), gradients),))
-    body = functools.partial(work, functools.partial(_without_dropout, make))
+    body = functools.partial(work, functools.partial(_without_dropout, make, folder))
     start(body, plan, options)
     return [load_file(folder / f"rank-{r}.safetensors") for r in range(plan.layout.size)]
 
@@ -150,8 +160,9 @@ def _task(script: str) -> Task:
     return made if isinstance(made, Task) else made()
 
 
-def _without_dropout(make: MakeTask) -> Task:
-    """Dropout draws other random numbers on every rank; it is switched off for the comparison."""
+def _without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
+    """Dropout draws other random numbers on every rank; it is switched off for the comparison. `folder` is told of embeddings:
+    a task is made once a run, making one more only to look at its model could draw from its random numbers."""
     task = make if isinstance(make, Task) else make()
     model = task.model if isinstance(task.model, nn.Module) else task.model()
     for module in model.modules():
@@ -159,6 +170,8 @@ def _without_dropout(make: MakeTask) -> Task:
             module.p = 0.0
         if isinstance(getattr(module, "dropout", None), float):
             setattr(module, "dropout", 0.0)  # noqa: B010 (nn.MultiheadAttention and the like keep a number)
+    if folder is not None and embeddings(model):
+        (folder / EMBEDDED).touch()
     return dataclasses.replace(task, model=model)
 
 

@@ -26,6 +26,7 @@ class _Drawn:
     batch: Batch
     after: Position
     total: int
+    own: int
     counts: bool
 
 
@@ -51,6 +52,10 @@ class Ahead:
         return self.walk.total if self._handed is None else self._handed.total
 
     @property
+    def own(self) -> int:
+        return self.walk.own if self._handed is None else self._handed.own
+
+    @property
     def counts(self) -> bool:
         return self.walk.counts if self._handed is None else self._handed.counts
 
@@ -65,7 +70,7 @@ class Ahead:
         before = self.walk.position
         batch = self.walk.next()
         after = self.walk.position if batch.last else before
-        self._drawn.append(_Drawn(batch, after, self.walk.total, self.walk.counts))
+        self._drawn.append(_Drawn(batch, after, self.walk.total, self.walk.own, self.walk.counts))
         if self._depth and batch.values is not None:
             self._rows.prefetch(batch.values)
 

@@ -216,6 +216,11 @@ class Indexed:
         at = self._position if self._take is None else self._take.position
         return min(self._split.global_batch, self._split.samples - at.offset)
 
+    @property
+    def own(self) -> int:
+        """Those of this rank."""
+        return 0 if self._take is None else sum(map(len, self._take.micros))
+
     def next(self) -> Batch:
         count, last = self.peek()
         self.counts = count > 0
@@ -275,7 +280,7 @@ class Streamed:
     ):
         self.source, self.position, self.steps_per_epoch = source, at, None
         self.samples: int | None = None
-        self.total = global_batch  # samples of the step under way, over all ranks
+        self.total, self.own = global_batch, 0  # samples of the step under way, over all ranks and of this one
         self._cut, self._global_batch, self._borrow, self.counts = cut, global_batch, borrow, True
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
@@ -307,8 +312,8 @@ class Streamed:
         if not self._peek:
             self._items, self._after = None, Position(at.epoch + 1, 0, at.steps + 1)
             self.samples = at.offset + len(rows)
-        self.total = len(rows)
         micros = self._cut(len(rows)).micros
+        self.total, self.own = len(rows), sum(map(len, micros))
         for i, where in enumerate(micros):
             mine = rows[where.start : where.stop]
             values = self.source.place(mine or rows[:1]) if mine or self._borrow else None
@@ -334,6 +339,8 @@ class Batches(Protocol):
     def samples(self) -> int | None: ...  # of an epoch; None: nobody knows yet
     @property
     def total(self) -> int: ...
+    @property
+    def own(self) -> int: ...
     @property
     def counts(self) -> bool: ...
     def next(self) -> Batch: ...

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from manyhands.compute.batches import Take, Walk
 from manyhands.core import Position
+from manyhands.errors import TaskError
 
 
 class Dealt:
@@ -25,28 +26,29 @@ class Dealt:
         self._split, self._deal, self._first = split, deal, at.steps
         self._claimed: Position | None = None
         self._drawn = at.steps
+        self._resting = False  # was told to meet, and has not met yet
 
     def claim(self, limit: float) -> bool:
         """Whether this rank has a step to compute; it draws one where it has none."""
-        if self._claimed is None:
+        if self._claimed is None and not self._resting:
             number = self._deal(int(limit) - self._first)
-            if number is None:
-                return False
-            step = self._first + number
-            self._claimed = self._at(step)
-            self._drawn = step + 1
-        return True
+            self._resting = number is None  # asking again would count as a meeting more than the others had
+            self._claimed = None if number is None else self._at(self._first + number)
+        return self._claimed is not None
 
     def takes(self) -> Iterator[Take]:
         """What this rank claims, as it is wanted."""
         while True:
-            assert self._claimed is not None, "a step is claimed before a batch is asked for"
+            if self._claimed is None:
+                raise TaskError(
+                    "a batch was drawn without run.step(loss) of the one before; call it for every batch, also with a loss of 0"
+                )
             take = self._split.take(self._claimed)
-            self._claimed, self.latest = None, take.after
+            self._claimed, self.latest, self._drawn = None, take.after, take.after.steps
             yield take
 
     def drawn(self) -> int:
-        """Steps of the run, by the numbers that this rank has seen."""
+        """Steps of the run, by the numbers that this rank has computed."""
         return self._drawn
 
     def meet(self, steps: int) -> None:
@@ -54,7 +56,12 @@ class Dealt:
         at = self._at(steps)
         over = at.offset >= self._split.samples
         self.position = self.latest = Position(at.epoch + 1, 0, steps) if over else at
-        self._drawn = steps
+        self._drawn, self._resting = steps, False
+
+    def rest(self) -> None:
+        """Compute no more before the next meeting: what was claimed and not begun is left out."""
+        self._claimed = None
+        self.claim(self._first)  # below no number: nobody waits for this rank from here on
 
     def steps_to(self, epochs: float) -> float:
         """The number of the step by which so many epochs are over; at most to the end of this one."""

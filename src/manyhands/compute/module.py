@@ -56,6 +56,8 @@ class ModuleReplica:
         ended: Callable[[], bool] = lambda: False,
         steps_alone: bool = False,
         on_window: Callable[[], None] | None = None,
+        schedule_at: Callable[[], int] | None = None,
+        scheduled: int = 0,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
@@ -67,6 +69,7 @@ class ModuleReplica:
         self.in_block = False  # between two steps of a block that a rule takes without its peers
         self._ended = ended  # whether the run is at its end
         self.steps_alone = steps_alone  # by a gradient of its own, so that peers need not overflow where it does
+        self._schedule_at, self._scheduled = schedule_at, scheduled  # where ranks share steps: how far the schedule is to be
         self._on_window = on_window  # when a step's last backward pass is over
         self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
@@ -177,8 +180,8 @@ class ModuleReplica:
 
     def step(self) -> None:
         if self.own_count == 0 and float(self.flat.count[0]) == 0:  # nobody's samples: momentum alone must not move anything
-            if self.schedule is not None and not self.closing:
-                self.schedule.step()
+            if not self.closing:
+                self._next_rate()
             return
         grads = self._place()
         if self.scaler is not None:
@@ -188,8 +191,7 @@ class ModuleReplica:
             self.optimizer.step()
         elif not self._scaled_step(self.scaler) and not self.steps_alone:
             return  # else the schedule goes on all the same: learning rates must not drift apart between ranks
-        if self.schedule is not None:
-            self.schedule.step()
+        self._next_rate()
 
     def gradient(self) -> Tensors:
         if not self._is_mean:
@@ -201,7 +203,16 @@ class ModuleReplica:
     def stepped(self) -> None:
         if self.schedule is not None and (self.own_count or not self.closing):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else the schedule warns that nobody made a step
+            self._next_rate()
+
+    def _next_rate(self) -> None:
+        """One step of the schedule; where ranks share steps, as many as all of them together have made full ones."""
+        if self.schedule is None:
+            return
+        due = self._scheduled + 1 if self._schedule_at is None else self._schedule_at()
+        while self._scheduled < due:
             self.schedule.step()
+            self._scheduled += 1
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> bool:
         before = scaler.get_scale()

@@ -65,17 +65,18 @@ def flat_state(flat: FlatParameters, vector: str, optimizer: Optimizer) -> Tenso
     """What the optimizer remembers of the parameters in one flat vector; {}: nothing yet."""
     rule, _ = served_rule(optimizer)
     pieces = [p for p in flat.pieces if p.vector == vector]
+    if not any(optimizer.state.get(p.parameter) for p in pieces):
+        return {}
     found: Tensors = {}
     for name in STATE[rule]:
         whole = torch.zeros_like(flat.values[vector], device="cpu")
         for piece in pieces:
             kept = optimizer.state.get(piece.parameter, {}).get(name)
-            if not isinstance(kept, Tensor):
-                return {}
-            _view(whole, piece.value, piece.start).copy_(kept)
+            if isinstance(kept, Tensor):  # else it has had no gradient yet
+                _view(whole, piece.value, piece.start).copy_(kept)
         found[name] = whole
     if rule in COUNTS:
-        steps = [float(optimizer.state[p.parameter].get("step", 0)) for p in pieces]
+        steps = [float(optimizer.state.get(p.parameter, {}).get("step", 0)) for p in pieces]
         found[STEP] = torch.tensor([max(steps, default=0.0)], dtype=torch.float64)
     return found
 

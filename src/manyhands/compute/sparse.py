@@ -11,20 +11,40 @@ plain script, keeps its rows in this process and pushes in `loss.backward()`; th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import sys
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.core import Table
-from manyhands.errors import TaskError
+from manyhands.core import Table, Tensors
+from manyhands.errors import CheckpointError, TaskError
 
 Init = Literal["zeros", "uniform", "normal"]
 Mode = Literal["sum", "mean", "max"]
 MODES = ("sum", "mean", "max")
+Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+
+
+def uncompiled(forward: Forward) -> Forward:
+    """torch.compile works around it: nobody can trace a store and numba's kernels; the rest of the model is compiled."""
+    disabled: Any = None
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:  # nothing is compiled here, and importing it takes a second
+                return forward(*args, **kwargs)
+            disabled = torch.compiler.disable(forward)
+        out: Tensor = disabled(*args, **kwargs)
+        return out
+
+    return call  # type: ignore[return-value]
 
 
 class Tables(Protocol):
@@ -32,6 +52,10 @@ class Tables(Protocol):
 
     def take(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the distinct ones among `module.wanted(ids)`, and for each of those an index into the rows."""
+        ...
+
+    def put(self, table: Table, content: Tensors) -> None:
+        """These rows in place of those that the table has."""
         ...
 
 
@@ -79,6 +103,7 @@ class Embedding(nn.Module):
         """The ids whose rows a batch needs, on one axis."""
         return ids.reshape(-1)
 
+    @uncompiled
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
         rows, inverse = self._take(ids)
@@ -128,6 +153,7 @@ class EmbeddingBag(Embedding):
         flat = ids.reshape(-1)
         return flat if self.padding_id is None else flat[flat != self.padding_id]
 
+    @uncompiled
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         self._check_ids(ids)
         starts = self._starts(ids, offsets)
@@ -210,6 +236,35 @@ def _in_this_process() -> Tables:
             )
         _own = _open()
     return _own
+
+
+def saved_tables(saved: Tensors) -> dict[str, Tensors]:
+    """What a checkpoint has under "<table>/<part>", by table."""
+    names = [k.removesuffix("/ids") for k in saved if k.endswith("/ids") and f"{k.removesuffix('/ids')}/values" in saved]
+    parts = {n: {k.removeprefix(f"{n}/"): v for k, v in saved.items() if k.startswith(f"{n}/")} for n in names}
+    # of a table "a" those of a table "a/b" are no parts
+    return {n: {k: v for k, v in p.items() if "/" not in k or k.startswith("state/")} for n, p in parts.items()}
+
+
+def load_rows(model: nn.Module, saved: Tensors) -> None:
+    """Rows of a checkpoint, under "<table>/<part>", for a model that no run has attached."""
+    modules = {m.name: m for m in model.modules() if isinstance(m, Embedding)}
+    tables = saved_tables(saved)
+    wrong = [f"  only in the model:      the embedding {n!r}" for n in modules if n not in tables]
+    wrong += [f"  only in the checkpoint: the embedding {n!r}" for n in tables if n not in modules]
+    for name in modules.keys() & tables.keys():
+        dim, given = modules[name].table.dim, tables[name]["values"].shape[1]
+        wrong += [f"  other shape: the embedding {name!r}: model dim={dim}, checkpoint dim={given}"] if dim != given else []
+    if wrong:
+        raise CheckpointError(
+            "\n".join(["the checkpoint is of another model:", *wrong, "load it into the model it was saved from"])
+        )
+    for name, module in modules.items():
+        if module._tables is not None:
+            raise module._error("it is part of a run", "a model of its own", "go on from a checkpoint with resume=True")
+        dtype = torch.float64 if module.table.dtype == "float64" else torch.float32
+        content = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tables[name].items()}
+        _in_this_process().put(module.table, content)
 
 
 def _check(name: str, dim: int, lr: float, init: str, dtype: torch.dtype) -> None:

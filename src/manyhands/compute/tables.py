@@ -248,6 +248,11 @@ class Tables:
         self.flush()
         return {f"{name}/{key}": value for name in self._specs for key, value in self.store.dump(name).items()}
 
+    def put(self, table: Table, content: Tensors) -> None:
+        """These rows in place of those that the table has; it is made where it is not there."""
+        self._add(table, create=True)
+        self.store.restore(table.name, content)
+
     def restore(self, content: Tensors) -> None:
         self.flush()
         self._coming.clear()

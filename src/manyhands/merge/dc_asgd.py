@@ -48,6 +48,9 @@ class DCASGD(Strategy[Store]):
     def shares_steps(self) -> bool:
         return True
 
+    def share(self, size: int) -> float:
+        return 1.0
+
     def init(self, replica: Replica) -> Tensors:
         return {}
 

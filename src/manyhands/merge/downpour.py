@@ -45,6 +45,9 @@ class Downpour(Strategy[Store]):
     def shares_steps(self) -> bool:
         return True
 
+    def share(self, size: int) -> float:
+        return 1.0
+
     def init(self, replica: Replica) -> Tensors:
         return {"steps": torch.zeros((), dtype=torch.int64)}  # on the host: it decides there
 

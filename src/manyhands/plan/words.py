@@ -162,7 +162,9 @@ def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
             continue
         value, merge = given.pop(word), given.setdefault("merge", rule)
         if merge in STRATEGIES and word not in {f.name for f in dataclasses.fields(TABLES["merge"][0][merge])}:
-            raise PlanError(f"{word}={value} has no effect: merge={merge} has no {word}; leave out one of them ({word}= is merge={rule})")
+            raise PlanError(
+                f"{word}={value} has no effect: merge={merge} has no {word}; leave out one of them ({word}= is merge={rule})"
+            )
         given[f"merge.{word}"] = value
     return given
 
@@ -247,6 +249,8 @@ def _check(plan: Plan) -> None:
             raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
         if not plan.servers and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
             raise PlanError(f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; add servers=1")
+    if plan.cache_age != Plan.__dataclass_fields__["cache_age"].default and not plan.cache:
+        raise PlanError(f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say")
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
@@ -294,14 +298,22 @@ def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
         raise PlanError(f"{word} works over servers, and a run cannot change between such a rule and another; leave then= out")
     if not plan.servers:
         raise PlanError(f"{word} pulls from and pushes to a parameter server, but the plan has none; add servers=1")
+    if plan.lookahead != 1:
+        raise PlanError(
+            f"lookahead={plan.lookahead} has no effect: under {word} batches are drawn when they are wanted; leave it out"
+        )
     if plan.embeddings == "sync":
         raise PlanError(f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its own; leave it out")
     if plan.algorithm != "native":
         raise PlanError(f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; leave it out")
     if plan.batchnorm == "sync":
-        raise PlanError(f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; set batchnorm=local")
+        raise PlanError(
+            f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; set batchnorm=local"
+        )
     if plan.precision == "fp16" and rule.on_server == "optimizer":
-        raise PlanError(f"precision=fp16 scales the loss by what its own steps find, but under {word} the server steps; set precision=bf16")
+        raise PlanError(
+            f"precision=fp16 scales the loss by what its own steps find, but under {word} the server steps; set precision=bf16"
+        )
 
 
 def _fit(plan: Plan, size: int | None, given: bool) -> Plan:

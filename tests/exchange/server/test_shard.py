@@ -314,6 +314,16 @@ def test_pushes_of_one_clock_to_several_tables_are_held_together() -> None:
     assert dense(shard).tolist() == [11] * 6 and rows(shard, 3, 4)[:, 1].tolist() == [4, 5]
 
 
+def test_each_table_is_committed_with_the_lr_that_its_pushes_gave() -> None:
+    tables = [Table(name, length=6, dtype="float64", rule="sgd", options={"lr": 9.0}) for name in ("w", "v")]
+    shard = shard_with(*tables)
+    for worker in range(2):
+        push(shard, vector(-1), worker=worker, hold=True, lr=0.5, weight=1.0)
+        push(shard, vector(-1, "v"), worker=worker, hold=True, lr=2.0, weight=1.0)
+    shard.commit(1, [(0, 0), (1, 0)])
+    assert dense(shard).tolist() == [0.5] * 6 and dense(shard, name="v").tolist() == [2] * 6
+
+
 def test_held_pushes_are_copies() -> None:
     shard = shard_with(DENSE, ROWS)
     one, two = vector(1), block([3], 1)

@@ -218,11 +218,11 @@ class ServerStore:
     # -- requests --
 
     def _post(self, push: list[list[Share]], pull: list[list[Share]], how: m.How | None, remember: bool) -> list[Request]:
-        """A push goes to every shard, also where it has nothing for it: tables count their pushes."""
+        """A push goes to every shard, also where it has nothing for it: tables count their pushes. So do commits."""
         requests = []
         for s, link in enumerate(self._links):
             wanted = [shares[s] for shares in pull if shares[s].count]
-            if how is None and not wanted:
+            if how is None and not wanted and self._heard[s] == self._version:
                 continue
             given = [shares[s] for shares in push]
             link.settle(partial(describe, given, wanted, how))
@@ -348,6 +348,7 @@ class ServerStore:
         self._control.ask(m.Call(), "call")
 
     def flush(self) -> None:
+        """Every shard has all that was pushed, and all commits that this worker knows of: one that rests does not."""
         for link in self._links:
             link.flush()
         with self._lock:
@@ -356,21 +357,16 @@ class ServerStore:
                 for link in self._links:
                     link.flush()
             self._look()
+            while min(self._heard) < self._version:
+                self.finish(self._post([], [], None, False))
 
     # -- whole tables --
-
-    def _in_step(self) -> None:
-        """Every shard has all that was pushed and committed."""
-        self.flush()
-        for s, link in enumerate(self._links):
-            if any(commit[0] > self._heard[s] for commit in self._commits):
-                link.wait(link.post(Request(self, link, [], [], None, 0, False)))
 
     def dump(self, name: str) -> Tensors:
         """Sparse rows in the order of their ids, so that it does not show how many shards there are."""
         with self._lock:
             table = self._route.spec(name)
-            self._in_step()
+            self.flush()
             shards = []
             for link in self._links:
                 pending = Pending(f"dump of {name}", lambda: (m.Dump(name), ()), time.monotonic() + self.timeout_s)
@@ -390,7 +386,7 @@ class ServerStore:
     def restore(self, name: str, content: Tensors) -> None:
         with self._lock:
             table = self._route.spec(name)
-            self._in_step()
+            self.flush()
             arrays = {key: np.ascontiguousarray(value.detach().cpu().numpy()) for key, value in content.items()}
             if "values" not in arrays or (table.length is None and "ids" not in arrays):
                 raise StoreError(

@@ -24,6 +24,7 @@ from manyhands.errors import PeerLost, StoreError
 from manyhands.exchange.server.deals import Deals
 
 HISTORY = 4096  # commits that can still be asked for
+OVER = "the coordinator ends: the run is over"
 Commit = tuple[int, list[tuple[int, int]]]  # version, (worker, clock) in rank order
 
 
@@ -73,6 +74,7 @@ class Clock:
         self._deals = Deals(size)
         self._made: set[str] = set()
         self._dropped = self._waited = 0
+        self._over = False
         self._changed = threading.Condition()
 
     # -- who is there --
@@ -102,6 +104,12 @@ class Clock:
             w.status, w.post, w.answer = "gone", None, None
             self._deals.leave(worker)
             self._advance()
+
+    def close(self) -> None:
+        """The run is over: whoever waits, or asks from now on, hears that, and not that it is at fault."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
     def alive(self) -> list[int]:
         with self._changed:
@@ -225,8 +233,10 @@ class Clock:
 
     def wait_made(self, name: str, timeout_s: float | None = None) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._made, timeout_s):
+            if not self._changed.wait_for(lambda: name in self._made or self._over, timeout_s):
                 raise PeerLost(f"waited {timeout_s:g} s for rank 0 to create table {name!r}; every rank must create it", (0,))
+            if name not in self._made:
+                raise PeerLost(OVER)
 
     def stats(self) -> dict[str, float]:
         with self._changed:
@@ -308,6 +318,8 @@ class Clock:
 
     def _present(self, worker: int) -> _Worker:
         w = self._at(worker)
+        if self._over:
+            raise PeerLost(OVER)
         if w.status == "gone":
             raise StoreError(f"worker {worker} was evicted: the others went on without it; it must enter again")
         return w

@@ -62,8 +62,7 @@ class Coordinator:
         for each in members:
             each.tell(None)
         if self.clock is not None:
-            for worker in self.clock.alive():
-                self.clock.evict(worker)
+            self.clock.close()
 
     @property
     def over(self) -> bool:
@@ -180,9 +179,11 @@ class Coordinator:
         finally:
             with self._changed:
                 self._leases[who] -= 1
-                self._changed.wait_for(lambda: self._leases[who] > 0 or who in self._left or self._closing, GRACE_S)
-                dead = self._leases[who] == 0 and who not in self._left and not self._closing
+                self._changed.wait_for(lambda: self._leases.get(who) or who in self._left or self._closing, GRACE_S)
+                dead = not self._leases.get(who) and who not in self._left and not self._closing
                 dead = dead and self._incarnations.get(proof.worker) == proof.incarnation
+                if not self._leases.get(who):
+                    self._leases.pop(who, None)
                 if dead:
                     self.evicted.append(proof.worker)
             if dead and self.clock is not None:
@@ -219,6 +220,7 @@ class Coordinator:
         entered = clock.enter(worker, message.incarnation)
         with self._changed:
             self._incarnations[worker] = entered.incarnation
+            self._left -= {who for who in self._left if who[0] == worker and who[1] < entered.incarnation}
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = entered
         answer.lease_s = self.lease_s

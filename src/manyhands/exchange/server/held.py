@@ -24,8 +24,8 @@ class Held:
     """What one worker holds for one clock. Copies: the buffers that pushes come in are used again."""
 
     clock: int
-    lr: float | None
-    weights: dict[str, float | None] = field(default_factory=dict)  # table -> weight
+    lrs: dict[str, float | None] = field(default_factory=dict)  # by table, like all that follows
+    weights: dict[str, float | None] = field(default_factory=dict)
     ids: dict[str, list[np.ndarray]] = field(default_factory=dict)
     updates: dict[str, list[np.ndarray]] = field(default_factory=dict)
 

@@ -335,7 +335,9 @@ class Link:
                     channel.close()
                 if self._on_absence is not None:
                     self._on_absence(self)
-                gone = isinstance(e, ConnectionRefusedError | FileNotFoundError) and self.instance is not None
+                # a shard listened before anybody heard of it; a coordinator may yet have to start
+                known = self.instance is not None or self._proof().role == "data"
+                gone = known and isinstance(e, ConnectionRefusedError | FileNotFoundError)
                 since = since or time.monotonic() if gone else 0.0
                 if since and time.monotonic() - since > ABSENT_S:  # its tables are gone with it: waiting would bring nothing back
                     with self._changed:

@@ -8,9 +8,12 @@ memory that is gone. When a request does not fit, a larger segment is made, and 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import weakref
 from bisect import insort
@@ -23,6 +26,7 @@ from manyhands.exchange.server.wire import ALIGN, aligned
 
 SMALLEST = 1 << 20
 LARGEST = 1 << 36  # of a segment that a server will map
+M_ARENA_MAX = -8  # of mallopt
 
 
 def possible() -> bool:
@@ -164,3 +168,11 @@ def attach(number: int, nbytes: int, descriptor: int) -> Segment:
 def _map(descriptor: int, nbytes: int) -> np.ndarray:
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # page faults now, not in the first requests
     return np.frombuffer(mmap.mmap(descriptor, nbytes, flags=flags), np.uint8)
+
+
+def few_arenas() -> None:
+    """glibc gives threads arenas of their own, up to 8 a core, and each keeps what its threads freed: a server whose connections
+    come and go would look as if it leaked. Large buffers are used again here and small objects are Python's, so 2 suffice."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)

@@ -111,6 +111,8 @@ class Share:
 
 
 def describe(push: list[Share], pull: list[Share], how: m.How | None) -> str:
+    if how is None and not pull:
+        return "commit"
     names = ", ".join(dict.fromkeys(share.table.name for share in (*push, *pull)))
     return f"{'push and pull' if push and pull else 'push' if how is not None else 'pull'} of {names or 'nothing'}"
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from manyhands.errors import ManyhandsError, ServerLost, StoreError
-from manyhands.exchange.server import handshake
+from manyhands.exchange.server import handshake, plane
 from manyhands.exchange.server.answer import Desk
 from manyhands.exchange.server.coordinate import Coordinator
 from manyhands.exchange.server.messages import Assign, Done, Failed, Leave, Proof, Ready, Register, Where
@@ -384,6 +384,7 @@ def serve(config: Mapping[str, Any], began: Callable[[str], None], stop: threadi
 def main() -> int:
     """One line of JSON on standard input says what to be, one on standard output where it is; it ends when standard input does, or on
     SIGTERM."""
+    plane.few_arenas()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for those who started us

@@ -172,7 +172,8 @@ class Shard:
             _fits(table, part.ids, part.updates, "gets updates")
             if how.compensate is not None and isinstance(table, SparseTable):
                 raise StoreError(f"compensate is for dense tables, and {part.table!r} is sparse; push it without")
-            if how.compensate is not None and (worker, part.table) not in self._remembered:
+            # where nothing of a table lies, nothing was pulled
+            if how.compensate is not None and part.updates.size and (worker, part.table) not in self._remembered:
                 raise StoreError(
                     f"compensate for table {part.table!r}, but worker {worker} has nothing to compare with; "
                     "pull it with remember=True first"
@@ -193,7 +194,7 @@ class Shard:
         if how.compensate:
             for part, table in zip(parts, tables, strict=True):
                 assert isinstance(table, DenseTable)
-                seen, mean_square = self._remembered[worker, part.table], None
+                seen, mean_square = self._remembered.get((worker, part.table), table.values), None
                 if how.decay is not None:
                     mean_square = self._mean_square.setdefault(part.table, np.zeros_like(table.values))
                 compensate(part.updates, table.values, seen, how.compensate, mean_square, how.decay or 0.0)
@@ -244,10 +245,10 @@ class Shard:
         if held is None or held.clock < how.clock:
             if held is not None:
                 self._take_back(worker, held)
-            held = self._held[worker] = Held(how.clock, how.lr)
+            held = self._held[worker] = Held(how.clock)
         for part in parts:
             name = part.table
-            held.weights[name] = how.weight
+            held.lrs[name], held.weights[name] = how.lr, how.weight
             if part.ids is not None:
                 ids, updates = united(part.ids, part.updates)
                 held.ids.setdefault(name, []).append(ids)
@@ -270,11 +271,10 @@ class Shard:
             if not came:
                 return
             self._share_memory()
-            newest = max(came, key=lambda one: one[1].clock)[1]  # of equals the first: the same on every shard
             trouble = None
             for name in dict.fromkeys(name for _, held in came for name in held.weights):
                 try:
-                    self._merge(name, [(w, held) for w, held in came if name in held.weights], newest.lr)
+                    self._merge(name, [(w, held) for w, held in came if name in held.weights])
                 except StoreError as e:  # a sum that overflows: the other tables have theirs all the same
                     self._counts.add("refused")
                     trouble = e
@@ -284,11 +284,12 @@ class Shard:
             if trouble is not None:
                 raise trouble
 
-    def _merge(self, name: str, came: Sequence[tuple[int, Held]], lr: float | None) -> None:
+    def _merge(self, name: str, came: Sequence[tuple[int, Held]]) -> None:
         shares = shares_of([held.weights[name] for _, held in came])
         if shares is None:
             return
         table = self._tables[name]
+        lr = max(came, key=lambda one: one[1].clock)[1].lrs[name]  # of the newest, of equals the first: the same on every shard
         for worker, held in came:
             tau, mine = table.version - self._seen.get((worker, name), table.version), held.updates[name]
             ids = held.ids[name][0] if name in held.ids else None
