@@ -29,7 +29,13 @@ N = 8 * SIZE * BATCH - 10  # eight steps an epoch; in the last one rank 2 has no
 G = torch.Generator().manual_seed(0)
 X = torch.randn(N, 6, generator=G, dtype=torch.float64)
 Y = (X @ torch.randn(6, 3, generator=G, dtype=torch.float64)).argmax(1)
-RULES = {"downpour": "", "dc_asgd": "", "async_easgd": "merge.period=4", "async_admm": "merge.period=4", "backup": "merge.quorum=2"}
+RULES = {
+    "downpour": "",
+    "dc_asgd": "",
+    "async_easgd": "merge.period=4",
+    "async_admm": "merge.period=4",
+    "backup": "merge.quorum=2",
+}
 RUNS = {
     "sync": "merge=all_reduce",
     "bsp": "staleness=0 servers=1",

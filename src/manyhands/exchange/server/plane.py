@@ -15,7 +15,6 @@ import mmap
 import os
 import sys
 import threading
-import threading
 import weakref
 from bisect import insort
 from collections import deque
