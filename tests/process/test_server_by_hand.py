@@ -19,6 +19,8 @@ from manyhands.core import Table
 from manyhands.errors import ServerLost, StoreError
 from manyhands.exchange.server.client import ServerStore
 
+pytestmark = pytest.mark.slow  # processes by the dozen: run by hand, -m slow
+
 SUM = Table("sum", dim=2, rule="sum", init="zeros")
 SERVER = [*CLI, "server"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from soak import possible, soak
 
+pytestmark = pytest.mark.slow  # processes by the dozen: run by hand, -m slow
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
