@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from manyhands.core import Group, Position, Store, Strategy, Tensors
+from manyhands.core import Group, Position, Replica, Store, Strategy, Tensors
 
 
 class Link(Group, Protocol):
@@ -49,3 +49,7 @@ class Rule:
     state: Tensors
     gauge: Gauge | None = None
     wire_state: Callable[[], Tensors] = dict
+
+    def consensus(self, replica: Replica, group: Group) -> Tensors | None:
+        """The one model that all replicas stand for; over the bare `group`, as wires are for rounds, or over servers."""
+        return self.strategy.consensus(replica, group if self.strategy.link is Group else self.link, self.state)

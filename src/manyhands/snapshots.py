@@ -18,7 +18,7 @@ from manyhands.compute import batches as data
 from manyhands.compute import served, state
 from manyhands.compute.module import ModuleReplica
 from manyhands.compute.update import prime
-from manyhands.core import Group, Plan, Snapshot, Tensors
+from manyhands.core import Plan, Snapshot, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.plan import words
 from manyhands.rule import Rule
@@ -44,8 +44,7 @@ class Snapshots:
         """Every rank calls it; rank 0 gets the snapshot, the others an empty one."""
         site, update = self.site, self.replica.update
         rng = _all_rng(site)
-        link = site.link if rule.strategy.link is Group else rule.link  # wires are for rounds
-        model = rule.strategy.consensus(self.replica, link, rule.state)
+        model = rule.consensus(self.replica, site.link)
         own = self._own(rule, model is not None)
         empty = Snapshot(round, {}, {}, {}, self.walk.position)
         if site.rank != 0 and not update.part_only:

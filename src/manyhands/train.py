@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Tensors
+from manyhands.core import Event, Goal, Position, Replica, Snapshot
 from manyhands.errors import Diverged, StoreError
 from manyhands.rule import Dealer, Link, Rule
 from manyhands.task import Callback
@@ -378,15 +378,11 @@ class Trainer:
 
     def _holding_merged(self) -> AbstractContextManager[None]:
         self.agree()
-        model = self._consensus()
+        model = self.rule.consensus(self.replica, self.link)
         if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
             model = {k: v.clone() for k, v in self.replica.params.items()}
             self.link.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
-
-    def _consensus(self) -> Tensors | None:
-        link = self.link if self.rule.strategy.link is Group else self.rule.link  # wires are for rounds
-        return self.rule.strategy.consensus(self.replica, link, self.rule.state)
 
     def _change_when_due(self) -> None:
         if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
@@ -395,7 +391,7 @@ class Trainer:
     def _change_rule(self) -> None:
         """All go on from what they together stand for, with the mean of what their optimizers remember."""
         assert self.change is not None
-        model = self._consensus()
+        model = self.rule.consensus(self.replica, self.link)
         if model is not None:
             self.replica.load(model)
         if not self.rule.strategy.replicas_agree:

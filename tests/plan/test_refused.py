@@ -39,6 +39,7 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 merge=downpour", "parameter server"),
         ("data=2 merge=stale_sync", "servers=1"),
         ("data=2 staleness=4", "add servers=1"),
+        ("data=2 servers=1 stalenes=4", "did you mean staleness?"),
         ("data=2 servers=-1", "0 or more"),
         ("data=2 cache=100", "add servers=1"),
         ("data=2 lookahead=3", "add servers=1"),

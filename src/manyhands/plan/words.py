@@ -55,7 +55,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
         if axis != "data" and n != 1:
             raise PlanError(f"{axis}={n}: splitting the model over ranks is not built yet; only data= can be more than 1")
     chosen: dict[str, Any] = {}
-    known = [*AXES, *TABLES, "split", "algorithm", *PLAIN]
+    known = [*AXES, *TABLES, *SHORT, "split", "algorithm", *PLAIN]
     for key in TABLES:
         chosen |= _chosen(key, given)
         known += [f"{key}.{f.name}" for f in dataclasses.fields(chosen[OBJECTS[key]])] if chosen[OBJECTS[key]] is not None else []
