@@ -330,6 +330,20 @@ def test_a_directory_with_an_earlier_run_or_a_live_one_is_refused(tmp_path: Path
     train(tmp_path, "steps=2", resume=True, callbacks=(Second(),))
 
 
+@pytest.mark.parametrize("words", ["", "merge=local_sgd merge.period=4"])
+def test_the_time_left_is_that_of_steps_however_many_a_round_has(tmp_path: Path, words: str) -> None:
+    left: list[float] = []
+
+    class Asks(mh.Callback):
+        def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+            trainer = run.trainer
+            if trainer.position().steps == 8:
+                left.append(trainer._eta(trainer._started + 10.0, trainer.position()))
+
+    train(tmp_path, f"steps=16 {words}", callbacks=(Asks(),))
+    assert left == [pytest.approx(10.0)], "8 of 16 steps took 10 s"
+
+
 def test_unused_parameters_are_named_in_one_notice(tmp_path: Path) -> None:
     class Spare(nn.Module):
         def __init__(self) -> None:

@@ -84,8 +84,10 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         if test is None:
             return {}
         sums = forward.evaluate(
-            module, test, site.rank, site.place.size, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device
+            module, test, site.feed, site.feeds, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device
         )  # fmt: skip
+        if not site.speaks:
+            sums.zero_()
         site.link.all_reduce({"sums": sums}).wait()
         *totals, count = sums.tolist()
         if not count:
@@ -124,7 +126,7 @@ def assemble(
     ids: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
-    size, seed = site.place.size, plan.seed or 0
+    size, seed = site.feeds, plan.seed or 0
     order = {"split": plan.split, "seed": seed, "samples": train.samples}  # what the order of samples follows from
     saved = found(site, order) if site.options.resume else None
     plan, global_batch = _batch_sizes(site, plan, saved)
@@ -137,7 +139,7 @@ def assemble(
     same_rest(site, module)
     schedule = None if make_schedule is None else make_schedule(optimizer)
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
-    state.seed_everything(seed, site.rank)
+    state.seed_everything(seed, site.stream)
     at = Position() if saved is None else saved.position
     own_walk, dealer = _walk(site, plan, train, global_batch, seed, at, serving, borrow=synced)
     rows = None if serving is None else serving.sparse
@@ -147,7 +149,7 @@ def assemble(
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
     plain = ModuleReplica(
-        flat, update, next_loss, nominal=global_batch if _agree(plan) or _shares(plan) else max(1, global_batch // size),
+        flat, update, next_loss, nominal=global_batch if _agree(plan) or _shares(plan) else max(1, global_batch // plan.layout.data),
         clip=plan.clip, schedule=schedule, scaler=scaler,
         overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
         left_out=[p for p in module.parameters() if not p.requires_grad],
@@ -162,7 +164,7 @@ def assemble(
     if saved is not None:
         snapshots.restore(saved, str(getattr(plan, first)))
     if serving is not None and plan.strategy.link is Store:
-        serving.hold(plan.strategy, flat, snapshots.consensus or flat.values, optimizer)
+        serving.hold(plan.strategy, flat, snapshots.consensus or flat.values, optimizer, saved)
     learns_from_others = any(rule.distils for rule in _rules(plan).values())
     replica = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
     rule = _rule(site, plan, plain, first, serving, saved, snapshots)
@@ -174,7 +176,7 @@ def assemble(
     def agree_on_buffers() -> None:
         buffers = batchnorm.running_buffers(module) if not synced and size > 1 else []
         if buffers:
-            site.link.all_reduce({str(i): b for i, b in enumerate(buffers)}, op="mean").wait()
+            site.mean_over_feeds({str(i): b for i, b in enumerate(buffers)})
 
     def snapshot(round: int, rule: Rule) -> Snapshot:
         agree_on_buffers()
@@ -191,7 +193,7 @@ def assemble(
 
     comes_later = plan.then is not None and first == "merge"
     trainer = Trainer(
-        rule, replica, site.link,
+        rule, replica, site.link, site.merging,
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
         emit=site.recorder.emit, flush=site.recorder.flush, evaluate=lambda: evaluate(computing), snapshot=snapshot, save=save,
@@ -266,7 +268,7 @@ def _rule(
         if saved is not None and snapshots is not None:
             snapshots.restore_rule(saved, rule)
         return rule
-    link: Group = site.link
+    link: Group = site.merging
     if plan.algorithm != "native" and link.size > 1:
         if site.device.type == "cuda":
             raise PlanError(f"algorithm={plan.algorithm} is for CPU processes, but this rank computes on a GPU; leave it out")
@@ -277,7 +279,7 @@ def _rule(
         for values in replica.params.values():
             wire.warm(values)
     gauge = None
-    if strategy.sends == "gradients" and not strategy.swaps and link.size > 1:
+    if strategy.sends == "gradients" and not strategy.swaps and link.size > 1 and not site.divided:
         buckets = [b.name for b in replica.flat.buckets]
         link = gauge = NoiseGauge(link, buckets, lambda: site.link.round, site.device)
     rule = Rule(part, name, strategy, link, strategy.init(replica), gauge, dict if wire is None else lambda: wire.state)
@@ -291,7 +293,7 @@ def _rule(
 def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
     """A step's samples over all ranks. A resumed run keeps that number on any number of ranks, so it walks the same way."""
     batch = plan.batch or DEFAULT_BATCH
-    size = 1 if _shares(plan) else site.place.size
+    size = 1 if _shares(plan) else site.feeds
     wanted = batch * plan.accumulate * size
     kept = wanted if saved is None else saved.meta["global_batch"]
     if kept != wanted and site.plan.batch is not None:
@@ -305,7 +307,7 @@ def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, 
 def _walk(
     site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, serving: Serving | None, borrow: bool
 ) -> tuple[data.Indexed | data.Streamed, Dealt | None]:
-    rank, size, batch = site.rank, site.place.size, plan.batch or DEFAULT_BATCH
+    rank, size, batch = site.feed, site.feeds, site.micro_batch(plan.batch or DEFAULT_BATCH)
     if isinstance(train, data.StreamSource):
         if plan.split == "sampled":
             raise PlanError("split=sampled draws samples by index, but the training data is a stream; leave split out")
@@ -363,11 +365,11 @@ def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optim
 def _with_batchnorm(site: Site, plan: Plan, model: nn.Module, counts: Callable[[], bool]) -> tuple[nn.Module, bool]:
     # steps that a rank takes by itself are not held up by statistics of others
     synced = plan.batchnorm == "sync" or (plan.batchnorm == "auto" and _agree(plan))
-    if site.place.size == 1 or not synced or not batchnorm.has_batchnorm(model):
+    if site.feeds == 1 or not synced or not batchnorm.has_batchnorm(model):
         return model, False
 
     def reduce(values: Tensor) -> None:
-        site.link.all_reduce({"batchnorm": values}).wait()
+        site.sum_over_feeds({"batchnorm": values})
 
     return batchnorm.synchronise(model, reduce, counts), True
 

@@ -17,7 +17,10 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
+from manyhands.records import Emit, Event, Goal, Position, Snapshot, Tensors
+
+__all__ = ["Emit", "Event", "Goal", "Position", "Snapshot", "Tensors"]  # of records, which are nouns too
+
 Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
 Op = Literal["sum", "mean", "max"]
 Cargo = Literal["gradients", "updates", "parameters"]
@@ -313,72 +316,6 @@ class Strategy(Protocol[L]):
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where training stands in the data, counted over all ranks: free of how many ranks there are."""
-
-    epoch: int = 0
-    offset: int = 0  # samples of this epoch already consumed
-    steps: int = 0  # global batches consumed since the start
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A number to reach: `accuracy:0.88` is at least that, `-loss:0.3` at most; `epoch:5` and `step:1000` are goals too."""
-
-    name: str
-    bound: float
-    at_most: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Goal:
-        name, colon, bound = text.rpartition(":")
-        if not colon or not name.lstrip("-"):
-            raise ValueError("NAME:NUMBER is needed, such as epoch:5, accuracy:0.88 or -loss:0.3 (at most)")
-        return cls(name.lstrip("-"), float(bound), name.startswith("-"))
-
-    def __str__(self) -> str:
-        return f"{'-' if self.at_most else ''}{self.name}:{repr(self.bound).removesuffix('.0')}"
-
-    def reached(self, values: Mapping[str, float]) -> bool:
-        value = values.get(self.name, math.nan)
-        return value <= self.bound if self.at_most else value >= self.bound
-
-
-@dataclass
-class Snapshot:
-    """All of a run at the end of a round, by parameter name: free of layout, world size and buffers.
-
-    `params` is the one model that the ranks stand for. What is a rank's own (its model where replicas differ, its
-    momentum, its error feedback) stands in `ranks` under "<rank>/<kind>/<name>", or "*/..." where all ranks have the same.
-    """
-
-    round: int
-    params: Tensors
-    optimizer: Tensors
-    state: Tensors
-    position: Position
-    rng: Tensors = field(default_factory=dict)  # "<rank>/<generator>" -> bytes
-    meta: dict[str, Any] = field(default_factory=dict)  # plain JSON: hyper-parameters, schedule, scaler, plan
-    ranks: Tensors = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Event:
-    """One thing that happened on one rank. Text, JSONL, TensorBoard and traces are sinks of the same events."""
-
-    time_s: float
-    rank: int
-    round: int
-    name: str
-    seconds: float = 0.0
-    nbytes: int = 0
-    value: float | str | dict[str, float] | None = None
-
-
-Emit = Callable[[Event], None]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What to run. One line of `key=value` words resolves to this; `plan.words` parses and prints it."""
 
@@ -393,6 +330,7 @@ class Plan:
     algorithm: str = "native"
     split: str = "shuffled"
     batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
+    micro: int | None = None  # micro-batches that a rank's batch is cut into; None: as many as a pipeline needs, else 1
     accumulate: int = 1
     epochs: float | None = None
     steps: int | None = None
@@ -404,6 +342,13 @@ class Plan:
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # in which order a pipeline's stages work
+    cut: str = (
+        "auto"  # of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a stage begins: a,b,c
+    )
+    sequence: bool = False  # under tensor=: what lies between split layers is split along the sequence
+    zero: Literal[1, 2, 3] = 3  # what shard= splits: the optimizer's state, gradients too, parameters too
+    recompute: bool = False  # forget activations, and compute them again in backward
     servers: int = 0  # processes that hold tables
     lookahead: int = 1  # batches whose rows are fetched while one computes; 0: each fetches its own when it comes
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old

@@ -5,7 +5,8 @@ ManyhandsError
 +-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
 +-- PeerLost             another rank died or never came; the round did not happen
 +-- ServerLost           a parameter server died, is not there or does not answer in time
-+-- StoreError           a server refused a request: wrong ids, NaN gradients, memory limit   (also ValueError)
++-- StoreError           a server refused a request: wrong ids, memory limit           (also ValueError)
+|   +-- NotFinite        ... because updates in it are NaN or infinite
 +-- Deadlock             ranks wait for each other for ever, or exchange different things
 +-- Diverged             loss or parameters are NaN or infinite
 +-- CheckpointError      a checkpoint is damaged, or of another model
@@ -40,6 +41,10 @@ class ServerLost(ManyhandsError):
 
 class StoreError(ManyhandsError, ValueError):
     """A request that a store refused; its tables are as before."""
+
+
+class NotFinite(StoreError):
+    """Updates that a store refused because some of them are NaN or infinite."""
 
 
 class Deadlock(ManyhandsError):

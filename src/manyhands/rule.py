@@ -15,7 +15,9 @@ class Link(Group, Protocol):
     """A group that keeps account of itself (`exchange.observed`)."""
 
     round: int
-    seconds: float
+
+    @property
+    def seconds(self) -> float: ...
 
 
 class Gauge(Protocol):

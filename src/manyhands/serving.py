@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands.compute import served
 from manyhands.compute.flat import FlatParameters
+from manyhands.compute.sparse import saved_tables
 from manyhands.compute.tables import Tables, alone, embeddings
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, Tensors
 from manyhands.errors import PlanError, TaskError
@@ -40,8 +41,10 @@ class Serving:
     def tables(self) -> list[Table]:
         return [*self.dense, *(self.sparse.specs if self.sparse is not None else [])]
 
-    def hold(self, strategy: Strategy[Any], flat: FlatParameters, values: Tensors, optimizer: Optimizer) -> None:
-        """Give the dense parameters to the store, with what the optimizer remembers of them."""
+    def hold(
+        self, strategy: Strategy[Any], flat: FlatParameters, values: Tensors, optimizer: Optimizer, saved: Snapshot | None = None
+    ) -> None:
+        """Give the dense parameters to the store, with what the optimizer remembers of them and what servers had `saved`."""
         rule, options = ("sum", {}) if strategy.on_server == "sum" else served.served_rule(optimizer)
         taken = {t.name for t in self.tables}
         for key, vector in values.items():
@@ -53,6 +56,8 @@ class Serving:
                     f"parameters are {dtype}, but servers hold float32 and float64; use precision=bf16 with float32 parameters"
                 )
             state = {} if strategy.on_server == "sum" else served.flat_state(flat, key, optimizer)
+            if saved is not None and saved.meta.get("rule") == self.plan.merge:
+                state |= served.flat_compensation(flat, key, saved.state)
             table = Table(key, length=vector.numel(), dtype=dtype, rule=rule, options=options)
             self.store.create(table, vector.detach().cpu(), state or None)
             self.dense.append(table)
@@ -90,9 +95,10 @@ class Serving:
 
     def restore(self, saved: Snapshot) -> None:
         """Rank 0 puts back the rows of a checkpoint; all wait until they are there."""
-        for table in self.sparse.specs if self.sparse is not None else []:
-            prefix = f"{PREFIX}{table.name}/"
-            content = {k.removeprefix(prefix): v for k, v in saved.state.items() if k.startswith(prefix)}
+        tables = self.sparse.specs if self.sparse is not None else []
+        contents = saved_tables({k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)})
+        for table in tables:
+            content = contents.get(table.name)
             if content and self.site.rank == 0:
                 self.store.restore(table.name, content)
             elif not content:
@@ -156,6 +162,7 @@ def rows_of_this_process() -> Tables:
 def _connect(site: Site, plan: Plan, module: nn.Module) -> Store:
     from manyhands.exchange.server.client import ServerStore  # these bring numba: only runs with tables need it
     from manyhands.exchange.server.local import LocalStore
+    from manyhands.exchange.server.observed import observed
     from manyhands.exchange.server.shard import Shard
 
     if not plan.servers:
@@ -171,7 +178,7 @@ def _connect(site: Site, plan: Plan, module: nn.Module) -> Store:
         started.coordinator, place.rank, place.size, started.token, timeout_s=plan.timeout_s, payload=payload, tls=started.tls
     )
     site.closing.insert(0, store.close)  # before the servers it talks to
-    return store
+    return observed(store, site.link, payload)
 
 
 def _modules(module: nn.Module) -> list[str]:

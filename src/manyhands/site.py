@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Event, Group, Place, Plan
+from manyhands.core import Event, Group, Layout, Place, Plan, Tensors
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical
 from manyhands.exchange.observed import Observed
@@ -53,8 +54,8 @@ class Site:
     options: Options
     store: dist.Store
     device: torch.device
-    link: Observed
-    allocate: Callable[[int, torch.dtype], Tensor]
+    link: Observed  # between all ranks
+    axes: dict[str, Observed]  # between ranks that differ along one axis of the layout only: data, shard, pipe, tensor
     directory: Path
     recorder: Recorder
     checkpoints: Checkpoints
@@ -67,6 +68,57 @@ class Site:
     def rank(self) -> int:
         return self.place.rank
 
+    @property
+    def merging(self) -> Observed:
+        """Between replicas: the ranks that hold the same of the model."""
+        return self.axes["data"]
+
+    @property
+    def feeds(self) -> int:
+        """How many ranks, or groups of ranks that share a model, have data of their own."""
+        return self.plan.layout.data * self.plan.layout.shard
+
+    @property
+    def feed(self) -> int:
+        where = self.plan.layout.coordinates(self.rank)
+        return where["data"] * self.plan.layout.shard + where["shard"]
+
+    @property
+    def stream(self) -> int:
+        """Which random numbers are this rank's: those who split matrices among them draw the same."""
+        return self.rank - self.plan.layout.coordinates(self.rank)["tensor"]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one that counts of those who share a model: it has the model's output."""
+        where = self.plan.layout.coordinates(self.rank)
+        return where["tensor"] == 0 and where["pipe"] == self.plan.layout.pipe - 1
+
+    def sum_over_feeds(self, values: Tensors) -> None:
+        for axis in ("shard", "data"):
+            if self.axes[axis].size > 1:
+                self.axes[axis].all_reduce(values).wait()
+
+    def mean_over_feeds(self, values: Tensors) -> None:
+        for axis in ("shard", "data"):
+            if self.axes[axis].size > 1:
+                self.axes[axis].all_reduce(values, op="mean").wait()
+
+    def micro_batch(self, batch: int) -> int:
+        """How many samples of a rank's batch are computed at once."""
+        union = self.options.stands_for
+        return union * -(-(batch // union) // micro_batches(self.plan))
+
+    @property
+    def divided(self) -> bool:
+        """Whether the model is split over ranks."""
+        return self.place.size > self.plan.layout.data
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros, where replicas can merge them fastest."""
+        in_shared_memory = getattr(self.merging.group, "allocate", None)
+        return torch.zeros(numel, dtype=dtype, device=self.device) if in_shared_memory is None else in_shared_memory(numel, dtype)
+
     def notice(self, text: str) -> None:
         if self.rank == 0:
             self.recorder.emit(Event(time.time(), 0, self.link.round, "notice", value=text))
@@ -76,9 +128,15 @@ class Site:
             if self.owner is not None:
                 rest.callback(self.owner.close)
                 self.owner = None
-            for close in reversed([*self.closing, self.checkpoints.wait, self.recorder.close, self.link.close]):
+            links = {id(link): link.close for link in (*self.axes.values(), self.link)}
+            for close in reversed([*self.closing, self.checkpoints.wait, self.recorder.close, *links.values()]):
                 rest.callback(close)
             self.closing.clear()
+
+
+def micro_batches(plan: Plan) -> int:
+    """Into how many a rank's batch is cut; a pipeline needs several for all of its stages to work at the same time."""
+    return plan.micro or (4 * plan.layout.pipe if plan.layout.pipe > 1 else 1)
 
 
 def open_site(plan: Plan, place: Place, store: dist.Store, options: Options) -> Site:
@@ -92,17 +150,25 @@ def open_site(plan: Plan, place: Place, store: dist.Store, options: Options) -> 
     recorder = Recorder(path, place.rank, sinks)
     inner, link_name = connect(plan, place, store, device)
     link = Observed(inner, recorder.emit)
-    in_shared_memory = getattr(inner, "allocate", None)
-
-    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device) if in_shared_memory is None else in_shared_memory(numel, dtype)
+    axes = {axis: _axis(plan, place, store, device, link, axis) for axis in Layout.AXES}
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
         if place.rank == 0:
             recorder.emit(Event(time.time() - seconds, 0, link.round, name, seconds, nbytes, text))
 
     checkpoints = Checkpoints(path / "checkpoints", plan.keep, plan.best, report)
-    return Site(place, plan, options, store, device, link, allocate, path, recorder, checkpoints, owner, link_name)
+    return Site(place, plan, options, store, device, link, axes, path, recorder, checkpoints, owner, link_name)
+
+
+def _axis(plan: Plan, place: Place, store: dist.Store, device: torch.device, link: Observed, axis: str) -> Observed:
+    peers = plan.layout.peers(place.rank, axis)
+    if len(peers) == place.size:
+        return link
+    if len(peers) == 1:
+        return Observed(SoloGroup(), link.emit, beside=link)
+    among = dataclasses.replace(place, rank=peers.index(place.rank), size=len(peers))
+    inner, _ = connect(plan, among, dist.PrefixStore(f"{axis}/{peers[0]}", store), device)
+    return Observed(inner, link.emit, beside=link)
 
 
 def connect(plan: Plan, place: Place, store: dist.Store, device: torch.device) -> tuple[Group, str]:

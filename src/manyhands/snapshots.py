@@ -55,7 +55,9 @@ class Snapshots:
         rows: Tensors = {}
         if self.serving is not None:
             rows, moments = self.serving.dump(rule.strategy)
-            tensors = served.named_state(self.replica.flat, self.replica.optimizer, moments) if moments else tensors
+            if moments:
+                tensors = served.named_state(self.replica.flat, self.replica.optimizer, moments)
+                rows |= served.named_compensation(self.replica.flat, moments)
         schedule, scaler = self.replica.schedule, self.replica.scaler
         meta = {
             "optimizer": optimizer_meta,

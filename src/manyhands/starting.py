@@ -21,7 +21,7 @@ def lay_out(
     """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
     parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
-    shared = site.link.group if isinstance(site.link.group, SharedGroup) else None
+    shared = site.merging.group if isinstance(site.merging.group, SharedGroup) else None
     plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
     agree = agree and plain_link and plan.precision != "fp16"
     if shared is None or not agree or not can_part(optimizer):
@@ -30,7 +30,7 @@ def lay_out(
         return flat, WholeUpdate(flat, module, optimizer)
     if one_copy:
         common = functools.partial(shared.allocate, common=True)
-        flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=site.rank == 0)
+        flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=shared.rank == 0)
         shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
     else:
         flat = FlatParameters(module, shared.allocate, bucket_bytes)
@@ -47,13 +47,13 @@ def _same_start(site: Site, flat: FlatParameters) -> None:
     ]
     sums = torch.stack([w[i::2].sum(dtype=torch.int64) for w in words for i in range(2)])
     span = torch.cat([sums, -sums])
-    site.link.all_reduce({"span": span}, op="max").wait()
+    site.merging.all_reduce({"span": span}, op="max").wait()
     if torch.equal(span[: len(sums)], -span[len(sums) :]):
         return
-    if site.rank != 0:
+    if site.merging.rank != 0:
         for values in flat.values.values():
             values.zero_()
-    site.link.all_reduce(flat.values).wait()
+    site.merging.all_reduce(flat.values).wait()
 
 
 def same_rest(site: Site, module: nn.Module) -> None:

@@ -21,8 +21,9 @@ Metric = Callable[[Any, Any], Tensor]
 
 class Callback:
     """Override what you need; every method is called on every rank, `run` is the run it happens in. `on_checkpoint` comes when
-    the snapshot is taken; its folder is written in the background. Ranks of one host may share one copy of the parameters:
-    who changes them from here does so on one rank (`run.rank == 0`) only.
+    the snapshot is taken; its folder is written in the background. `on_end` comes once, after the last evaluation and snapshot,
+    while links and servers are still there, also where a signal ended the run; a run that fails has `on_failure` in its place.
+    Ranks of one host may share one copy of the parameters: who changes them from here does so on one rank (`run.rank == 0`) only.
     """
 
     def on_round(self, run: Any, round: int, loss: Tensor) -> None: ...

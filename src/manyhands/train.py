@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Goal, Position, Replica, Snapshot
-from manyhands.errors import Diverged, StoreError
+from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot
+from manyhands.errors import Diverged, NotFinite
 from manyhands.rule import Dealer, Link, Rule
 from manyhands.task import Callback
 
@@ -53,7 +53,8 @@ class Trainer:
 
     rule: Rule
     replica: Replica
-    link: Link
+    link: Link  # between all ranks
+    merging: Group  # between replicas: where a model is split over ranks, those that hold the same part of it
     position: Callable[[], Position]
     epochs: float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
     steps: float
@@ -91,7 +92,7 @@ class Trainer:
             0.0,
         ]  # of losses read already: their sum, samples behind it, the first round that was not finite
         self._at_look = self.position()
-        self._first_epochs = self._epochs(self._at_look)
+        self._first_epochs, self._first_steps = self._epochs(self._at_look), self._at_look.steps
         self._next_look = self.round + 1
         self._looked = self._started = time.perf_counter()
         self._looked_at = self._first = self.round
@@ -151,10 +152,8 @@ class Trainer:
         self.link.round = self.round + 1
         try:
             loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
-        except StoreError as e:
-            if "not finite" not in str(e):
-                raise
-            raise Diverged(f"rank {self.link.rank}, round {self.round + 1}: {e}; {self._good()}") from e
+        except NotFinite as e:
+            raise self._refused(e, self.round + 1) from e
         self.round += 1
         self._losses.append((self.round, loss, self.replica.own_count))
         self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
@@ -198,10 +197,11 @@ class Trainer:
 
     def _meet(self, dealer: Dealer) -> None:
         """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
-        self.settle()
+        self._settle()
         reached = torch.tensor([dealer.drawn(), self.round, int(self._ending)], dtype=torch.int64, device=self.device)
         self.link.all_reduce({"meeting": reached}, op="max").wait()
         steps, self.round, self._ending = reached.tolist()
+        self.link.round = self.round
         dealer.meet(steps)
         self.steps = steps if self._ending else self.steps
         self.look()
@@ -241,7 +241,7 @@ class Trainer:
 
     def look(self) -> None:
         """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss over all ranks."""
-        self.settle()
+        self._settle()
         now = time.perf_counter()
         rounds, elapsed = self.round - self._looked_at, now - self._looked
         self._fold()
@@ -290,7 +290,8 @@ class Trainer:
 
     def _refuse_nan(self) -> None:
         """A gradient can be NaN where the loss was finite; such a model is never saved over a good one."""
-        bad = torch.stack([(~v.isfinite()).any().float() for v in self.replica.params.values()]).max().view(1)
+        found = [(~v.isfinite()).any().float() for v in self.replica.params.values()]
+        bad = torch.stack([torch.zeros((), device=self.device), *found]).max().view(1)
         self.link.all_reduce({"bad": bad}, op="max").wait()
         if float(bad) > 0:
             raise Diverged(
@@ -298,6 +299,16 @@ class Trainer:
                 f"finite; {self._good()}; "
                 "clip gradients (clip=1.0) or look for a division by zero in backward"
             )
+
+    def _settle(self) -> None:
+        """What this rank sent has arrived, or the run has diverged: a push may be refused after its round is over."""
+        try:
+            self.settle()
+        except NotFinite as e:
+            raise self._refused(e, self.round) from e
+
+    def _refused(self, error: NotFinite, round: int) -> Diverged:
+        return Diverged(f"rank {self.link.rank}, round {round}: {error}; {self._good()}")
 
     def _good(self) -> str:
         good = self.last_good()
@@ -373,15 +384,15 @@ class Trainer:
 
     def _barrier(self) -> None:
         if self.serves:
-            self.settle()
+            self._settle()
             self.link.all_reduce({"settled": torch.zeros(1, device=self.device)}).wait()
 
     def _holding_merged(self) -> AbstractContextManager[None]:
         self.agree()
-        model = self.rule.consensus(self.replica, self.link)
+        model = self.rule.consensus(self.replica, self.merging)
         if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
             model = {k: v.clone() for k, v in self.replica.params.items()}
-            self.link.all_reduce(model, op="mean").wait()
+            self.merging.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
 
     def _change_when_due(self) -> None:
@@ -391,11 +402,11 @@ class Trainer:
     def _change_rule(self) -> None:
         """All go on from what they together stand for, with the mean of what their optimizers remember."""
         assert self.change is not None
-        model = self.rule.consensus(self.replica, self.link)
+        model = self.rule.consensus(self.replica, self.merging)
         if model is not None:
             self.replica.load(model)
         if not self.rule.strategy.replicas_agree:
-            self.link.all_reduce(self.replica.moments, op="mean").wait()
+            self.merging.all_reduce(self.replica.moments, op="mean").wait()
         self.look()  # what was measured under the old rule is read before it goes
         self.rule, self.change = self.change(), None
         if self.link.rank == 0:
@@ -420,8 +431,8 @@ class Trainer:
 
     def _eta(self, now: float, at: Position) -> float:
         """Seconds left at the mean pace so far, by whichever limit is nearer."""
-        spent, done, here = now - self._started, self.round - self._first, self._epochs(at)
-        by_steps = spent * (self.steps - at.steps) / done if done else math.inf
+        spent, done, here = now - self._started, at.steps - self._first_steps, self._epochs(at)
+        by_steps = spent * (self.steps - at.steps) / done if done > 0 else math.inf
         by_epochs = spent * (self.epochs - here) / (here - self._first_epochs) if here > self._first_epochs else math.inf
         left = max(0.0, min(by_steps, by_epochs))
         return left if math.isfinite(left) else math.nan

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from replicas import mlp, replica, rows
 
 from manyhands.compute.batches import Indexed, TensorSource
 from manyhands.compute.dealt import Dealt
@@ -114,3 +115,23 @@ def test_a_step_that_was_claimed_and_not_begun_is_not_counted_by_who_rests() -> 
     assert not dealer.claim(8) and dealer.drawn() == 1
     with pytest.raises(TaskError, match=r"run\.step"):
         walk.next()
+
+
+def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one() -> None:
+    """Three ranks, of which the last comes once in seven times: when it comes, its rate is that of the others."""
+    counter, size, halving = Counter(), 3, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    split, ranks = DataSplit(1000, 4, 4, 0, 1), []
+    for _ in range(size):
+        dealer = Dealt(split, Position(), counter.deal, counter.call)
+        mine = replica(
+            mlp(), [[rows(4)]] * 20, nominal=4, schedule=halving, schedule_at=lambda d=dealer: d.latest.steps // size,
+            optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        )  # fmt: skip
+        ranks.append((dealer, dealer.takes(), mine))
+    for number, who in enumerate([0, 1, 0, 1, 0, 1, 2, 0, 1, 0, 1, 1, 2, 0]):
+        dealer, takes, mine = ranks[who]
+        assert dealer.claim(1000)
+        next(takes)
+        mine.backward()
+        mine.stepped()
+        assert mine.lr == 0.5 ** ((number + 1) // size)

@@ -248,6 +248,25 @@ def test_a_push_that_waits_for_the_next_request_is_not_forgotten() -> None:
         assert store.pushes == 1 and store.pull({"rows": torch.tensor([1])})["rows"].item() == -1.0
 
 
+def test_tables_whose_names_begin_alike_each_get_their_own_rows_back() -> None:
+    names = ("a", "a/b", "a/state", "a/state/sum")
+    model = nn.ModuleList([Embedding(name, 1, rule="adagrad", lr=0.5) for name in names])
+    tables, other = Tables(model, Counted()), Tables(model, Counted())
+    tables.attach()
+    for i, module in enumerate(model):
+        module(torch.tensor([i, 7])).sum().backward()
+    tables.push()
+    saved = tables.dump()
+    other.attach()
+    other.restore(saved)
+    restored = other.dump()
+    assert restored.keys() == saved.keys() and all(torch.equal(restored[k], saved[k]) for k in saved)
+    without = Tables(model[:1], Counted())  # type: ignore[arg-type]
+    without.attach()
+    without.restore(saved)
+    assert without.dump()["a/ids"].tolist() == [0, 7], "nor does it take those of a table that is no more"
+
+
 # -- position --
 
 

@@ -53,6 +53,7 @@ CASES = {
     "ensemble": Case({"period": 3, "distil": 3}, rounds=80, spread=0.0, idle=float("inf")),
     # a vote finds the common answer, not that of the mean; one without samples votes for no change, which holds it up
     "robust": Case({"f": 0}, rounds=150, spread=0.0, idle=1e-4),
+    "skeleton": Case({"period": 4}),  # a point has no units; with them: test_skeleton.py
     # one rank's gradient after the other moves the model to and fro where the ranks' own answers differ
     "stale_sync": Case(rounds=150, spread=0.0, idle=1e-4),  # its share of every step is missing
     "backup": Case(rounds=150, mixed=1.0),
@@ -240,6 +241,10 @@ def test_every_option_refuses_a_wrong_value_and_names_it(name: str) -> None:
         ("merge=easgd merge.beta=1.7", r"merge\.beta=1\.7, so alpha = beta / 4 = 0\.425: .* 0\.4"),
         ("merge=easgd merge.alpha=0", r"merge\.alpha=0\.0: more than 0"),
         ("merge=easgd merge.alpha=0.1 merge.beta=0.5", r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1"),
+        ("servers=1 merge=async_easgd merge.alpha=0.5", r"merge\.alpha=0\.5: where all ranks come at once, the centre is stable for .* = 0\.4; set"),
+        ("servers=1 merge=async_easgd merge.beta=1.7", r"merge\.beta=1\.7, so alpha = beta / 4 = 0\.425: .* 0\.4"),
+        ("servers=1 merge=async_easgd merge.alpha=0", r"merge\.alpha=0\.0: more than 0"),
+        ("servers=1 merge=async_easgd merge.alpha=0.1 merge.beta=0.5", r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1"),
         ("merge=bmuf merge.eta=1", r"merge\.eta=1\.0: block momentum of 0 or more and less than 1"),
         ("merge=diloco merge.momentum=1", r"merge\.momentum=1\.0: outer momentum of 0 or more and less than 1"),
         ("merge=diloco merge.lr=0", r"merge\.lr=0\.0: an outer learning rate of more than 0"),

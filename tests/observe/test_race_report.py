@@ -51,7 +51,8 @@ def test_the_time_to_the_target_leaves_out_start_up_and_evaluations(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("exchange", "share"), [("all_reduce", 2 * 3 / 4), ("reduce_scatter", 3 / 4), ("all_gather", 3 / 4), ("swap", 1.0), ("transfer", 1.0)]
+    ("exchange", "share"), [("all_reduce", 2 * 3 / 4), ("reduce_scatter", 3 / 4), ("all_gather", 3 / 4), ("swap", 1.0), ("transfer", 1.0),
+                          ("push", 1.0), ("pull", 1.0)]
 )  # fmt: skip
 def test_bytes_are_what_a_rank_must_send_and_not_those_of_the_start_or_of_evaluations(
     tmp_path: Path, exchange: str, share: float
@@ -70,6 +71,20 @@ def test_spans_that_a_full_file_lost_are_made_up_for(tmp_path: Path) -> None:
     cut = follow(tmp_path / "cut", 0, TARGET, 500)
     assert cut.sent_bytes == pytest.approx(whole.sent_bytes)
     assert cut.time_s == whole.time_s and cut.seconds == pytest.approx(whole.seconds)
+
+
+def test_ranks_that_go_at_their_own_pace_are_not_taken_for_files_that_lost_spans(tmp_path: Path) -> None:
+    """Rank 0 does eight rounds and rank 1 two; then they meet, and both are in round eight."""
+    for rank, rounds in enumerate((8, 2)):
+        events = []
+        for i in range(rounds):
+            at = ZERO_S + i * 8 / rounds
+            events += [Event(at, rank, i + 1, "push", 0.5, 1000), Event(at, rank, i + 1, "round", 8 / rounds)]
+        events.append(Event(ZERO_S + 8.0, rank, 8, "all_reduce", 0.0, 0))
+        events.append(Event(ZERO_S + 8.0, rank, 8, "evaluate", 1.0, value={"epoch": 1.0, "accuracy": 0.9}))
+        record(tmp_path / "run", events, rank)
+    course = follow(tmp_path / "run", 0, TARGET, 500)
+    assert course.sent_bytes == pytest.approx((8000 + 2000) / 2) and course.wait_share == pytest.approx((4 + 1) / 2 / 8)
 
 
 def test_a_failed_run_is_told_as_far_as_it_came(tmp_path: Path) -> None:

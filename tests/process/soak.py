@@ -281,8 +281,9 @@ def soak(minutes: float, servers: int = 2, clients: int = 4, seed: int = 0) -> O
     """Run it all; `wrong` of what comes back says what must not have happened."""
     with _folder() as folder, contextlib.closing(Soak(folder, servers, clients, seed)) as run:
         memory = shared_memory()
-        # once through everything, kills included, so that what is made once is there: kernels, buffers, arenas of the allocator
-        warm = time.time() + 6.0
+        # once through everything, kills included, so that what is made once is there: kernels, buffers, arenas of the allocator,
+        # and its caches as full as they get
+        warm = time.time() + max(6.0, 6.0 * minutes)
         run.all_clients(warm)
         run.kill_some(warm)
         wrong = run.finish()

@@ -20,15 +20,18 @@ import manyhands as mh
 from manyhands.core import Store
 from manyhands.launch.environment import place
 from manyhands.merge import STRATEGIES
+from manyhands.observe.events import read
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.run import start, work
 from manyhands.site import Options
+from manyhands.split.data import SPLITS
 
-SIZE, BATCH, EPOCHS = 3, 4, 2
+SIZE, BATCH, EPOCHS, ROW_LR = 3, 4, 2, 0.5
 N = 8 * SIZE * BATCH - 10  # eight steps an epoch; in the last one rank 2 has no sample
 G = torch.Generator().manual_seed(0)
 X = torch.randn(N, 6, generator=G, dtype=torch.float64)
 Y = (X @ torch.randn(6, 3, generator=G, dtype=torch.float64)).argmax(1)
+PULL = torch.randn(N, generator=G, dtype=torch.float64)
 RULES = {
     "downpour": "",
     "dc_asgd": "",
@@ -46,11 +49,38 @@ RUNS = {
 }
 
 
+ROWS = {  # of runs with a table of rows
+    "all_reduce": "",
+    "downpour": "merge=downpour",
+    "async_easgd": "merge=async_easgd merge.period=4",
+}
+
+
 def make(momentum: float = 0.5) -> mh.Task:
     return mh.Task(
         model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(), loss=nn.functional.cross_entropy,
         train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy}, batch=BATCH, epochs=EPOCHS,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum),
+    )  # fmt: skip
+
+
+class Pulled(nn.Module):
+    """Rows that get the same gradient wherever they stand, so that who comes when does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = mh.Embedding("rows", 1, rule="sgd", lr=ROW_LR, init="zeros", dtype=torch.float64)
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.rows(ids).squeeze(1) + self.bias
+        return out
+
+
+def make_rows() -> mh.Task:
+    return mh.Task(
+        model=Pulled, loss=lambda outputs, pull: (outputs * pull).mean(), train=(torch.arange(N), PULL), batch=BATCH, epochs=1,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
     )  # fmt: skip
 
 
@@ -67,6 +97,9 @@ def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any
     without = {**words, "merge": "all_reduce"}
     work(make, {**bsp, "epochs": 1}, half := dataclasses.replace(options, directory=f"{folder}/handed_on"))
     results["handed_on"] = work(make, {**without, "epochs": EPOCHS}, dataclasses.replace(half, resume=True))
+    for name, own in ROWS.items():
+        given = {**words, "servers": 1, "seed": 0, **dict(word.split("=") for word in own.split())}
+        work(make_rows, given, dataclasses.replace(options, directory=f"{folder}/rows/{name}"))
     if place().rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     return {}
@@ -120,6 +153,28 @@ def test_a_checkpoint_of_servers_goes_on_without_them_momentum_and_all(ran: Path
 def test_every_rule_learns_over_real_servers(ran: Path, name: str) -> None:
     result = json.loads((ran / "results.json").read_text())[name]
     assert result["metrics"]["accuracy"] > 0.75 and result["epochs"] == EPOCHS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(ran: Path, name: str) -> None:
+    """Each id comes once an epoch, so a row has moved by lr times its own gradient over the samples of its step: those of all ranks,
+    or of one rank's batch, times the part of a step that such a batch is."""
+    found = Checkpoints(ran / "rows" / name / "checkpoints").latest()
+    assert found is not None
+    rows = dict(zip(found.state["table/rows/ids"].tolist(), found.state["table/rows/values"].view(-1).tolist(), strict=True))
+    share = {"downpour": 1.0, "async_easgd": 1 / SIZE}.get(name)
+    together = BATCH if share is not None else SIZE * BATCH
+    order = SPLITS["shuffled"](N, 0, 0).tolist()
+    for first in range(0, N, together):
+        step = order[first : first + together]
+        for i in step:
+            assert rows[i] == pytest.approx(-ROW_LR * (share or 1.0) * float(PULL[i]) / len(step), rel=1e-12), (name, i)
+
+
+def test_at_a_meeting_all_ranks_tell_of_the_same_round(ran: Path) -> None:
+    events = [e for e in read(ran / "downpour") if e.name == "all_reduce"]
+    last = [max(e.round for e in events if e.rank == rank) for rank in range(SIZE)]
+    assert last == [json.loads((ran / "results.json").read_text())["downpour"]["rounds"]] * SIZE
 
 
 @pytest.mark.parametrize("words", ["merge=downpour servers=1", "staleness=3 servers=1"])

@@ -219,7 +219,7 @@ def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float
 
     with servers(3) as started, joined(started[0]) as store:
         found = main(store)
-    assert ("mean_square" in found) == (decay is not None)
+    assert ("state/compensate/mean_square" in found) == (decay is not None)
     assert_same([found], [main(LocalStore())])
 
 

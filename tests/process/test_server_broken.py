@@ -17,7 +17,7 @@ import torch
 from served import TOKEN, USERS, assert_same, create, joined, play, process, servers
 
 from manyhands.core import Table, Tensors
-from manyhands.errors import ServerLost, StoreError
+from manyhands.errors import NotFinite, ServerLost, StoreError
 from manyhands.exchange.server import handshake, serve
 from manyhands.exchange.server.client import ServerStore
 from manyhands.exchange.server.local import LocalStore
@@ -251,7 +251,7 @@ def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
         before = store.pull({"users": ids, "weights": None})
         bad = torch.ones(10, 8)
         bad[3, 1] = math.nan
-        with pytest.raises(StoreError, match=r"'users'.*not finite.*3"):
+        with pytest.raises(NotFinite, match=r"'users'.*not finite.*3"):
             store.push({"users": ids, "weights": None}, {"users": bad, "weights": torch.ones(5000)}).wait()
         after = store.pull({"users": ids, "weights": None})
         assert_same([before], [after])
@@ -271,15 +271,30 @@ def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
         store.close()
 
 
+@pytest.mark.parametrize("table", ["users", "weights"])
+@pytest.mark.parametrize("hold", [False, True])
+def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(table: str, hold: bool) -> None:
+    """Of one shard: the shard finds it, and the client hears of it."""
+    with servers() as (server,), joined(server) as store:
+        create(store)
+        rows, shape = ({"users": torch.arange(3)}, (3, 8)) if table == "users" else ({"weights": None}, (5000,))
+        with pytest.raises(NotFinite, match=rf"'{table}'.*not finite"):
+            store.push(rows, {table: torch.full(shape, math.nan)}, hold=hold).wait()
+        with pytest.raises(StoreError) as other:
+            store.push(rows, {table: torch.ones(shape)}, lr=-1.0).wait()
+        assert type(other.value) is StoreError
+        store.close()
+
+
 def test_a_push_that_nobody_waited_for_is_not_refused_in_silence() -> None:
     with servers() as (server,), joined(server) as store:
         store.create(USERS)
         store.push({"users": torch.arange(2)}, {"users": torch.full((2, 8), math.inf)})
-        with pytest.raises(StoreError, match="not finite"):
+        with pytest.raises(NotFinite, match="not finite"):
             store.flush()
         store.pull({"users": torch.arange(2)})
         store.push({"users": torch.arange(2)}, {"users": torch.full((2, 8), math.inf)})
-        with pytest.raises(StoreError, match="not finite"):
+        with pytest.raises(NotFinite, match="not finite"):
             store.close()
 
 

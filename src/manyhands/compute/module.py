@@ -35,6 +35,16 @@ class Micro:
 
 
 NextLoss = Callable[[], Micro]
+# all passes of a step: calls backward on scaled(loss, count) of every micro-batch; the sum of loss * count, and of counts
+Passes = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The other ranks of this replica, where a model is split over ranks: what is summed over all of them is of the whole model."""
+
+    sum: Callable[[Tensor], None]  # in place
+    weights: Sequence[float]  # of each piece: 1 / how many ranks of the replica hold the same elements
 
 
 class ModuleReplica:
@@ -58,6 +68,8 @@ class ModuleReplica:
         on_window: Callable[[], None] | None = None,
         schedule_at: Callable[[], int] | None = None,
         scheduled: int = 0,
+        passes: Passes | None = None,
+        inside: Inside | None = None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer = update.optimizer
@@ -70,6 +82,7 @@ class ModuleReplica:
         self._ended = ended  # whether the run is at its end
         self.steps_alone = steps_alone  # by a gradient of its own, so that peers need not overflow where it does
         self._schedule_at, self._scheduled = schedule_at, scheduled  # where ranks share steps: how far the schedule is to be
+        self._passes, self._inside = passes, inside
         self._on_window = on_window  # when a step's last backward pass is over
         self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
@@ -149,18 +162,7 @@ class ModuleReplica:
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         self._start_window()
-        total, count, last = torch.zeros((), device=self.device), 0, False
-        while not last:
-            micro = self.next_loss()
-            last = micro.last
-            if micro.loss is not None:
-                self._on_ready = on_ready if last else None
-                share = micro.count / self.nominal
-                scaled = micro.loss if share == 1 else micro.loss * share
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-                self._on_ready = None
-                total = total + micro.loss.detach() * micro.count
-                count += micro.count
+        total, count = self._one_by_one(on_ready) if self._passes is None else self._passes(self._scaled)
         self._end_window(count)
         if self._on_window is not None:
             self._on_window()
@@ -170,13 +172,40 @@ class ModuleReplica:
                 on_ready({bucket.name: bucket.grad})
         return total / max(count, 1)
 
+    def _one_by_one(self, on_ready: OnReady | None) -> tuple[Tensor, int]:
+        total, count, last = torch.zeros((), device=self.device), 0, False
+        while not last:
+            micro = self.next_loss()
+            last = micro.last
+            if micro.loss is not None:
+                self._on_ready = on_ready if last else None
+                self._scaled(micro.loss, micro.count).backward()
+                self._on_ready = None
+                total = total + micro.loss.detach() * micro.count
+                count += micro.count
+        return total, count
+
+    def _scaled(self, loss: Tensor, count: int) -> Tensor:
+        share = count / self.nominal
+        scaled = loss if share == 1 else loss * share
+        return scaled if self.scaler is None else self.scaler.scale(scaled)
+
     def square_norm(self) -> Tensor | None:
         if self.clip is None or not self.updates_part:
             return None
-        # float64 also where this rank owns nothing: ranks must bring the same dtype
-        squares = [g.square().sum(dtype=torch.float64) for g in self._place()]
-        self._square_norm = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *squares]).sum().view(1)
+        self._square_norm = self._squared(self._place())
         return self._square_norm
+
+    def _squared(self, grads: list[Tensor]) -> Tensor:
+        """The squared norm of gradients of the whole model, as far as ranks of this replica hold them."""
+        # float64 also where this rank owns nothing: ranks must bring the same dtype
+        squares = [g.square().sum(dtype=torch.float64) for g in grads]
+        if self._inside is not None:
+            squares = [square * self._inside.weights[i] for square, i in zip(squares, self.update.placed, strict=True)]
+        total = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *squares]).sum().view(1)
+        if self._inside is not None:
+            self._inside.sum(total)
+        return total
 
     def step(self) -> None:
         if self.own_count == 0 and float(self.flat.count[0]) == 0:  # nobody's samples: momentum alone must not move anything
@@ -233,6 +262,8 @@ class ModuleReplica:
             factor = self.nominal / max(1.0, float(self.flat.count[0]))
         else:  # stay on the device: reading the count would make the host wait for the GPU
             factor = self.nominal / self.flat.count[0].clamp(min=1.0)
+        if self.clip is not None and self._inside is not None and self._square_norm is None:
+            self._square_norm = self._squared(grads)  # also where this rank has no gradient: all of the replica take part
         if self.clip is not None and grads:
             norm = get_total_norm(grads) if self._square_norm is None else self._square_norm[0].sqrt().to(grads[0].dtype)
             self._square_norm = None

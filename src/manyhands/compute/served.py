@@ -28,6 +28,10 @@ STATE = {
 }
 COUNTS = ("adagrad", "adam", "adamw")
 STEP = "step"
+COMPENSATION = (
+    "compensate/"  # begins the names of what servers keep besides, one number a weight, where a rule compensates for delay
+)
+SERVED = "served/"  # ... and those names in a snapshot
 
 
 def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
@@ -92,6 +96,28 @@ def named_state(flat: FlatParameters, optimizer: Optimizer, moments: Mapping[str
             found[f"{piece.name}/{name}"] = _view(whole, piece.value, piece.start).contiguous().clone()
         if rule in COUNTS:
             found[f"{piece.name}/step"] = kept[STEP].view(-1)[0].float().clone()
+    return found
+
+
+def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> Tensors:
+    """What servers keep of every flat vector that no optimizer of torch's does: "served/<key>/<parameter>"."""
+    return {
+        f"{SERVED}{key}/{piece.name}": _view(kept.view(-1), piece.value, piece.start).contiguous().clone()
+        for piece in flat.pieces
+        for key, kept in moments[piece.vector].items()
+        if key.startswith(COMPENSATION)
+    }
+
+
+def flat_compensation(flat: FlatParameters, vector: str, saved: Tensors) -> Tensors:
+    """The other way round: of one flat vector, out of the state of a snapshot."""
+    found: Tensors = {}
+    for piece in (p for p in flat.pieces if p.vector == vector):
+        end = f"/{piece.name}"
+        for name in (n for n in saved if n.startswith(f"{SERVED}{COMPENSATION}") and n.endswith(end)):
+            key = name.removeprefix(SERVED).removesuffix(end)
+            whole = found.setdefault(key, torch.zeros_like(flat.values[vector], device="cpu"))
+            _view(whole, piece.value, piece.start).copy_(saved[name])
     return found
 
 

@@ -241,9 +241,18 @@ def _in_this_process() -> Tables:
 def saved_tables(saved: Tensors) -> dict[str, Tensors]:
     """What a checkpoint has under "<table>/<part>", by table."""
     names = [k.removesuffix("/ids") for k in saved if k.endswith("/ids") and f"{k.removesuffix('/ids')}/values" in saved]
-    parts = {n: {k.removeprefix(f"{n}/"): v for k, v in saved.items() if k.startswith(f"{n}/")} for n in names}
-    # of a table "a" those of a table "a/b" are no parts
-    return {n: {k: v for k, v in p.items() if "/" not in k or k.startswith("state/")} for n, p in parts.items()}
+    found: dict[str, Tensors] = {name: {} for name in names}
+    for key, value in saved.items():
+        # of a table "a" those of a table "a/b" are no parts, nor is the state of "a" one of a table "a/state"
+        owners = [name for name in names if key.startswith(f"{name}/") and _is_part(key.removeprefix(f"{name}/"))]
+        if owners:
+            owner = max(owners, key=len)
+            found[owner][key.removeprefix(f"{owner}/")] = value
+    return found
+
+
+def _is_part(name: str) -> bool:
+    return name in ("ids", "values", "meta", "version") or name.startswith("state/")
 
 
 def load_rows(model: nn.Module, saved: Tensors) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute.places import Places, same
-from manyhands.compute.sparse import Embedding
+from manyhands.compute.sparse import Embedding, saved_tables
 from manyhands.core import Rows, Store, Table, Tensors, Work
 from manyhands.errors import TaskError
 
@@ -257,9 +257,8 @@ class Tables:
         self.flush()
         self._coming.clear()
         self._now = None
-        for name in self._specs:
-            of_it = {k.removeprefix(f"{name}/"): v for k, v in content.items() if k.startswith(f"{name}/")}
-            if of_it:
+        for name, of_it in saved_tables(content).items():
+            if name in self._specs:
                 self.store.restore(name, of_it)
 
     def stats(self) -> dict[str, float]:

@@ -34,17 +34,19 @@ class WholeUpdate:
 
     def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
         self.flat, self.module, self.optimizer = flat, module, optimizer
+        self.placed: list[int] = []
         if not has_sparse_gradients(module):
             fuse(optimizer, flat.count.device)
 
     def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
-        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch."""
-        grads = []
-        for piece, is_used in zip(self.flat.pieces, used, strict=True):
+        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch. `placed`: of which pieces."""
+        grads, self.placed = [], []
+        for i, (piece, is_used) in enumerate(zip(self.flat.pieces, used, strict=True)):
             if in_flat and is_used:
                 piece.parameter.grad = piece.grad
             if piece.parameter.grad is not None:
                 grads.append(piece.parameter.grad)
+                self.placed.append(i)
         return grads
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
@@ -72,6 +74,7 @@ class PartUpdate:
 
     def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer, own: Callable[[Tensor], list[slice]]):
         self.flat, self.module, self.optimizer = flat, module, optimizer
+        self.placed: list[int] = []
         self._groups = [list(g["params"]) for g in optimizer.param_groups]  # the user's own, for the names in checkpoints
         self._slices: list[_Slice] = []
         for key, values in flat.values.items():
@@ -96,6 +99,7 @@ class PartUpdate:
     def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
         for s in self._slices:
             s.parameter.grad = s.grad if used[s.piece] else None
+        self.placed = [s.piece for s in self._slices if used[s.piece]]
         return [s.grad for s in self._slices if used[s.piece]]
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -20,24 +21,63 @@ from manyhands.core import Emit, Event, Group, Op, PartGroup, Tensors, Work
 Clock = Callable[[], float]
 
 
+@dataclass
+class Account:
+    """Running totals of all that a rank exchanges, and the round it is in: one for all of its links."""
+
+    round: int = 0
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 class Observed:
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
-    by `every`, totals always."""
+    by `every`, totals always. A link `beside` another one, to fewer ranks, keeps the same account."""
 
     allocate: Callable[[int, torch.dtype], Tensor]  # these two are there only when the inner link has them
     clock: Clock
 
-    def __init__(self, group: Group, emit: Emit, clock: Clock = time.perf_counter, now: Clock = time.time, every: int = 1):
+    def __init__(
+        self,
+        group: Group,
+        emit: Emit,
+        clock: Clock = time.perf_counter,
+        now: Clock = time.time,
+        every: int = 1,
+        beside: Observed | None = None,
+    ):
         if every < 1:
             raise ValueError(f"every={every}; needed: 1 (events for all rounds) or more")
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.round, self.every = 0, every
-        self.calls, self.nbytes, self.seconds = 0, 0, 0.0
-        self._emit, self._clock, self._now = emit, clock, now
+        self.every = every
+        self.account: Account = Account() if beside is None else beside.account
+        self._who = group.rank if beside is None else beside.rank
+        self.emit, self._clock, self._now = emit, clock, now
         if hasattr(group, "allocate"):
             self.allocate = group.allocate
         if hasattr(group, "clock"):
             self.clock = group.clock
+
+    @property
+    def round(self) -> int:
+        return self.account.round
+
+    @round.setter
+    def round(self, round: int) -> None:
+        self.account.round = round
+
+    @property
+    def calls(self) -> int:
+        return self.account.calls
+
+    @property
+    def nbytes(self) -> int:
+        return self.account.nbytes
+
+    @property
+    def seconds(self) -> float:
+        return self.account.seconds
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         return self._watch("all_reduce", values.values(), lambda: self.group.all_reduce(values, op))
@@ -55,11 +95,7 @@ class Observed:
         start = self._clock()
         got = self.group.swap(values, peers)
         seconds = self._clock() - start
-        nbytes = len(peers) * sum(v.nbytes for v in values.values())
-        self.calls += 1
-        self.nbytes += nbytes
-        self.seconds += seconds
-        self._report("swap", self.round, nbytes, seconds)
+        self.count("swap", len(peers) * sum(v.nbytes for v in values.values()), seconds)
         return got
 
     def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
@@ -69,19 +105,26 @@ class Observed:
     def close(self) -> None:
         self.group.close()
 
+    def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None:
+        """Add what this rank exchanged otherwise: with servers (`exchange.server.observed`)."""
+        self.account.calls += calls
+        self.account.nbytes += nbytes
+        self.account.seconds += seconds
+        self._report(name, self.round, nbytes, seconds)
+
     def _watch(self, name: str, given: Iterable[Tensor], begin: Callable[[], Work]) -> Work:
         start = self._clock()
         work = begin()
         seconds = self._clock() - start
         nbytes = sum(v.nbytes for v in given)
-        self.calls += 1
-        self.nbytes += nbytes
-        self.seconds += seconds
+        self.account.calls += 1
+        self.account.nbytes += nbytes
+        self.account.seconds += seconds
         return _Watched(self, name, work, nbytes, seconds)
 
     def _report(self, name: str, round: int, nbytes: int, seconds: float) -> None:
         if round % self.every == 0:
-            self._emit(Event(self._now() - seconds, self.rank, round, name, seconds, nbytes))
+            self.emit(Event(self._now() - seconds, self._who, round, name, seconds, nbytes))
 
 
 class _Watched:
@@ -99,5 +142,5 @@ class _Watched:
         self._work.wait()
         seconds = link._clock() - start
         self._done = True
-        link.seconds += seconds
+        link.account.seconds += seconds
         link._report(self._name, self._round, self._nbytes, self._seconds + seconds)

@@ -18,9 +18,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from manyhands.core import Cargo, Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, local_steps, need
-
-BETA = 0.9
+from manyhands.merge.parts import BETA, all_of, alpha_of, check_alpha, check_stable, local_steps, need
 
 
 @dataclass(frozen=True)
@@ -34,34 +32,21 @@ class AsyncEASGD(Strategy[Store]):
 
     def __post_init__(self) -> None:
         need(self.period >= 1, f"period={self.period}", "at least 1 local step is needed between two merges")
-        need(0 < self.beta < 2, f"beta={self.beta}", "more than 0 and less than 2 is needed; 0.9 is usual")
-        if self.alpha is not None:
-            need(
-                0 < self.alpha < 1,
-                f"alpha={self.alpha}",
-                "more than 0 and less than 2 / (ranks + 1) is needed; 0.9 / ranks is usual",
-            )
-            need(self.beta == BETA, f"beta={self.beta}", f"has no effect beside merge.alpha={self.alpha}; leave one of them out")
+        check_alpha(self.beta, self.alpha)
 
     @property
     def shares_steps(self) -> bool:
         return True
 
     def check(self, size: int) -> None:
-        alpha, bound = self._alpha(size), 2 / (size + 1)
-        given = f"alpha={alpha:g}" if self.alpha is not None else f"beta={self.beta:g}, so alpha = beta / {size} = {alpha:g}"
-        need(
-            0 < alpha < bound,
-            given,
-            f"where all ranks come at once, the centre is stable for 0 < alpha < 2 / ({size} + 1) = {bound:g}; set merge.alpha={BETA / size:g}",
-        )
+        check_stable(self.beta, self.alpha, size, "where all ranks come at once, ")
 
     def init(self, replica: Replica) -> Tensors:
         return {}
 
     def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
         loss, _ = local_steps(replica, self.period)
-        centre, alpha = link.pull(replica.rows()), self._alpha(link.size)
+        centre, alpha = link.pull(replica.rows()), alpha_of(self.beta, self.alpha, link.size)
         e = {k: (x - centre[k]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
@@ -70,6 +55,3 @@ class AsyncEASGD(Strategy[Store]):
 
     def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
         return all_of(replica, link)
-
-    def _alpha(self, size: int) -> float:
-        return self.beta / size if self.alpha is None else self.alpha

@@ -17,9 +17,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, check_block, copies, local_steps, need, settle_moments
-
-BETA = 0.9
+from manyhands.merge.parts import (
+    BETA,
+    Moments,
+    alpha_of,
+    check_alpha,
+    check_block,
+    check_stable,
+    copies,
+    local_steps,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)
@@ -33,30 +41,17 @@ class EASGD(Strategy[Group]):
 
     def __post_init__(self) -> None:
         check_block(self.period, self.moments)
-        need(0 < self.beta < 2, f"beta={self.beta}", "more than 0 and less than 2 is needed; 0.9 is usual")
-        if self.alpha is not None:
-            need(
-                0 < self.alpha < 1,
-                f"alpha={self.alpha}",
-                "more than 0 and less than 2 / (ranks + 1) is needed; 0.9 / ranks is usual",
-            )
-            need(self.beta == BETA, f"beta={self.beta}", f"has no effect beside merge.alpha={self.alpha}; leave one of them out")
+        check_alpha(self.beta, self.alpha)
 
     def check(self, size: int) -> None:
-        alpha, bound = self._alpha(size), 2 / (size + 1)
-        given = f"alpha={alpha:g}" if self.alpha is not None else f"beta={self.beta:g}, so alpha = beta / {size} = {alpha:g}"
-        need(
-            0 < alpha < bound,
-            given,
-            f"the centre is stable for 0 < alpha < 2 / ({size} + 1) = {bound:g}; set merge.alpha={BETA / size:g}",
-        )
+        check_stable(self.beta, self.alpha, size)
 
     def init(self, replica: Replica) -> Tensors:
         return {f"c/{k}": x for k, x in copies(replica.params).items()}
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         loss, samples = local_steps(replica, self.period)
-        alpha = self._alpha(link.size)
+        alpha = alpha_of(self.beta, self.alpha, link.size)
         e = {k: (x - state[f"c/{k}"]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
@@ -68,6 +63,3 @@ class EASGD(Strategy[Group]):
 
     def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors:
         return {k: state[f"c/{k}"] for k in replica.params}
-
-    def _alpha(self, size: int) -> float:
-        return self.beta / size if self.alpha is None else self.alpha

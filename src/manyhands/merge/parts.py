@@ -1,4 +1,5 @@
-"""What several rules do alike: a block of local steps, the mean of where replicas went, and what becomes of optimizer state."""
+"""What several rules do alike: a block of local steps, the mean of where replicas went, what becomes of optimizer state, and
+how hard an elastic centre may be pulled at."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ from manyhands.core import EXACT, Group, Replica, Store, Tensors
 from manyhands.errors import PlanError
 
 Moments = Literal["keep", "average", "reset"]
+BETA = 0.9  # of elastic averaging: what all replicas together pull at the centre with
 
 
 def need(holds: bool, given: str, needed: str) -> None:
@@ -21,6 +23,28 @@ def need(holds: bool, given: str, needed: str) -> None:
 def check_block(period: int, moments: str) -> None:
     need(period >= 1, f"period={period}", "at least 1 local step is needed between two merges; set merge.period=1 or more")
     need(moments in get_args(Moments), f"moments={moments}", f"one of {', '.join(get_args(Moments))} is needed")
+
+
+def check_alpha(beta: float, alpha: float | None) -> None:
+    need(0 < beta < 2, f"beta={beta}", "more than 0 and less than 2 is needed; 0.9 is usual")
+    if alpha is not None:
+        need(0 < alpha < 1, f"alpha={alpha}", "more than 0 and less than 2 / (ranks + 1) is needed; 0.9 / ranks is usual")
+        need(beta == BETA, f"beta={beta}", f"has no effect beside merge.alpha={alpha}; leave one of them out")
+
+
+def check_stable(beta: float, alpha: float | None, size: int, when: str = "") -> None:
+    a, bound = alpha_of(beta, alpha, size), 2 / (size + 1)
+    given = f"alpha={a:g}" if alpha is not None else f"beta={beta:g}, so alpha = beta / {size} = {a:g}"
+    need(
+        0 < a < bound,
+        given,
+        f"{when}the centre is stable for 0 < alpha < 2 / ({size} + 1) = {bound:g}; set merge.alpha={BETA / size:g}",
+    )
+
+
+def alpha_of(beta: float, alpha: float | None, size: int) -> float:
+    """alpha, where it is not given beta / M."""
+    return beta / size if alpha is None else alpha
 
 
 def copies(values: Mapping[str, Tensor]) -> Tensors:

@@ -7,6 +7,7 @@ Evaluating is the stop-watch, not the race: its seconds count for no plan, nor w
 the task come before the first step and are told apart. Bytes are what a rank must send at least, so that rules compare:
 
     all_reduce of n bytes on p ranks: 2 n (p-1)/p;   reduce_scatter, all_gather: n (p-1)/p;   swap, transfer: what was given
+    push, pull: what was given to servers, and what they sent for this rank
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SENT: dict[str, Callable[[int], float]] = {
     "all_gather": lambda p: (p - 1) / p,
     "swap": lambda p: 1.0,
     "transfer": lambda p: 1.0,
+    **dict.fromkeys(("push", "pull", "tick", "deal", "flush"), lambda p: 1.0),  # with servers; the last three only wait
 }
 
 
@@ -242,8 +244,8 @@ def _inside(own: list[Event], until_s: float) -> float:
 
 
 def _account(course: Course, events: list[Event]) -> None:
-    """Bytes and waiting in training, over all ranks. A file that grew too long holds no more spans: what its rounds had on
-    average stands for the rest."""
+    """Bytes and waiting in training, over all ranks. A file that grew too long holds no more spans: what there is up to that
+    round stands for the rest. (Rounds are not counted: ranks that go at their own pace do not do equally many.)"""
     sent = waited = 0.0
     for rank in range(course.ranks):
         own = [e for e in events if e.rank == rank]
@@ -258,7 +260,7 @@ def _account(course: Course, events: list[Event]) -> None:
                 if i < 0 or middle >= spans[i][1]:
                     nbytes += event.nbytes * SENT[event.name](course.ranks)
                     seconds += event.seconds
-        recorded = sum(e.name == "round" for e in own)
+        recorded = max((e.round for e in own if e.value is None), default=0)
         last = max((e.round for e in events), default=0)
         scale = last / recorded if recorded else 0.0
         sent, waited = sent + nbytes * scale, waited + seconds * scale

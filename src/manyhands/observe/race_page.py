@@ -46,7 +46,8 @@ MEASURED = (
     "<b>Evaluations</b> are where a plan can be seen to arrive, so a time is rounded up to the next one, for every plan alike. "
     "<code>evaluate=N</code> takes one every N steps.",
     "<b>Sent</b> is what a rank must send at least for what it asked of the link: 2n(p−1)/p for an all-reduce of n bytes on p ranks, "
-    "half of that for each half of one, and what was given to a peer otherwise. Inside one host the bytes go through memory.",
+    "half of that for each half of one, and what was given to a peer otherwise; with servers, what it pushed and what they sent for "
+    "its pulls. Inside one host the bytes go through memory.",
     "<b>Waiting</b> is the share of training in which a rank stood still in an exchange, on average over ranks; what is hidden "
     "behind computing is not in it. For DDP it is torch’s own account of its backward pass.",
     "<b>DDP</b> is torch’s DistributedDataParallel on the same task, batches, optimizer, schedule and test, over gloo on CPUs and nccl on GPUs.",

@@ -39,8 +39,9 @@ OBJECTS = {"merge": "strategy", "then": "next_strategy", "wire": "encoding"}
 APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
 PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
 SHORT = {"staleness": "stale_sync", "quorum": "backup"}  # a word of one rule over servers names that rule too
+OF_AXES = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}  # words that need more than 1 on an axis
 OF_SERVERS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
-POSITIVE = ("batch", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
+POSITIVE = ("batch", "micro", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
 
 
 def parse(words: Words = "", *, size: int | None = None) -> Plan:
@@ -52,8 +53,6 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     for axis, n in axes.items():
         if n < 1:
             raise PlanError(f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more")
-        if axis != "data" and n != 1:
-            raise PlanError(f"{axis}={n}: splitting the model over ranks is not built yet; only data= can be more than 1")
     chosen: dict[str, Any] = {}
     known = [*AXES, *TABLES, *SHORT, "split", "algorithm", *PLAIN]
     for key in TABLES:
@@ -72,6 +71,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     plan = Plan(Layout(**axes), **chosen, **fields)
     _check(plan)
     plan = _fit(plan, size, given="data" in axes)
+    _check_divided(plan)
     for key in ("merge", "then"):
         if (rule := getattr(plan, OBJECTS[key])) is not None:
             _in_words_of(key, partial(rule.check, plan.layout.data))
@@ -106,7 +106,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             options = {f"{key}.{f.name}": getattr(made, f.name) for f in dataclasses.fields(made)}
             chosen |= {key: getattr(plan, key), **{k: v for k, v in options.items() if v is not None}}
     chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
-    plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and (plan.servers or k not in OF_SERVERS)}
+    told = lambda k: (plan.servers or k not in OF_SERVERS) and (k not in OF_AXES or getattr(plan.layout, OF_AXES[k]) > 1)
+    plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and told(k)}
     return {**axes, **chosen, "split": plan.split, **{k: str(v) if isinstance(v, Goal) else v for k, v in plain.items()}}
 
 
@@ -291,6 +292,31 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto")
 
 
+def _check_divided(plan: Plan) -> None:
+    """What a model that is split over ranks can be combined with."""
+    layout = plan.layout
+    for word, axis in OF_AXES.items():
+        if getattr(layout, axis) == 1 and getattr(plan, word) != Plan.__dataclass_fields__[word].default:
+            raise PlanError(
+                f"{word}={_text(getattr(plan, word))} has no effect without {axis}=; add {axis}=2, say, or leave it out"
+            )
+    split = " x ".join(f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1)
+    if not split:
+        return
+    if plan.strategy.link is Store or plan.servers:
+        raise PlanError(
+            f"servers hold whole models, and {split} splits the model over ranks; leave out {split.split(' x ')[0]} or servers="
+        )
+    if plan.precision == "fp16":
+        raise PlanError(
+            f"precision=fp16 needs one loss scale for all parts of the model, which {split} does not have; set precision=bf16"
+        )
+    if any(rule is not None and rule.distils for rule in (plan.strategy, plan.next_strategy)):
+        raise PlanError(f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule")
+    if layout.pipe > 1 and plan.compile:
+        raise PlanError(f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out")
+
+
 def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
     """Ranks under a rule over servers keep no step with each other."""
     word = f"{key}={getattr(plan, key)}"
@@ -319,11 +345,13 @@ def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
 def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
     if size is None or plan.layout.size == size:
         return plan
-    if not given:
-        return dataclasses.replace(plan, layout=Layout(data=size))
+    inside = plan.layout.size // plan.layout.data  # ranks of one replica
+    if not given and size % inside == 0:
+        return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, data=size // inside))
     axes = " x ".join(f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1)
+    fits = f"set data={size // inside}" if size % inside == 0 else "change the axes so that their product is that"
     raise PlanError(
-        f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; set data={size} or start {plan.layout.size}"
+        f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; {fits} or start {plan.layout.size}"
     )
 
 

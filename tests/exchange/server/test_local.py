@@ -46,6 +46,38 @@ def together(size: int, main: Callable[[LocalStore], object], shards: int = 2, t
     return [results[r] for r in range(size)]
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_dense_table_goes_on_from_what_was_dumped_as_if_it_had_never_stopped(shards: int) -> None:
+    """Two workers whose pushes are one pull late, so that what compensation keeps matters."""
+    g = torch.Generator().manual_seed(0)
+    grads = torch.randn(8, 40, generator=g, dtype=torch.float64)
+    table = Table("w", length=40, dtype="float64", rule="momentum", options={"lr": 0.1, "momentum": 0.9})
+
+    def opened(values: Tensor, state: Tensors) -> list[LocalStore]:
+        held, clock = [Shard(i) for i in range(shards)], Clock(2)
+        stores = [LocalStore(rank, 2, held, clock) for rank in range(2)]
+        for store in stores:
+            store.create(table, values, state)
+        return stores
+
+    def play(stores: list[LocalStore], some: Tensor) -> Tensors:
+        for pair in some.view(-1, 2, 40):
+            for store in stores:
+                store.pull({"w": None}, remember=True)
+            for store, grad in zip(stores, pair, strict=True):
+                store.push({"w": None}, {"w": grad.clone()}, compensate=2.0, decay=0.9).wait()
+        return stores[0].dump("w")
+
+    first = opened(torch.ones(40, dtype=torch.float64), {})
+    half = play(first, grads[:4])
+    whole = play(first, grads[4:])
+    state = {k.removeprefix("state/"): v for k, v in half.items() if k.startswith("state/")}
+    again = play(opened(half["values"], state), grads[4:])
+    assert all(torch.equal(again[k], whole[k]) for k in whole if k != "version") and again.keys() == whole.keys()
+    forgetful = {k: v for k, v in state.items() if not k.startswith("compensate/")}
+    assert not torch.equal(play(opened(half["values"], forgetful), grads[4:])["values"], whole["values"])
+
+
 def test_it_is_a_store() -> None:
     assert isinstance(LocalStore(), Store)
 

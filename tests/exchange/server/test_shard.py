@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from manyhands.core import Table
-from manyhands.errors import StoreError
+from manyhands.errors import NotFinite, StoreError
 from manyhands.exchange.server.counts import since, together
 from manyhands.exchange.server.kernels import seed_of, slot_of
 from manyhands.exchange.server.shard import How, Part, Shard, Want
@@ -113,14 +113,14 @@ def test_what_is_not_finite_changes_no_table(bad: float, hold: bool, turn: int) 
     push(shard, vector(1), block([1, 2], 1), sequence=0)
     poisoned = block([8, 9, 9], 1)
     poisoned.updates[2, 1] = bad
-    with pytest.raises(StoreError, match=r"'rows'.*9"):
+    with pytest.raises(NotFinite, match=r"'rows'.*9"):
         push(shard, *[vector(1), poisoned][::turn], sequence=1, hold=hold)
     assert dense(shard).tolist() == [1] * 6 and rows(shard, 1, 2, 8).tolist() == [[1, 1], [1, 1], [0, 0]]
     assert shard.stats()["refused"] == 1
     assert push(shard, vector(1), block([8], 1), sequence=1), "what was refused was not marked as had"
     wrong = vector(1)
     wrong.updates[4] = bad
-    with pytest.raises(StoreError, match=r"'w'.*4"):
+    with pytest.raises(NotFinite, match=r"'w'.*4"):
         push(shard, wrong, hold=hold)
     assert dense(shard).tolist() == [2] * 6
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manyhands.core import Table
-from manyhands.errors import StoreError
+from manyhands.errors import NotFinite, StoreError
 from manyhands.exchange.server import messages as m
 from manyhands.exchange.server import payload, plane
 from manyhands.exchange.server.shard import How, Part, Shard, Want
@@ -119,7 +119,7 @@ class _Conversation:
                 self._keys = KeyLists()  # as the other side does when it hears this
                 self._again(head.number, m.Again("keys"))
             except StoreError as e:
-                channel.send(m.Failed("store", str(e)), head.number)
+                channel.send(m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number)
             except (Malformed, OSError):
                 raise
             except Exception as e:  # a fault of ours, or no memory: the one who asked must hear of it, the others must not

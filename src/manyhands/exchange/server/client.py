@@ -30,9 +30,9 @@ from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.exchange.server import messages as m
 from manyhands.exchange.server.answer import pack, unpack
 from manyhands.exchange.server.counts import since, together
+from manyhands.exchange.server.given import dtype_of, ids_of, part_of, vector_of
 from manyhands.exchange.server.lease import Lease
 from manyhands.exchange.server.link import Link, Pending, Transport
-from manyhands.exchange.server.local import _cut, _dense, _dtype, _ids
 from manyhands.exchange.server.plane import Region
 from manyhands.exchange.server.request import Moved, Outs, Pulled, Pushed, Request, Share, describe
 from manyhands.exchange.server.route import Router
@@ -124,13 +124,13 @@ class ServerStore:
                 values = state = None
             if table.length is None and (values is not None or state):
                 raise StoreError(f"table {table.name!r} is sparse: its rows start by themselves; restore takes given ones")
-            vector = None if values is None else _dense(table, values, "values").numpy()
+            vector = None if values is None else vector_of(table, values, "values").numpy()
             for s, link in enumerate(self._links):
                 part, content = None, {}
                 if table.length is not None:
                     part = self._route.ranges(table)[s]
                     content = {} if vector is None else {"values": vector[part[0] : part[1]]}
-                    content |= {f"state/{name}": _cut(table, x, part) for name, x in (state or {}).items()}
+                    content |= {f"state/{name}": part_of(table, x, part) for name, x in (state or {}).items()}
                 described, parts = pack(content)
                 link.ask(m.Create(table, part, described), f"create of {table.name}", parts)
             self._route.specs[table.name] = table
@@ -194,9 +194,9 @@ class ServerStore:
         found: Tensors = {}
         for name, ids in rows.items():
             table = self._route.spec(name)
-            shape = (table.length,) if table.length is not None else (_ids(table, ids).size, table.dim)
+            shape = (table.length,) if table.length is not None else (ids_of(table, ids).size, table.dim)
             if len(self._links) > 1 or self.code != "none":
-                found[name] = torch.empty(shape, dtype=_dtype(table))
+                found[name] = torch.empty(shape, dtype=dtype_of(table))
                 continue
             arena = self._links[0].arena
             region = arena.take(math.prod(shape) * np.dtype(table.dtype).itemsize)
@@ -394,9 +394,9 @@ class ServerStore:
                 )
             if table.length is not None:
                 for link, part in zip(self._links, self._route.ranges(table), strict=True):
-                    self._load(link, name, False, {key: _cut(table, torch.from_numpy(x), part) for key, x in arrays.items()})
+                    self._load(link, name, False, {key: part_of(table, torch.from_numpy(x), part) for key, x in arrays.items()})
                 return
-            owner = self._route.slots.shard_of(name, _ids(table, content["ids"]))
+            owner = self._route.slots.shard_of(name, ids_of(table, content["ids"]))
             version = {"version": arrays.pop("version")} if "version" in arrays else {}
             for s, link in enumerate(self._links):
                 mine = np.flatnonzero(owner == s)

@@ -11,6 +11,7 @@ import numpy as np
 from manyhands.exchange.server.kernels import compiled
 
 EPS = 1e-7
+MEAN_SQUARE = "compensate/mean_square"  # its name beside what the rule of a table keeps
 
 
 @compiled

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.core import Table
-from manyhands.errors import StoreError
+from manyhands.errors import NotFinite, StoreError
 from manyhands.exchange.server import kernels as k
 from manyhands.exchange.server.optimizer import Optimizer, check_spec, plain
 
@@ -64,7 +64,7 @@ class DenseTable:
         self._check(grad, self.values.size, "gradient")
         if not k.finite(plain(grad)):
             bad = np.flatnonzero(~np.isfinite(grad))
-            raise StoreError(
+            raise NotFinite(
                 f"table {self.spec.name!r}: {bad.size} of {grad.size} numbers of the gradient are not finite (at "
                 f"{', '.join(str(self.start + i) for i in bad[:5])}{', ...' if bad.size > 5 else ''}); the table is unchanged: lower the "
                 "learning rate or clip gradients, and look for what made them"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from manyhands.errors import PeerLost, ServerLost, StoreError
+from manyhands.errors import NotFinite, PeerLost, ServerLost, StoreError
 from manyhands.exchange.server import handshake, plane
 from manyhands.exchange.server import messages as m
 from manyhands.exchange.server.answer import KeyLists
@@ -273,8 +273,8 @@ class Link:
             self._changed.notify_all()
 
     def _failure(self, pending: Pending, answer: m.Failed) -> Exception:
-        if answer.kind == "store":
-            return StoreError(answer.text)
+        if answer.kind in ("store", "finite"):
+            return (NotFinite if answer.kind == "finite" else StoreError)(answer.text)
         if answer.kind == "peer":
             return PeerLost(answer.text, tuple(answer.ranks))
         return ServerLost(f"server {self.where} failed in a {pending.what}: {answer.text}")

@@ -18,8 +18,9 @@ from manyhands.errors import StoreError
 from manyhands.exchange.server import kernels
 from manyhands.exchange.server.clock import Clock
 from manyhands.exchange.server.counts import since, together
+from manyhands.exchange.server.given import block_of, dtype_of, ids_of, no_ids, not_finite, part_of, vector_of
 from manyhands.exchange.server.partition import Partition, partition
-from manyhands.exchange.server.shard import How, Part, Shard, Want, not_finite
+from manyhands.exchange.server.shard import How, Part, Shard, Want
 from manyhands.exchange.server.slots import even, ranges
 
 
@@ -60,14 +61,14 @@ class LocalStore:
         if table.length is None and (values is not None or state):
             raise StoreError(f"table {table.name!r} is sparse: its rows start by themselves; restore takes given ones")
         if values is not None:
-            values = _dense(table, values, "values")
+            values = vector_of(table, values, "values")
         parts = [None] * len(self.shards) if table.length is None else ranges(table.length, len(self.shards))
         for shard, part in zip(self.shards, parts, strict=True):
             if part is None:
                 shard.create(table)
             else:
                 share = None if values is None else values[part[0] : part[1]].numpy()
-                kept = {name: _cut(table, x, part) for name, x in state.items()} if state else None
+                kept = {name: part_of(table, x, part) for name, x in state.items()} if state else None
                 shard.create(table, part, share, kept)
         self._specs[table.name] = table
         self.clock.made(table.name)
@@ -89,10 +90,10 @@ class LocalStore:
                     wants[s].append(Want(name))
                     outs[s].append(array.reshape(-1)[start:stop])
             elif len(self.shards) == 1:
-                wants[0].append(Want(name, _ids(table, ids)))
+                wants[0].append(Want(name, ids_of(table, ids)))
                 outs[0].append(array)
             else:
-                cut = partition(_ids(table, ids), name, self._owner, len(self.shards))
+                cut = partition(ids_of(table, ids), name, self._owner, len(self.shards))
                 parts = [np.empty((cut.ids(s).size, table.dim), array.dtype) for s in range(len(self.shards))]
                 for s, part in enumerate(parts):
                     wants[s].append(Want(name, np.ascontiguousarray(cut.ids(s))))
@@ -123,14 +124,14 @@ class LocalStore:
         for name, ids in rows.items():
             table = self._spec(name)
             if table.length is not None:
-                _no_ids(table, ids)
-                array = _dense(table, updates[name], "updates").numpy()
+                no_ids(table, ids)
+                array = vector_of(table, updates[name], "updates").numpy()
                 for s, (start, stop) in enumerate(ranges(table.length, len(self.shards))):
                     parts[s].append(Part(name, None, array[start:stop].copy()))
                 numbers = None
             else:
-                numbers = _ids(table, ids)
-                array = _block(table, numbers.size, updates[name], "updates").numpy()
+                numbers = ids_of(table, ids)
+                array = block_of(table, numbers.size, updates[name], "updates").numpy()
                 if len(self.shards) == 1:
                     parts[0].append(Part(name, numbers, array.copy()))
                 else:
@@ -141,7 +142,7 @@ class LocalStore:
                         parts[s].append(Part(name, np.ascontiguousarray(cut.ids(s)), mine))
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
             if len(self.shards) > 1 and not kernels.finite(array.reshape(-1)):
-                raise StoreError(not_finite(name, numbers, array))
+                raise not_finite(name, numbers, array)
         how = How(self._now, lr, hold, weight, adapt, compensate, decay)
         for shard, some in zip(self.shards, parts, strict=True):
             shard.push(self.rank, self._incarnation, self._sequence, some, how)
@@ -202,9 +203,9 @@ class LocalStore:
             raise StoreError(f"table {name!r}: ids (of a sparse table) and values are needed to restore; given: {sorted(arrays)}")
         if table.length is not None:
             for shard, part in zip(self.shards, ranges(table.length, len(self.shards)), strict=True):
-                shard.load(name, {key: _cut(table, torch.from_numpy(x), part) for key, x in arrays.items()})
+                shard.load(name, {key: part_of(table, torch.from_numpy(x), part) for key, x in arrays.items()})
             return
-        owner = self._owner[kernels.slot_of(_ids(table, content["ids"]), kernels.seed_of(name), self._owner.size)]
+        owner = self._owner[kernels.slot_of(ids_of(table, content["ids"]), kernels.seed_of(name), self._owner.size)]
         for s, shard in enumerate(self.shards):
             shard.clear(name)
             shard.load(name, {k: x if k == "version" else np.ascontiguousarray(x[owner == s]) for k, x in arrays.items()})
@@ -227,64 +228,12 @@ class LocalStore:
 
     def _out(self, table: Table, ids: Tensor | None, given: Tensor | None) -> Tensor:
         if table.length is not None:
-            _no_ids(table, ids)
+            no_ids(table, ids)
             return (
-                torch.empty(table.length, dtype=_dtype(table))
+                torch.empty(table.length, dtype=dtype_of(table))
                 if given is None
-                else _dense(table, given, "what it is pulled into")
+                else vector_of(table, given, "what it is pulled into")
             )
-        n = _ids(table, ids).size
-        made = torch.empty(n, table.dim, dtype=_dtype(table)) if given is None else given
-        return _block(table, n, made, "what it is pulled into")
-
-
-def _dtype(table: Table) -> torch.dtype:
-    return torch.float32 if table.dtype == "float32" else torch.float64
-
-
-def _given(x: object) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}{'' if x.is_contiguous() else ', not contiguous'}"
-
-
-def _no_ids(table: Table, ids: Tensor | None) -> None:
-    if ids is not None:
-        raise StoreError(f"table {table.name!r} is dense: all of it is pulled and pushed; give None in place of ids")
-
-
-def _ids(table: Table, ids: Tensor | None) -> np.ndarray:
-    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.ndim != 1 or ids.device.type != "cpu":
-        raise StoreError(f"table {table.name!r}: ids are {_given(ids)}; int64 of one axis on the CPU is needed")
-    return ids.detach().contiguous().numpy()
-
-
-def _dense(table: Table, x: Tensor, what: str) -> Tensor:
-    """Any shape with the right number of elements, as one vector over the same memory."""
-    good = isinstance(x, Tensor) and x.dtype == _dtype(table) and x.numel() == table.length and x.device.type == "cpu"
-    if not good or not x.is_contiguous():
-        raise StoreError(
-            f"table {table.name!r}: {what}: {_given(x)}; {table.length} contiguous {table.dtype} numbers on the CPU are needed"
-        )
-    return x.detach().view(-1)
-
-
-def _block(table: Table, n: int, x: Tensor, what: str) -> Tensor:
-    good = isinstance(x, Tensor) and x.dtype == _dtype(table) and tuple(x.shape) == (n, table.dim) and x.device.type == "cpu"
-    if not good or not x.is_contiguous():
-        raise StoreError(
-            f"table {table.name!r}: {what}: {_given(x)}; contiguous {table.dtype} of shape {(n, table.dim)} on the CPU is needed"
-        )
-    return x.detach()
-
-
-def _cut(table: Table, x: Tensor, part: tuple[int, int]) -> np.ndarray:
-    """A part of what a rule keeps: as long as the table, one number a row of `dim`, or one number in all."""
-    array, length = np.ascontiguousarray(x.detach().cpu().numpy()).reshape(-1), table.length or 0
-    if array.dtype == np.int64:
-        return array.copy()
-    if array.size == length:
-        return array[part[0] : part[1]].copy()
-    if array.size * table.dim == length:
-        return array[part[0] // table.dim : part[1] // table.dim].copy()
-    return array.copy()
+        n = ids_of(table, ids).size
+        made = torch.empty(n, table.dim, dtype=dtype_of(table)) if given is None else given
+        return block_of(table, n, made, "what it is pulled into")

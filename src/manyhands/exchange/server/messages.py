@@ -61,7 +61,7 @@ class Done(Message):
 
 
 class Failed(Message):
-    kind: Literal["store", "peer", "internal"]
+    kind: Literal["store", "finite", "peer", "internal"]  # finite: the updates are not
     text: str
     ranks: list[int] = []  # msgspec copies it
 

@@ -12,10 +12,9 @@ from manyhands.core import Rows, Table, Tensors
 from manyhands.errors import StoreError
 from manyhands.exchange.server import kernels
 from manyhands.exchange.server import messages as m
-from manyhands.exchange.server.local import _block, _dense, _dtype, _ids, _no_ids
+from manyhands.exchange.server.given import block_of, dtype_of, ids_of, no_ids, not_finite, vector_of
 from manyhands.exchange.server.partition import Partition, key_of, partition, withhold
 from manyhands.exchange.server.request import Outs, Share
-from manyhands.exchange.server.shard import not_finite
 from manyhands.exchange.server.slots import SlotMap, ranges
 
 GIVEN = "what it is pulled into"
@@ -55,17 +54,17 @@ class Router:
         for name, ids in rows.items():
             table, given = self.spec(name), None if into is None else into[name]
             if table.length is not None:
-                _no_ids(table, ids)
-                outs[name] = torch.empty(table.length, dtype=_dtype(table)) if given is None else _dense(table, given, GIVEN)
+                no_ids(table, ids)
+                outs[name] = torch.empty(table.length, dtype=dtype_of(table)) if given is None else vector_of(table, given, GIVEN)
                 shares += self.shares({name: None})
                 continue
             numbers = _numbers(table, ids)
-            outs[name] = None if given is None else _block(table, numbers.size, given, GIVEN)
+            outs[name] = None if given is None else block_of(table, numbers.size, given, GIVEN)
             if numbers.size and self._direct(table, numbers):
                 shares.append([Share(table, 0, ids=numbers, key=self._key(table, numbers), direct=True)])
                 continue
             if given is None:
-                outs[name] = torch.empty(numbers.size, table.dim, dtype=_dtype(table))
+                outs[name] = torch.empty(numbers.size, table.dim, dtype=dtype_of(table))
             shares += self.shares({name: ids})
         return shares, outs
 
@@ -91,22 +90,22 @@ class Router:
         for name, ids in rows.items():
             table, given = self.spec(name), None
             if table.length is not None:
-                _no_ids(table, ids)
-                given = None if updates is None else _dense(table, updates[name], "updates").numpy()
+                no_ids(table, ids)
+                given = None if updates is None else vector_of(table, updates[name], "updates").numpy()
                 shares = [Share(table, s, part=part, updates=given) for s, part in enumerate(self.ranges(table))]
             elif updates is not None and self._direct(table, numbers := _numbers(table, ids)):
                 given = _flat(table, numbers.size, updates[name])
                 shares = [Share(table, 0, ids=numbers, key=self._key(table, numbers), direct=True, updates=given)]
             else:
-                cut = self._partition(table, _ids(table, ids))
-                given = None if updates is None else _block(table, cut.raw.size, updates[name], "updates").numpy().reshape(-1)
+                cut = self._partition(table, ids_of(table, ids))
+                given = None if updates is None else block_of(table, cut.raw.size, updates[name], "updates").numpy().reshape(-1)
                 shares = [Share(table, s, cut=cut, ids=cut.ids(s), key=cut.keys[s], updates=given) for s in range(self.shards)]
                 if given is not None and cut.zero is not None:
                     for share in shares:
                         self._withhold(share, cut.zero)
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
             if given is not None and self.shards > 1 and not kernels.finite(given):
-                raise StoreError(not_finite(name, shares[0].cut.raw if shares[0].cut is not None else None, given))
+                raise not_finite(name, shares[0].cut.raw if shares[0].cut is not None else None, given)
             found.append(shares)
         return found
 
@@ -142,13 +141,13 @@ class Router:
 
 
 def _numbers(table: Table, ids: Tensor | None) -> np.ndarray:
-    """As `_ids`, which says what is wrong; what is right is let through at once."""
+    """As `ids_of`, which says what is wrong; what is right is let through at once."""
     if type(ids) is Tensor and ids.dtype is torch.int64 and ids.ndim == 1 and ids.is_cpu and ids.is_contiguous():
         return ids.numpy()
-    return _ids(table, ids)
+    return ids_of(table, ids)
 
 
 def _flat(table: Table, n: int, x: Tensor) -> np.ndarray:
-    if type(x) is Tensor and x.dtype is _dtype(table) and x.shape == (n, table.dim) and x.is_cpu and x.is_contiguous():
+    if type(x) is Tensor and x.dtype is dtype_of(table) and x.shape == (n, table.dim) and x.is_cpu and x.is_contiguous():
         return x.detach().numpy().reshape(-1)
-    return _block(table, n, x, "updates").numpy().reshape(-1)
+    return block_of(table, n, x, "updates").numpy().reshape(-1)

@@ -21,8 +21,9 @@ import numpy as np
 from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.exchange.server import kernels
-from manyhands.exchange.server.compensate import compensate
+from manyhands.exchange.server.compensate import MEAN_SQUARE, compensate
 from manyhands.exchange.server.counts import Counts
+from manyhands.exchange.server.given import not_finite
 from manyhands.exchange.server.held import Held, combine, shares_of, united
 from manyhands.exchange.server.marks import Marks
 from manyhands.exchange.server.slots import SLOTS
@@ -89,7 +90,7 @@ class Shard:
         state: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Make a table, or where it is there compare: one that differs is refused. `part`: the range of a dense one that lies
-        here, `values` and `state` (zeros where None) what it starts from."""
+        here, `values` and `state` (zeros where None) what it starts from, by the names that `dump` gives."""
         with self._lock:
             there = self._tables.get(table.name)
             if there is not None:
@@ -98,7 +99,15 @@ class Shard:
                 self._tables[table.name] = SparseTable(table, self.memory_bytes, modules=self.modules)
             else:
                 start, stop = part if part is not None else (0, table.length)
-                self._tables[table.name] = DenseTable(table, start, stop, values, state, modules=self.modules)
+                rules = self._take_mean_square(table.name, state or {})
+                self._tables[table.name] = DenseTable(table, start, stop, values, rules, modules=self.modules)
+
+    def _take_mean_square(self, name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What compensation keeps of a dense table is kept here; the rest, which its rule keeps, is given back."""
+        self._mean_square.pop(name, None)
+        if MEAN_SQUARE in state:
+            self._mean_square[name] = state[MEAN_SQUARE].copy()
+        return {key: value for key, value in state.items() if key != MEAN_SQUARE}
 
     def spec(self, name: str) -> Table:
         with self._lock:
@@ -179,7 +188,7 @@ class Shard:
                     "pull it with remember=True first"
                 )
             if how.hold and not kernels.finite(part.updates.reshape(-1)):
-                raise StoreError(not_finite(part.table, part.ids, part.updates))
+                raise not_finite(part.table, part.ids, part.updates)
         return tables
 
     def _prepare(self, worker: int, parts: Sequence[Part], tables: Sequence[SparseTable | DenseTable], how: How) -> None:
@@ -188,7 +197,7 @@ class Shard:
         for part, table in zip(parts, tables, strict=True):
             if isinstance(table, SparseTable):
                 assert part.ids is not None
-                table.prepare(part.ids, part.updates)
+                _prepare_rows(table, part.ids, part.updates)
             else:
                 table.prepare(part.updates)
         if how.compensate:
@@ -303,7 +312,8 @@ class Shard:
             updates = np.concatenate([some for _, held in came for some in held.updates[name]])
             lengths = [sum(some.size for some in held.ids[name]) for _, held in came]
             updates *= np.repeat(np.array(shares, updates.dtype), lengths)[:, None]
-            table.push(ids, updates, lr)
+            _prepare_rows(table, ids, updates)
+            table.apply(lr)
             self._tidy(table)
 
     def _take_back(self, worker: int, held: Held) -> None:
@@ -336,7 +346,7 @@ class Shard:
                 found["values"], state = table.dump()
             found |= {f"state/{key}": value for key, value in state.items()}
             if name in self._mean_square:
-                found["mean_square"] = self._mean_square[name].copy()
+                found[f"state/{MEAN_SQUARE}"] = self._mean_square[name].copy()
             version = np.array([table.version, table.optimizer.step], np.int64)
             return found | {"version": version, "marks": self.marks.dump()}
 
@@ -356,10 +366,7 @@ class Shard:
                 if isinstance(table, SparseTable):
                     table.load(content["ids"], content["values"], state, content.get("meta"))
                 else:
-                    table.load(content["values"], state)
-                    self._mean_square.pop(name, None)
-                    if "mean_square" in content:
-                        self._mean_square[name] = content["mean_square"].copy()
+                    table.load(content["values"], self._take_mean_square(name, state))
             except KeyError as e:
                 raise StoreError(f"table {name!r}: {e} is missing in what is to be restored; there is {sorted(content)}") from e
             if "version" in content:
@@ -395,15 +402,11 @@ class Shard:
         return self._tables[name]
 
 
-def not_finite(name: str, ids: np.ndarray | None, updates: np.ndarray) -> str:
-    bad = ~np.isfinite(updates if ids is None else updates.reshape(ids.size, -1).sum(1))
-    which = np.flatnonzero(bad) if ids is None else ids[bad]
-    what = "elements" if ids is None else "ids"
-    shown = ", ".join(map(str, which[:5].tolist())) + (", ..." if which.size > 5 else "")
-    return (
-        f"table {name!r}: updates of {which.size} {what} are not finite ({what} {shown}); nothing was changed: lower the learning "
-        "rate or clip gradients, and look for what made them"
-    )
+def _prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> None:
+    try:
+        table.prepare(ids, updates)
+    except StoreError as e:
+        raise e if kernels.finite(updates.reshape(-1)) else not_finite(table.spec.name, ids, updates) from e
 
 
 def _check_words(how: How) -> None:
