@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from manyhands.compute.captured import CapturedReplica
 from manyhands.compute.dealt import Dealt
 from manyhands.compute.distil import student
 from manyhands.compute.module import ModuleReplica, NextLoss
+from manyhands.compute.units import thinned
 from manyhands.compute.update import has_sparse_gradients
 from manyhands.core import Event, Group, Plan, Position, Snapshot, Store, Strategy
 from manyhands.errors import PlanError, TaskError
@@ -34,9 +35,13 @@ from manyhands.serving import Serving, open_serving
 from manyhands.site import Site
 from manyhands.snapshots import Snapshots, found
 from manyhands.split.data import SPLITS, DataSplit
+from manyhands.split.skeleton import Units
 from manyhands.starting import lay_out, same_rest
 from manyhands.task import Callback, Task
 from manyhands.train import Trainer
+
+if TYPE_CHECKING:
+    from manyhands.dividing import Division
 
 DEFAULT_BATCH = 64
 OF_THE_RUN = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
@@ -83,8 +88,9 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
     def evaluate(module: nn.Module) -> dict[str, float]:
         if test is None:
             return {}
+        predict = None if division is None or division.pipeline is None else division.pipeline.infer
         sums = forward.evaluate(
-            module, test, site.feed, site.feeds, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device
+            module, test, site.feed, site.feeds, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device, predict
         )  # fmt: skip
         if not site.speaks:
             sums.zero_()
@@ -94,6 +100,14 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
             raise TaskError("Task.test gave no sample; give at least one, or leave test out")
         return {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
 
+    division: Division | None = None
+    if site.divided:
+        from manyhands.dividing import by_feature, divide
+
+        if plan.split == "by_feature":
+            division = by_feature(site, model.to(site.device), [train] if test is None else [train, test])
+        else:
+            division = divide(site, plan, model.to(site.device), train, task)
     return assemble(
         site,
         plan,
@@ -107,6 +121,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         run,
         tuple(task.callbacks),
         ids=task.ids,
+        division=division,
     )[0]
 
 
@@ -124,14 +139,17 @@ def assemble(
     callbacks: tuple[Callback, ...] = (),
     one_copy: bool = True,
     ids: Callable[[Any], Mapping[str, Any]] | None = None,
+    division: Division | None = None,
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = site.feeds, plan.seed or 0
     order = {"split": plan.split, "seed": seed, "samples": train.samples}  # what the order of samples follows from
     saved = found(site, order) if site.options.resume else None
     plan, global_batch = _batch_sizes(site, plan, saved)
-    model = model.to(site.device)
-    module, synced = _with_batchnorm(site, plan, model, lambda: walk.counts)
+    model = model.to(site.device) if division is None else division.module
+    stages = [model] if division is None or division.pipeline is None else [s.module for s in division.pipeline.stages]
+    synced = _with_batchnorm(site, plan, stages, lambda: walk.counts)
+    module = division.module if division is not None else stages[0]
     serving = open_serving(site, plan, module, ids)
     optimizer = make_optimizer(module.parameters())
     _check_optimizer(site, plan, module, optimizer)
@@ -148,6 +166,7 @@ def assemble(
     )
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
+    pipeline = None if division is None else division.pipeline
     plain = ModuleReplica(
         flat, update, next_loss, nominal=global_batch if _agree(plan) or _shares(plan) else max(1, global_batch // plan.layout.data),
         clip=plan.clip, schedule=schedule, scaler=scaler,
@@ -156,18 +175,30 @@ def assemble(
         on_unused=lambda names: site.notice(f"parameters without a gradient in the first round (left as they are): {', '.join(names)}"),
         ended=lambda: trainer.block_ends(), steps_alone=not _agree(plan),
         on_window=None if rows is None else lambda: rows.push(_row_scale(plan, plain, walk, size), _rate(optimizer)),
+        passes=None if pipeline is None else lambda scaled: _piped(site, pipeline, scaled, walk),
+        inside=None if division is None else division.inside(site, flat),
         schedule_at=None if dealer is None or not _shares(plan) else lambda: dealer.latest.steps // size, scheduled=at.steps // size,
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
-    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving)
+    held = None if division is None else division.held(site, module, flat, update)
+    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving, *(held or ()))
     first = _first_rule(plan, saved)
     if saved is not None:
         snapshots.restore(saved, str(getattr(plan, first)))
     if serving is not None and plan.strategy.link is Store:
         serving.hold(plan.strategy, flat, snapshots.consensus or flat.values, optimizer, saved)
     learns_from_others = any(rule.distils for rule in _rules(plan).values())
-    replica = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
-    rule = _rule(site, plan, plain, first, serving, saved, snapshots)
+    replica: Any = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
+    known: Any = plain  # to rules, when they begin
+    if any(getattr(rule, "thins", False) for rule in _rules(plan).values()):
+        if site.divided:
+            raise PlanError(
+                "merge=skeleton leaves out units of whole layers, which tensor=, pipe= and shard= cut; leave them out"
+            )
+        replica = known = thinned(replica, module, next_loss, train, Units)
+        site.closing.append(known.close)
+        site.notice(f"units of {', '.join(known.names)} may be left out; everything else is on every rank")
+    rule = _rule(site, plan, known, first, serving, saved, snapshots)
     if saved is not None:
         site.notice(
             f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) from {site.checkpoints.last_good}"
@@ -186,8 +217,7 @@ def assemble(
         return taken
 
     def save(snapshot: Snapshot, metrics: dict[str, float]) -> None:
-        if site.rank == 0:
-            site.checkpoints.save(snapshot, metrics)
+        snapshots.save(snapshot, metrics)
         for callback in trainer.callbacks:
             callback.on_checkpoint(run, str(site.checkpoints.path(snapshot.round)))
 
@@ -196,12 +226,13 @@ def assemble(
         rule, replica, site.link, site.merging,
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
-        emit=site.recorder.emit, flush=site.recorder.flush, evaluate=lambda: evaluate(computing), snapshot=snapshot, save=save,
+        emit=site.recorder.emit, flush=site.recorder.flush, snapshot=snapshot, save=save,
+        evaluate=lambda: evaluate(computing if pipeline is None else nn.ModuleList(stages)),
         last_good=lambda: _last_good(site.checkpoints), save_evaluated=plan.best is not None,
         save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
-        change=(lambda: _rule(site, plan, plain, "then", serving)) if comes_later else None, agree=agree_on_buffers,
+        change=(lambda: _rule(site, plan, known, "then", serving)) if comes_later else None, agree=agree_on_buffers,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
         metrics={} if saved is None else dict(saved.meta["metrics"]), dealer=dealer, serves=serving is not None,
         settle=serving.settle if serving is not None else lambda: None, tell=serving.tell if serving is not None else lambda round: None,
@@ -211,6 +242,12 @@ def assemble(
 
 
 # -- the parts --
+
+
+def _piped(site: Site, pipeline: Any, scaled: Callable[[Tensor, int], Tensor], walk: data.Batches) -> tuple[Tensor, int]:
+    pipeline.round = site.link.round
+    passed: tuple[Tensor, int] = pipeline(scaled, walk)
+    return passed
 
 
 def _rules(plan: Plan) -> dict[str, Strategy[Any]]:
@@ -362,16 +399,18 @@ def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optim
         raise TaskError("an embedding with sparse=True gives sparse gradients, which this rule cannot merge; set sparse=False")
 
 
-def _with_batchnorm(site: Site, plan: Plan, model: nn.Module, counts: Callable[[], bool]) -> tuple[nn.Module, bool]:
+def _with_batchnorm(site: Site, plan: Plan, modules: list[nn.Module], counts: Callable[[], bool]) -> bool:
+    """Have BatchNorm see the union of all batches, where it is to; whether it is there at all."""
     # steps that a rank takes by itself are not held up by statistics of others
     synced = plan.batchnorm == "sync" or (plan.batchnorm == "auto" and _agree(plan))
-    if site.feeds == 1 or not synced or not batchnorm.has_batchnorm(model):
-        return model, False
+    if site.feeds == 1 or not synced or not any(batchnorm.has_batchnorm(m) for m in modules):
+        return False
 
     def reduce(values: Tensor) -> None:
         site.sum_over_feeds({"batchnorm": values})
 
-    return batchnorm.synchronise(model, reduce, counts), True
+    modules[:] = [batchnorm.synchronise(m, reduce, counts) for m in modules]
+    return True
 
 
 def _captured(

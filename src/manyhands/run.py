@@ -213,6 +213,11 @@ class Run:
         if self.trainer is not None:
             raise TaskError("prepare was called before; one run trains one model")
         site = self._site
+        if site.divided:
+            raise PlanError(
+                f"{plan_words.describe(site.plan).split(' merge=')[0]} splits the model over ranks, for which manyhands must run it; "
+                "give it as a task() with its loss, or use data= alone in a loop of your own"
+            )
         model = model.to(site.device)
         train = data.source(dataset, site.device, "the training data", site.plan.loaders)
         plan = dataclasses.replace(

@@ -59,8 +59,8 @@ def _same_start(site: Site, flat: FlatParameters) -> None:
 def same_rest(site: Site, module: nn.Module) -> None:
     """Frozen parameters and buffers too are rank 0's, where a script forgot to seed."""
     rest = [*(p.data for p in module.parameters() if not p.requires_grad), *module.buffers()]
-    if site.rank != 0:
+    if site.merging.rank != 0:
         for value in rest:
             value.zero_()
     if rest:
-        site.link.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()
+        site.merging.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()

@@ -58,6 +58,7 @@ class Task:
     seed: int = 0
     name: str = ""  # said at the start of a run: what is trained on what
     callbacks: Sequence[Callback] = ()
+    tensor: Mapping[str, str] = field(default_factory=dict)  # modules by pattern -> column, row, ...: how tensor= splits them
     ids: Callable[[Any], Mapping[str, Any]] | None = None  # of a batch: what its mh.Embedding tables will look up, by their names
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from manyhands.exchange.inproc_store import InprocStore
 from manyhands.exchange.observed import Observed
 from manyhands.exchange.server.clock import Clock
 from manyhands.exchange.server.shard import Shard
+from manyhands.split.skeleton import Units
 
 DIMS = (5, 3)
 BATCH = 4
@@ -82,10 +83,13 @@ class Point(nn.Module):
 
 
 class Student(ModuleReplica):
-    """A point says nothing about data; here what the teachers say is where they stand."""
+    """A point says nothing about data; here what the teachers say is where they stand. And it has no layers: nothing to leave out."""
 
     teachers: Sequence[Tensors] = ()
     pull = 0.0
+    units = Units((), ())
+
+    def thin(self, scales: Tensor | None, elements: Tensors | None) -> None: ...
 
     def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
         self.teachers, self.pull = teachers, (1 - weight) * share

@@ -1,23 +1,47 @@
-"""`manyhands export RUN model.safetensors`: the weights alone, and the rows of embeddings, in the format everybody reads."""
+"""`manyhands export RUN model.safetensors`: the weights alone, and the rows of embeddings, in the format everybody reads.
+
+Tensor by tensor from file to file: a model that no one process could hold is exported by one all the same.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
+from torch import Tensor
 
 from manyhands.compute.sparse import saved_tables
-from manyhands.recover.checkpoint import pick
+from manyhands.exchange.solo import SoloGroup
+from manyhands.recover import regions
+from manyhands.recover.checkpoint import TENSORS, find
 from manyhands.serving import PREFIX
+from manyhands.split.parts import Part
+
+MODEL = "model/"
+
+
+@dataclass(frozen=True)
+class Whole:
+    region: Part
+    tensor: Tensor
 
 
 def export(run: Path, out: Path, best: str | None = None) -> Path:
-    snapshot = pick(run, best)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tables = saved_tables({k.removeprefix(PREFIX): v for k, v in snapshot.state.items() if k.startswith(PREFIX)})
+    path, snapshot = find(run, best, only=lambda name: name.startswith(f"state/{PREFIX}"))
+    tables = saved_tables({k.removeprefix(PREFIX): v for k, v in snapshot.state.items()})
     rows = {f"{PREFIX}{name}/{part}": content[part] for name, content in tables.items() for part in ("ids", "values")}
-    save_file({**snapshot.params, **rows}, out, metadata={"format": "pt", "round": str(snapshot.round)})
+    with regions.Reader(path / TENSORS) as saved:
+        names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
+        shapes = {name: (saved.dtype(MODEL + name), saved.shape(MODEL + name)) for name in names}
+        shapes |= {name: (value.dtype, tuple(value.shape)) for name, value in rows.items()}
+
+        def one_after_the_other() -> Iterator[Whole]:
+            for name, (_, shape) in shapes.items():
+                yield Whole(Part(name, shape), rows[name] if name in rows else saved.whole(MODEL + name))
+
+        regions.write(out, shapes, one_after_the_other(), SoloGroup(), {"format": "pt", "round": str(snapshot.round)})
     if tables:
         said = ", ".join(f"{name} ({len(content['ids'])} rows)" for name, content in tables.items())
         print(f"with embeddings, as {PREFIX}NAME/ids and {PREFIX}NAME/values: {said}", file=sys.stderr)

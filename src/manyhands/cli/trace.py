@@ -1,12 +1,44 @@
-"""manyhands trace RUN: one picture of what every rank did, for ui.perfetto.dev."""
+"""manyhands trace RUN: one picture of what every rank did, for ui.perfetto.dev; of a pipeline also how much of its time was lost."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from manyhands.observe.trace import write_trace
+from manyhands.observe.bubble import bubble
+from manyhands.observe.events import read
+from manyhands.observe.trace import Pipeline, pipelines, write_trace
+from manyhands.split.pipeline import share
 
 
 def trace(run: Path, out: Path | None = None) -> Path:
     """Write the trace of a run, by default into its own directory; returns where."""
-    return write_trace(run, out or run / "trace.json")
+    written = write_trace(run, out or run / "trace.json")
+    for pipeline in pipelines(read(run)):
+        if (said := describe(pipeline)) is not None:
+            print(said)
+    return written
+
+
+def describe(pipeline: Pipeline) -> str | None:
+    """The share of a pipeline's time in which its ranks did not compute, against the formula; of its first step only if there is no
+    other, because threads, kernels and connections start in it."""
+    first = min(e.round for e in pipeline.events)
+    events = [e for e in pipeline.events if e.round > first] or list(pipeline.events)
+    found = bubble(events)
+    if found is None:
+        return None
+    p, m, v = len(pipeline.ranks), pipeline.micros, pipeline.chunks
+    t_f, t_b, t_w = (pipeline.seconds(name) for name in ("forward", "backward", "weight"))
+    if t_w:
+        formula, schedule = "(p-1)(tF+tB-tW) of the step", "zero_bubble"
+    elif v > 1:
+        formula, schedule = "(p-1)/(vm+p-1)", "interleaved"
+    else:
+        formula, schedule = "(p-1)/(m+p-1)", "1f1b"
+    expected = (p - 1) / (v * m + p - 1) if schedule != "zero_bubble" else share(schedule, p, m, t_f, t_b, t_w)
+    steps = len({e.round for e in events})
+    where = f"p={p} stages" if v == 1 else f"p={p} ranks with v={v} stages each"
+    return (
+        f"pipeline of ranks {', '.join(map(str, pipeline.ranks))}: bubble {found:.1%} over {steps} step{'s' * (steps > 1)}, "
+        f"{formula} = {expected:.1%} with {where}, m={m} micro-batches"
+    )

@@ -83,6 +83,16 @@ class TensorSource:
     def cast(self, dtype: torch.dtype) -> None:
         self._columns = {n: c.to(dtype) if c.is_floating_point() else c for n, c in self._columns.items()}
 
+    @property
+    def features(self) -> int:
+        """Columns of the model's input."""
+        return _features(next(iter(self._columns.values())))
+
+    def keep_features(self, columns: Tensor) -> None:
+        """Forget all other columns of the model's input."""
+        name = next(iter(self._columns))
+        self._columns[name] = self._columns[name].index_select(1, columns.to(self.device))
+
 
 class DatasetSource:
     """A map-style Dataset; samples are collated here, or by `loaders` worker processes ahead of time."""
@@ -91,6 +101,7 @@ class DatasetSource:
         self.dataset, self.device, self.collate, self.loaders = dataset, device, collate or default_collate, loaders
         self.samples = len(dataset)
         self._dtype: torch.dtype | None = None
+        self._kept: Tensor | None = None  # columns of the model's input; None: all
 
     def fetch(self, indices: Tensor) -> Any:
         wanted = indices.tolist()
@@ -117,10 +128,20 @@ class DatasetSource:
             yield self.place(values)
 
     def place(self, values: Any) -> Any:
+        if self._kept is not None:
+            values = (values[0].index_select(1, self._kept), *values[1:])  # the others never leave the host
         return move(values, self.device, self._dtype)
 
     def cast(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+
+    @property
+    def features(self) -> int:
+        values = self.collate([self.dataset[0]])
+        return _features(values[0] if isinstance(values, tuple | list) else values)
+
+    def keep_features(self, columns: Tensor) -> None:
+        self._kept = columns
 
 
 @dataclass
@@ -348,6 +369,13 @@ class Batches(Protocol):
 
 
 # -- small things --
+
+
+def _features(x: Any) -> int:
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        given = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        raise TaskError(f"split=by_feature needs inputs (samples, columns), but the first of each batch {given}; leave split out")
+    return x.shape[1]
 
 
 def move(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

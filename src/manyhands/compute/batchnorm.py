@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.compute.pieced import Pieced
+
 Reduce = Callable[[Tensor], None]  # sum over ranks, in place
 Counts = Callable[[], bool]
 
@@ -77,25 +79,31 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         self._check(input)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
+    def forward(self, input: Any) -> Any:
+        if not isinstance(input, Pieced):
+            return self._normalised(input)
+        held = next((v for v in (self._parameters["weight"], self._buffers["running_mean"]) if v is not None), None)
+        if input.along == 1 and (held is None or len(held) == input.local.shape[1]):  # shares of the same channels
+            return input.like(self._normalised(input.local))
+        return self._normalised(input.whole("batch_norm"))
+
+    def _normalised(self, input: Tensor) -> Tensor:
+        # what is held: under a cut, attributes stand for the whole
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        running_mean, running_var = self._buffers["running_mean"], self._buffers["running_var"]
+        batches = self._buffers["num_batches_tracked"]
         self._check_input_dim(input)
-        shift = self.running_mean if self.running_mean is not None else input.new_zeros(input.shape[1])
-        out, mean, var, n = _Normalise.apply(
-            input, self.weight, self.bias, shift.detach().clone(), self.eps, self._reduce, self._counts()
-        )
-        if (
-            self.track_running_stats
-            and self.running_mean is not None
-            and self.running_var is not None
-            and self.num_batches_tracked is not None
-        ):
+        if not self.training:
+            own = running_mean is None and running_var is None
+            return nn.functional.batch_norm(input, running_mean, running_var, weight, bias, own, 0.0, self.eps)
+        shift = running_mean if running_mean is not None else input.new_zeros(input.shape[1])
+        out, mean, var, n = _Normalise.apply(input, weight, bias, shift.detach().clone(), self.eps, self._reduce, self._counts())
+        if self.track_running_stats and running_mean is not None and running_var is not None and batches is not None:
             with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                self.running_var.lerp_((var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), momentum)
+                batches.add_(1)
+                momentum = self.momentum if self.momentum is not None else 1.0 / float(batches)
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_var.lerp_((var * (n / (n - 1).clamp(min=1))).to(running_var.dtype), momentum)
         return out
 
 

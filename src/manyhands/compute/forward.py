@@ -74,22 +74,29 @@ def evaluate(
     metrics: Mapping[str, Callable[[Any, Any], Tensor]],
     precision: str,
     device: torch.device,
+    predict: Callable[[Any], Any] | None = None,
 ) -> Tensor:
-    """Sums over this rank's test samples: [loss, metrics..., count], in float64. Every sample is counted once."""
+    """Sums over this rank's test samples: [loss, metrics..., count], in float64. Every sample is counted once. `predict`: the
+    model's output for a batch where no module computes it alone; None where it comes out elsewhere."""
     sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device=device if device.type != "mps" else "cpu")
     modes = {m: m.training for m in module.modules()}  # each by itself: a part may be frozen in eval mode on purpose
     module.eval()
     try:
         with torch.no_grad(), autocast(precision, device):
             for values, n in _test_batches(data, rank, size, batch):
+                answers = module
+                if predict is not None:
+                    if (output := predict(values)) is None:
+                        continue
+                    answers = _Answer(output)
                 if step is not None:
-                    got = step(module, values)
+                    got = step(answers, values)
                     mean, n = got if isinstance(got, tuple) else (got, n)
                     row = [mean.double()]
                 else:
                     assert loss is not None
                     *inputs, target = _pair(values)
-                    outputs = module(*inputs)
+                    outputs = answers(*inputs)
                     row = [loss(outputs, target).double(), *(m(outputs, target).double().mean() for m in metrics.values())]
                 sums[:-1] += torch.stack(row) * n
                 sums[-1] += n
@@ -121,6 +128,40 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
     for i in range(start, stop, batch):
         indices = torch.arange(i, min(i + batch, stop), device=where)
         yield data.fetch(indices), len(indices)
+
+
+def inputs_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[Any, ...]:
+    """What the model is called with for a batch."""
+    if step is None:
+        return _pair(values)[:-1]
+    try:
+        step(_Listener(), values)
+    except _Called as call:
+        return call.inputs
+    raise TaskError("step=(model, batch) did not call the model, so there is nothing to split; call it with the batch's tensors")
+
+
+class _Answer(nn.Module):
+    """A model whose output is known."""
+
+    def __init__(self, output: Any):
+        super().__init__()
+        self._output = output
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._output
+
+
+class _Called(Exception):
+    def __init__(self, inputs: tuple[Any, ...]):
+        self.inputs = inputs
+
+
+class _Listener(nn.Module):
+    """Stands for the model until it is called."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        raise _Called((*inputs, *named.values()))
 
 
 def _pair(values: Any) -> tuple[Any, ...]:

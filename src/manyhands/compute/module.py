@@ -20,6 +20,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.flat import FlatParameters
+from manyhands.compute.sharded import ShardedParameters
+from manyhands.compute.sharded_update import ShardUpdate
 from manyhands.compute.update import Update, moments
 from manyhands.core import OnReady, Rows, Tensors
 from manyhands.errors import TaskError
@@ -45,6 +47,7 @@ class Inside:
 
     sum: Callable[[Tensor], None]  # in place
     weights: Sequence[float]  # of each piece: 1 / how many ranks of the replica hold the same elements
+    gather: Callable[[Tensors], Tensors] = dict  # tensors by the names of parameters -> those of the whole model, on the first rank
 
 
 class ModuleReplica:
@@ -52,8 +55,8 @@ class ModuleReplica:
 
     def __init__(
         self,
-        flat: FlatParameters,
-        update: Update,
+        flat: FlatParameters | ShardedParameters,
+        update: Update | ShardUpdate,
         next_loss: NextLoss,
         *,
         nominal: int,
@@ -72,6 +75,7 @@ class ModuleReplica:
         inside: Inside | None = None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
+        self.sharded = flat if isinstance(flat, ShardedParameters) else None  # then the replica is more than this rank
         self.optimizer = update.optimizer
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
         self.overlap, self._left_out = overlap, left_out
@@ -82,7 +86,9 @@ class ModuleReplica:
         self._ended = ended  # whether the run is at its end
         self.steps_alone = steps_alone  # by a gradient of its own, so that peers need not overflow where it does
         self._schedule_at, self._scheduled = schedule_at, scheduled  # where ranks share steps: how far the schedule is to be
-        self._passes, self._inside = passes, inside
+        if self.sharded is not None and inside is None:
+            inside = Inside(self.sharded.sum, [1.0] * len(flat.pieces))
+        self._passes, self.inside = passes, inside
         self._on_window = on_window  # when a step's last backward pass is over
         self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
@@ -95,12 +101,17 @@ class ModuleReplica:
         self._is_mean = False  # the flat vector holds the mean gradient of this window, clipped
         if scaler is not None:
             scaler.scale(torch.zeros((), device=self.device))  # it exists from here on, also where the first round has no samples
-        self._hooks = [p.parameter.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(flat.pieces)]
+        if self.sharded is not None:
+            self.sharded.overlap, self._hooks = overlap, []  # it has hooks of its own
+        else:
+            self._hooks = [p.parameter.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(flat.pieces)]
 
     def close(self) -> None:
         """Let go of the module: a hook that knows this replica and is known to its parameter keeps both alive."""
         for hook in self._hooks:
             hook.remove()
+        if self.sharded is not None:
+            self.sharded.close()
 
     @property
     def updates_part(self) -> bool:
@@ -163,6 +174,9 @@ class ModuleReplica:
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         self._start_window()
         total, count = self._one_by_one(on_ready) if self._passes is None else self._passes(self._scaled)
+        if self.sharded is not None:  # from here on loss, count and gradient are those of the whole replica
+            total, count, self._used = self.sharded.end_window(total, count)
+            self._in_flat = [True] * len(self._used)
         self._end_window(count)
         if self._on_window is not None:
             self._on_window()
@@ -177,12 +191,16 @@ class ModuleReplica:
         while not last:
             micro = self.next_loss()
             last = micro.last
+            if self.sharded is not None:
+                self.sharded.before_backward(last)
             if micro.loss is not None:
                 self._on_ready = on_ready if last else None
                 self._scaled(micro.loss, micro.count).backward()
                 self._on_ready = None
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
+            if self.sharded is not None:
+                self.sharded.after_backward(micro.loss is not None)
         return total, count
 
     def _scaled(self, loss: Tensor, count: int) -> Tensor:
@@ -200,11 +218,11 @@ class ModuleReplica:
         """The squared norm of gradients of the whole model, as far as ranks of this replica hold them."""
         # float64 also where this rank owns nothing: ranks must bring the same dtype
         squares = [g.square().sum(dtype=torch.float64) for g in grads]
-        if self._inside is not None:
-            squares = [square * self._inside.weights[i] for square, i in zip(squares, self.update.placed, strict=True)]
+        if self.inside is not None:
+            squares = [square * self.inside.weights[i] for square, i in zip(squares, self.update.placed, strict=True)]
         total = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *squares]).sum().view(1)
-        if self._inside is not None:
-            self._inside.sum(total)
+        if self.inside is not None:
+            self.inside.sum(total)
         return total
 
     def step(self) -> None:
@@ -215,6 +233,8 @@ class ModuleReplica:
         grads = self._place()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+            if self.sharded is not None:
+                self.sharded.agree_on_overflow(self.scaler, self.optimizer)
         self._normalise(grads)
         if self.scaler is None:
             self.optimizer.step()
@@ -262,13 +282,13 @@ class ModuleReplica:
             factor = self.nominal / max(1.0, float(self.flat.count[0]))
         else:  # stay on the device: reading the count would make the host wait for the GPU
             factor = self.nominal / self.flat.count[0].clamp(min=1.0)
-        if self.clip is not None and self._inside is not None and self._square_norm is None:
+        if self.clip is not None and self.inside is not None and self._square_norm is None:
             self._square_norm = self._squared(grads)  # also where this rank has no gradient: all of the replica take part
         if self.clip is not None and grads:
             norm = get_total_norm(grads) if self._square_norm is None else self._square_norm[0].sqrt().to(grads[0].dtype)
-            self._square_norm = None
             bound = (self.clip / (norm * factor + 1e-6)).clamp(max=1.0)
             factor = factor * (float(bound) if self.device.type == "cpu" else bound)
+        self._square_norm = None  # also where this rank had no gradient: the next step asks all anew
         if grads and not (isinstance(factor, float) and factor == 1.0):
             torch._foreach_mul_(grads, factor)
 
@@ -283,6 +303,8 @@ class ModuleReplica:
         for i, piece in enumerate(self.flat.pieces):
             piece.parameter.grad = None
             self._used[i] = self._in_flat[i] = False
+        if self.sharded is not None:
+            self.sharded.start_window()
         self._missing = [len(b.pieces) for b in self.flat.buckets]
         self._launched = 0
         self._is_mean = False

@@ -17,9 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from manyhands.core import Finished, Op, Tensors, Work
 from manyhands.errors import PeerLost, PlanError
+from manyhands.exchange import parted as parts
 from manyhands.exchange.solo import to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -80,6 +82,42 @@ class CollectiveGroup:
         except RuntimeError as e:
             raise self._lost(what, e) from e
         return _Reduction(self, what, works, pending, self.size if op == "mean" else 1)
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [parts.part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        # gloo's own is an all-reduce of a copy: twice the bytes
+        if op == "mean" or not self._has_halves(values):
+            return parts.reduce_scatter(self, values, op)
+        what, options = self._next("reduce_scatter"), dist.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(OPS[op]), True
+        return self._halves(
+            what, [lambda v=v: self._group._reduce_scatter_base(v[self.own(v)[0]], v, options) for v in values.values()]
+        )
+
+    def all_gather(self, values: Tensors) -> Work:
+        if not self._has_halves(values, on_cpu=True):
+            return parts.all_gather(self, values)
+        what, options = self._next("all_gather"), distributed_c10d.AllgatherOptions()
+        options.asyncOp = True
+        return self._halves(
+            what, [lambda v=v: self._group._allgather_base(v, v[self.own(v)[0]], options) for v in values.values()]
+        )
+
+    def _has_halves(self, values: Tensors, on_cpu: bool = False) -> bool:
+        """Whether the backend itself cuts these into equal parts, where they lie."""
+        return self.size > 1 and all(
+            v.numel() and v.numel() % self.size == 0 and v.dtype in NATIVE and v.ndim == 1 and v.is_contiguous() and not v.requires_grad
+            and (v.device.type == "cuda" or on_cpu) and self._device in (None, v.device)
+            for v in values.values()
+        )  # fmt: skip
+
+    def _halves(self, what: str, begin: Sequence[Callable[[], dist.Work]]) -> Work:
+        try:
+            return _Reduction(self, what, [start() for start in begin], [], 1)
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.begin_swap(values, peers)()

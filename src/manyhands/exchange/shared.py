@@ -58,7 +58,7 @@ class _Segment:
     stop: int
     views: list[Tensor]  # its bytes in every rank's copy; the same memory for all of them where it is common
     common: bool
-    block: int  # bytes in a row with one owner
+    block: int  # bytes in a row with one owner; 0: one equal part a rank, of whatever vector is given
 
 
 class SharedGroup:
@@ -99,9 +99,9 @@ class SharedGroup:
 
     # -- memory --
 
-    def allocate(self, numel: int, dtype: torch.dtype, common: bool = False) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, common: bool = False, even: bool = False) -> Tensor:
         """A zeroed vector in shared memory: a copy a rank, or one that is common to all. Every rank must ask for the
-        same, in the same order."""
+        same, in the same order. `even`: it and each slice of it has one equal, contiguous part for every rank."""
         nbytes = max(64, numel * dtype.itemsize)
         maps = self._map(nbytes, made_by=0 if common else None)
         views = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
@@ -111,12 +111,14 @@ class SharedGroup:
         shares = self._owners * (BLOCKS_PER_OWNER if self._between is None else 1)
         least, most = OWNED_BYTES
         block = max(least, min(most, math.ceil(nbytes / shares))) if self._between is None else math.ceil(nbytes / shares)
-        self._segments.append(_Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, math.ceil(block / 64) * 64))
+        self._segments.append(_Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, 0 if even else math.ceil(block / 64) * 64))
         return mine[: numel * dtype.itemsize].view(dtype)
 
     def own(self, tensor: Tensor) -> list[slice]:
         """Which elements of a vector from `allocate` this rank owns."""
         segment = self._placed(tensor)
+        if not segment.block:
+            return [slice(*(tensor.numel() * r // self._owners for r in (self.rank, self.rank + 1)))]
         offset, size = tensor.data_ptr() - segment.first, tensor.element_size()
         found = []
         for index in range(offset // segment.block, -(-(offset + tensor.nbytes) // segment.block)):

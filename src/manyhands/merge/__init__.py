@@ -17,6 +17,7 @@ from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.model_average import ModelAverage
 from manyhands.merge.robust import Robust
 from manyhands.merge.sgp import SGP
+from manyhands.merge.skeleton import Skeleton
 from manyhands.merge.stale_sync import StaleSync
 from manyhands.merge.streaming_diloco import StreamingDiLoCo
 
@@ -34,6 +35,7 @@ STRATEGIES = {
     "sgp": SGP,
     "ensemble": Ensemble,
     "robust": Robust,
+    "skeleton": Skeleton,
     "stale_sync": StaleSync,
     "backup": Backup,
     "downpour": Downpour,

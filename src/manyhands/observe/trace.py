@@ -3,6 +3,7 @@
     rank 0               |round                    |round        spans nest: compute, exchange and step inside their round
                           compute  all_reduce step  compute
     rank 0 checkpoint         |checkpoint                |       what runs beside the rest gets a track of its own
+    rank 0 stage 0        |forward|send|idle|receive|backward    a rank of a pipeline; idle: between its step's first and last work
     loss, samples/s       counters          notices, evaluations, checkpoints: marks on their rank's track
 
 Times are those of each host's own clock, relative to the first event of the run.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ COUNTERS = {
     "server": {"rows_per_s": "server rows/s", "bytes_per_s": "server bytes/s", "queue": "server queue", "staleness": "staleness"},
 }
 MARKS = ("start", "evaluate", "checkpoint", "checkpoint_failed", "notice", "finish")
+WORK = ("forward", "backward", "weight")
+STAGED = (*WORK, "send", "receive")  # of a pipeline: what a stage does with a micro-batch
 NO_SPANS = ("start", "progress", "server", "log", "finish", "notice")
 JITTER_US = 2.0  # two readings of the clock around the same moment differ by less than this
 
@@ -57,7 +61,8 @@ def _rows(events: list[Event], run: str) -> Iterator[Json]:
     for rank, mine in sorted(by_rank.items()):
         home = tid = tid + 1
         yield from _track(f"rank {rank}", home)
-        for title, spans in _tracks([(us(e.time_s), us(e.time_s + e.seconds), e) for e in _spans(mine)]).items():
+        beside = [e for e in _spans(mine) if not _staged(e)]
+        for title, spans in _tracks([(us(e.time_s), us(e.time_s + e.seconds), e) for e in beside]).items():
             if title:
                 tid += 1
                 yield from _track(f"rank {rank} {title}", tid)
@@ -74,6 +79,102 @@ def _rows(events: list[Event], run: str) -> Iterator[Json]:
                 for key, counter in COUNTERS.get(event.name, {}).items():
                     if math.isfinite(x := event.value.get(key, math.nan)):
                         yield {"ph": "C", "name": counter, "pid": PID, "ts": us(event.time_s), "args": {counter: x}}
+    for pipeline in pipelines(events):  # below all ranks: the stages of one pipeline stand under each other
+        for rank in pipeline.ranks:
+            tid += 1
+            stages = sorted({_number(e, "stage") for e in by_rank[rank] if _staged(e)})
+            yield from _track(f"rank {rank} stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}", tid)
+            for event in (e for e in by_rank[rank] if _staged(e)):
+                row = {"ph": "X", "name": event.name, "cat": "stage", "pid": PID, "tid": tid, "args": _args(event)}
+                yield {**row, "ts": us(event.time_s), "dur": round(event.seconds * 1e6, 3)}
+            for round_, start, end in pipeline.idle(rank):
+                row = {"ph": "X", "name": "idle", "cat": "idle", "pid": PID, "tid": tid, "args": {"round": round_}}
+                yield {**row, "ts": us(start), "dur": round((end - start) * 1e6, 3)}
+
+
+# -- pipelines --
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The ranks that hold one copy of a model stage by stage, and what they did in training steps."""
+
+    ranks: tuple[int, ...]  # in the order of their first stages
+    chunks: int  # stages of each rank
+    events: tuple[Event, ...]
+
+    @property
+    def micros(self) -> int:
+        """Of a step; of most steps, where the last batch of an epoch is smaller."""
+        seen: dict[int, set[int]] = defaultdict(set)
+        for event in self.events:
+            seen[event.round].add(_number(event, "micro"))
+        counts = [len(micros) for micros in seen.values()]
+        return max(counts, key=counts.count)
+
+    def seconds(self, name: str) -> float:
+        """How long one such action of one stage takes, on average."""
+        lasted = [e.seconds for e in self.events if e.name == name]
+        return sum(lasted) / len(lasted) if lasted else 0.0
+
+    def idle(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """(round, start, end) of the gaps in which `rank` did nothing while its pipeline was in a step."""
+        rounds: dict[int, list[Event]] = defaultdict(list)
+        for event in self.events:
+            rounds[event.round].append(event)
+        for number, mine in rounds.items():
+            at, end = min(e.time_s for e in mine), max(e.time_s + e.seconds for e in mine)
+            busy = sorted((e.time_s, e.time_s + e.seconds) for e in mine if e.rank == rank)
+            for start, stop in [*busy, (end, end)]:
+                if start - at > JITTER_US * 1e-6:
+                    yield number, at, start
+                at = max(at, stop)
+
+
+def pipelines(events: Iterable[Event]) -> list[Pipeline]:
+    """The pipelines of a run, by what their stages did. Ranks lie on data x shard x pipe x tensor, tensor fastest, so that
+    those of one pipeline are as far apart as the tensor axis is long; forward passes of evaluations are no training steps."""
+    steps = _training([e for e in events if _staged(e)])
+    places = {rank: min(_number(e, "stage") for e in steps if e.rank == rank) for rank in sorted({e.rank for e in steps})}
+    if not places:
+        return []
+    length = len(set(places.values()))
+    first = next(iter(places))
+    tensor = next((rank - first for rank, place in places.items() if place != places[first]), 1)
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in places:
+        found[rank // (length * tensor), rank % tensor].append(rank)
+    made = []
+    for ranks in found.values():
+        own = tuple(e for e in steps if e.rank in ranks)
+        chunks = len({_number(e, "stage") for e in own}) // len(ranks)
+        made.append(Pipeline(tuple(sorted(ranks, key=lambda r: places[r])), max(1, chunks), own))
+    return made
+
+
+def _training(events: list[Event]) -> list[Event]:
+    """Without forward passes after which nobody went back."""
+    by_step: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: e.time_s):
+        by_step[event.rank, event.round].append(event)
+    kept = []
+    for mine in by_step.values():
+        stop = max((i + 1 for i, e in enumerate(mine) if e.name in ("backward", "weight")), default=0)
+        if 0 < stop < len(mine) and mine[stop].name == "send":  # the gradients of the last way back
+            stop += 1
+        kept += mine[:stop]
+    return kept
+
+
+def _staged(event: Event) -> bool:
+    return event.name in STAGED and isinstance(event.value, dict) and "stage" in event.value
+
+
+def _number(event: Event, key: str) -> int:
+    return int(event.value.get(key, 0)) if isinstance(event.value, dict) else 0
+
+
+# -- tracks of what nests --
 
 
 Span = tuple[float, float, Event]  # start and end in microseconds

@@ -300,6 +300,10 @@ def _check_divided(plan: Plan) -> None:
             raise PlanError(
                 f"{word}={_text(getattr(plan, word))} has no effect without {axis}=; add {axis}=2, say, or leave it out"
             )
+    if plan.split == "by_feature" and (layout.tensor == 1 or layout.pipe * layout.shard > 1):
+        raise PlanError(
+            "split=by_feature deals columns out over tensor=, and nothing else may split the model; set tensor=2, say, alone or with data="
+        )
     split = " x ".join(f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1)
     if not split:
         return

@@ -4,7 +4,8 @@
                               manifest.json           sha256 and size of it, round, position, metrics, plain values
 
 Written by a background thread into a hidden folder, synced, then renamed: a crash at any moment leaves the previous
-checkpoint and at worst a hidden folder, which the next save sweeps up.
+checkpoint and at worst a hidden folder, which the next save sweeps up. Where the model is divided among ranks, they write the
+tensors together, each its own part, before the thread does the rest; the file is the same.
 """
 
 from __future__ import annotations
@@ -18,20 +19,32 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import save_file
 
-from manyhands.core import Position, Snapshot, Tensors
+from manyhands.core import Group, Position, Snapshot, Tensors
 from manyhands.errors import CheckpointError
+from manyhands.recover import regions
 
 FORMAT = 2
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
 
 Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
+Only = Callable[[str], bool]  # which tensors to read, by their names in the file
+EVERYTHING: Only = lambda name: True
+
+
+@dataclass
+class Share(Snapshot):
+    """What one rank adds to a snapshot that nobody holds as a whole: its own dictionaries are empty."""
+
+    tensors: regions.Shapes = field(default_factory=dict)  # of the file: the same on every rank
+    mine: list[regions.Piece] = field(default_factory=list)  # regions of them that this rank writes
 
 
 class Checkpoints:
@@ -55,15 +68,35 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
+    def save_together(self, share: Share, metrics: dict[str, float], group: Group, device: torch.device) -> None:
+        """Every rank calls it, and comes back when all tensors are on disk; rank 0 does the rest in the background."""
+        self.wait()
+        start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{share.round}-together"
+        if group.rank == 0:
+            self._sweep()
+        try:
+            regions.write(hidden / TENSORS, share.tensors, share.mine, group, device=device)
+        except CheckpointError as e:
+            return self._failed(share.round, hidden if group.rank == 0 else None, start, e)
+        if group.rank == 0:
+            self._thread = threading.Thread(target=self._finish, args=(share, metrics, hidden, start), name="checkpoint")
+            self._thread.start()
+
     def _save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
-        start = time.perf_counter()
-        hidden = self.folder / f"{HIDDEN}{snapshot.round}-{os.getpid()}"
+        start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{snapshot.round}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(f"{HIDDEN}*"):
-                shutil.rmtree(old, ignore_errors=True)
+            self._sweep()
+            _write(snapshot, hidden)
+        except Exception as e:  # a full disk must not stop training: the last good one stays
+            return self._failed(snapshot.round, hidden, start, e)
+        self._finish(snapshot, metrics, hidden, start)
+
+    def _finish(self, snapshot: Snapshot, metrics: dict[str, float], hidden: Path, start: float) -> None:
+        """From the tensors of a checkpoint to all of it, under its name."""
+        try:
             path = self.path(snapshot.round)
-            nbytes = _write(snapshot, metrics, hidden)
+            nbytes = _seal(snapshot, metrics, hidden)
             if path.exists():  # a resumed run is here again: the old one steps aside whole
                 os.rename(path, hidden.with_name(f"{hidden.name}-old"))
             os.rename(hidden, path)
@@ -72,15 +105,19 @@ class Checkpoints:
             self.last_good = path
             self._forget(path)
             self.report("checkpoint", time.perf_counter() - start, nbytes, str(path))
-        except Exception as e:  # a full disk must not stop training: the last good one stays
+        except Exception as e:
+            self._failed(snapshot.round, hidden, start, e)
+
+    def _failed(self, round: int, hidden: Path | None, start: float, error: Exception) -> None:
+        if hidden is not None:
             shutil.rmtree(hidden, ignore_errors=True)
-            kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
-            self.report(
-                "checkpoint_failed",
-                time.perf_counter() - start,
-                0,
-                f"checkpoint at round {snapshot.round} failed: {e}; training goes on, {kept}",
-            )
+        kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
+        said = f"checkpoint at round {round} failed: {error}; training goes on, {kept}"
+        self.report("checkpoint_failed", time.perf_counter() - start, 0, said)
+
+    def _sweep(self) -> None:
+        for old in self.folder.glob(f"{HIDDEN}*"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def _forget(self, newest: Path) -> None:
         saved = self.all()
@@ -112,12 +149,12 @@ class Checkpoints:
                     scored.append((sign * value, path))
         return max(scored)[1] if scored else None
 
-    def latest(self) -> Snapshot | None:
-        """The newest checkpoint that is whole; damaged ones are named and passed over."""
+    def latest(self, only: Only = EVERYTHING) -> Snapshot | None:
+        """The newest checkpoint that is whole, with `only` these tensors; damaged ones are named and passed over."""
         found = self.all()
         for path in reversed(found):
             try:
-                snapshot = load(path)
+                snapshot = load(path, only)
             except CheckpointError as e:
                 self.report("notice", 0.0, 0, f"{e}; using the one before it")
                 continue
@@ -127,21 +164,38 @@ class Checkpoints:
             raise CheckpointError(f"all {len(found)} checkpoints in {self.folder} are damaged; start anew without resume")
         return None
 
+    def at(self, round: int, only: Only = EVERYTHING) -> Snapshot:
+        """The one of this round, which another rank has checked to be whole."""
+        snapshot = load(self.path(round), only, check=False)
+        self.last_good = self.path(round)
+        return snapshot
+
+    def reader(self) -> regions.Reader:
+        """To read regions of the tensors of the checkpoint that was loaded last."""
+        assert self.last_good is not None
+        return regions.Reader(self.last_good / TENSORS)
+
 
 def pick(run: Path, best: str | None = None) -> Snapshot:
     """The newest whole checkpoint of a run directory, or its best by a metric ("accuracy", or "-loss" for the smallest)."""
+    return find(run, best)[1]
+
+
+def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[Path, Snapshot]:
+    """As `pick`, with `only` these tensors; and the checkpoint's folder."""
     folder = Checkpoints(run / "checkpoints", best=best)
     if best is not None and folder.all():
         if (path := folder.best_path()) is None:
             raise CheckpointError(f"no checkpoint of {run} knows the metric {best!r}; leave best out to take the newest")
-        return load(path)
-    if (snapshot := folder.latest()) is None:
+        return path, load(path, only)
+    if (snapshot := folder.latest(only)) is None or folder.last_good is None:
         raise CheckpointError(f"{run} holds no checkpoint; a run directory that has saved at least once is needed")
-    return snapshot
+    return folder.last_good, snapshot
 
 
-def load(path: Path) -> Snapshot:
-    """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only."""
+def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
+    """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only. Without `check` its bytes are not
+    compared with their checksum, which somebody else has done."""
     manifest = read_manifest(path)
     file = path / TENSORS
     try:
@@ -150,7 +204,7 @@ def load(path: Path) -> Snapshot:
         raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} cannot be read ({e})") from e
     if size != manifest["bytes"]:
         raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}")
-    if (digest := _digest(file)) != manifest["sha256"]:
+    if check and (digest := _digest(file)) != manifest["sha256"]:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}..."
         )
@@ -159,7 +213,9 @@ def load(path: Path) -> Snapshot:
         with safetensors.safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 kind, _, rest = name.partition("/")
-                kinds[kind][rest] = tensors.get_tensor(name)
+                of_kind = kinds[kind]
+                if only(name):
+                    of_kind[rest] = tensors.get_tensor(name)
     except (safetensors.SafetensorError, KeyError) as e:
         raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} is not what this program writes ({e})") from e
     return Snapshot(
@@ -190,7 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _write(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
+def _write(snapshot: Snapshot, folder: Path) -> None:
     folder.mkdir()
     groups = {
         "model": snapshot.params,
@@ -199,9 +255,12 @@ def _write(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
         "rng": snapshot.rng,
         "ranks": snapshot.ranks,
     }
-    tensors = {f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()}
+    save_file({f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()}, folder / TENSORS)
+
+
+def _seal(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
+    """Say beside the tensors what they are and what their bytes must be, and have it all on disk."""
     file = folder / TENSORS
-    save_file(tensors, file)
     manifest = {
         "format": FORMAT,
         "round": snapshot.round,

@@ -35,7 +35,8 @@ def ordered(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.arange(samples)
 
 
-SPLITS: dict[str, Order] = {"shuffled": shuffled, "sampled": sampled, "ordered": ordered}
+# by_feature: samples are shuffled, and what ranks share out are columns (`split.features`)
+SPLITS: dict[str, Order] = {"shuffled": shuffled, "sampled": sampled, "ordered": ordered, "by_feature": shuffled}
 
 
 def part(total: int, rank: int, size: int) -> range:

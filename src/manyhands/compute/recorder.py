@@ -1,0 +1,461 @@
+"""Writes down what a forward pass does, by running it on tensors without values.
+
+    FakeTensorMode          shapes, dtypes and aliases of everything, no arithmetic; sizes of the batch are symbols (ShapeEnv)
+    TorchFunctionMode       every torch function and tensor method that the model calls passes by here
+    a class put before      the classes of leaf modules, for the time of the run: their calls are steps, what is inside is not
+
+Numbers that the model computes from sizes are symbolic too, and become formulas over the sizes of the inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from manyhands.compute.leaves import PLAIN, alike
+from manyhands.compute.sizes import Check, Evaluate, at_sizes
+from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, place
+from manyhands.compute.traced import Formula, Held, Here, Input, Ref, Step, Traced, Tree, mentions, names, run, tensors
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Untraceable(Exception):
+    """What the forward pass does at some line cannot be written down; `inside` is the path of the module whose code it is."""
+
+    def __init__(self, message: str, inside: str = "", by_value: bool = False):
+        super().__init__(message)
+        self.inside, self.by_value = inside, by_value
+
+
+def record(model: nn.Module, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None) -> Traced:
+    """Both modes of the model, with `leaves` (paths) as steps; raises Untraceable."""
+    runs: dict[bool, Recorder] = {}
+    outputs: dict[bool, Any] = {}
+    for mode in (True, False):
+        with as_it_was(model):
+            if model.training != mode:
+                model.train(mode)
+            runs[mode] = Recorder(model)
+            outputs[mode] = runs[mode].run(example, leaves, call)
+    steps = {mode: _without_unused(r.steps, outputs[mode]) for mode, r in runs.items()}
+    at = {step.name: i for i, step in enumerate(steps[True])}
+    together = [(at.get(a, -1), at[b]) for a, b in runs[True].together]
+    return Traced(model, steps, outputs, together, {mode: r.check(example) for mode, r in runs.items()})
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.steps: list[Step] = []
+        self.together: list[tuple[str, str]] = []  # (first step that made it, step that changes it in place)
+        self.known: dict[int, tuple[Tensor, Any, Any]] = {}  # by id; the tensor is kept so that its id stays its own
+        self.storages: dict[int, str] = {}  # which step made it first
+        self.symbols: dict[Any, tuple[Any, int | None]] = {}  # sympy symbol -> (Input or Ref, dimension)
+        self.hints: dict[Any, int] = {}  # the sizes of the example
+        self.inside = 0  # of leaf modules and of torch itself: nothing is written down
+        self.count: dict[str, int] = {"output": 1}
+        self.shapes = ShapeEnv(duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
+        self.device: torch.device | None = None
+        self.paths: dict[int, str] = {}
+        self.again: dict[str, bool] = {}  # steps that may be done again; True: they need only the sizes of the batch
+        self.seen: dict[Any, Any] = {}  # what leaves returned, by what they are and were given
+        self.changed: set[int] = set()  # storages that some step changes
+        self.real: dict[int, Tensor] = {}  # by the id of what stands in its place
+
+    # -- the run --
+
+    def run(self, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None) -> Any:
+        for path, module in self.model.named_modules():
+            self.paths[id(module)] = path
+        self.example = example
+        inputs = tuple(self._input(i, value) for i, value in enumerate(example))
+        restored = list(_leaf_classes(self, [self.model.get_submodule(path) for path in sorted(leaves)]))
+        try:
+            self._hold()
+            with torch.enable_grad(), masks_by_sizes(self.by_sizes), self.fake, self:
+                got = self.model(*inputs) if call is None else call(self.model, *inputs)
+            self._settle()
+            return self._argument(got)
+        except Untraceable:
+            raise
+        except Exception as failed:
+            raise self._told(failed) from failed
+        finally:
+            for module, cls in restored:
+                module.__class__ = cls
+
+    def _settle(self) -> None:
+        """What is changed in place later, and all that is made of it, is not to be made again."""
+        no = {
+            as_.name for t, as_, _ in self.known.values() if isinstance(as_, Ref) and t.untyped_storage()._cdata in self.changed
+        }
+        for i, step in enumerate(self.steps):
+            if step.again and (step.name in no or no.intersection(names(step))):
+                no.add(step.name)
+                self.steps[i] = replace(step, again=False)
+
+    def _input(self, argument: int, value: Any) -> Any:
+        flat, spec = pytree.tree_flatten(value)
+        made = []
+        for i, item in enumerate(flat):
+            if isinstance(item, Tensor):
+                self.device = self.device or item.device
+                if item.ndim and item.shape[0] == 1:  # torch takes a size of 1 for a constant
+                    item = (
+                        item.expand(2, *item.shape[1:]) if item.device.type == "meta" else item.repeat(2, *[1] * (item.ndim - 1))
+                    )
+                ids = not item.is_floating_point()
+                free = [d == 0 or ids or (d == 1 and item.ndim == 3) for d in range(item.ndim)]
+                context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC if f else DimDynamic.STATIC for f in free])
+                source = ConstantSource(f"input_{argument}_{i}")
+                fake = self.fake.from_tensor(item, symbolic_context=context, source=source)
+                for dim, size in enumerate(fake.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.symbols.setdefault(size.node.expr, (Input(argument, i), dim))
+                        self.hints[size.node.expr] = item.shape[dim]
+                self._know(fake, Input(argument, i), "")
+                item = fake
+            made.append(item)
+        return pytree.tree_unflatten(made, spec)
+
+    def _hold(self) -> None:
+        """Give the modules parameters and buffers without values."""
+        fakes: dict[int, Tensor] = {}
+        for path, module in self.model.named_modules():
+            own: Any
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = self.fake.from_tensor(tensor, static_shapes=True)
+                        held = Held(f"{path}.{name}" if path else name)
+                        self._know(fakes[id(tensor)], held, "")
+                        self.real[id(fakes[id(tensor)])] = tensor
+                        self.known[id(tensor)] = tensor, held, None  # kept by the model in a list of its own, too
+                    own[name] = fakes[id(tensor)]
+
+    # -- what passes by --
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        before = _versions(args, kwargs)
+        with self._within():
+            if getattr(func, "__name__", "") in ("__bool__", "item") and self.by_sizes(args[0]):
+                with unset_fake_temporarily():
+                    return func(self._now(args[0]))
+            got = func(*args, **kwargs)
+        changed = [t for t, version in before if t._version != version]
+        name = getattr(func, "__name__", "")
+        tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(got))
+        if not tensors and not changed and not self._new_symbols(got):
+            return got  # a size, a dtype, a question: what follows from it is a constant or a formula
+        if name == "__get__":
+            self._write("function", getattr, (args[0], func.__self__.__name__), {}, got, changed)
+        elif name == "__set__":
+            self._write("function", setattr, (args[0], func.__self__.__name__, args[1]), {}, got, changed)
+        elif name and isinstance(args[0] if args else None, Tensor) and getattr(Tensor, name, None) is func:
+            self._write("method", name, args, kwargs, got, changed)
+        else:
+            self._write("function", func, args, kwargs, got, changed)
+        return got
+
+    def leaf(self, module: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A leaf module is called."""
+        if self.inside:
+            return cls.__call__(module, *args, **kwargs)
+        before = _versions(args, kwargs)
+        key = alike(module, args, kwargs)
+        with self._within():
+            if key in self.seen:  # thirty blocks that are alike: one tells for all
+                got = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, requires_grad=t.requires_grad), self.seen[key])
+            else:
+                try:
+                    got = cls.__call__(module, *args, **kwargs)
+                except Exception as failed:
+                    got = self._by_values(module, cls, args, kwargs, failed)
+        changed = [t for t, version in before if t._version != version]
+        if not changed and not any(t is a or t._is_view() for t in tensors(got) for a, _ in before):
+            self.seen.setdefault(key, got)
+        self._write("module", self.paths[id(module)], args, kwargs, got, changed)
+        return got
+
+    def by_sizes(self, value: Any) -> bool:
+        """Whether a tensor follows from the sizes of the batch alone, such as positions and what is asked of them."""
+        as_ = self.known.get(id(value), (None, None, None))[1]
+        return isinstance(as_, Ref) and self.again.get(as_.name, False)
+
+    def _now(self, tensor: Tensor) -> Tensor:
+        """Such a tensor with its values, for the example's sizes."""
+        wanted = {self.known[id(tensor)][1].name}
+        for step in reversed(self.steps):
+            if step.name in wanted:
+                wanted.update(names(step))
+        values: dict[str, Any] = {}
+        for step in self.steps:
+            if step.name in wanted:
+                values[step.name] = run(self.model, step, self.example, values)
+        made: Tensor = values[self.known[id(tensor)][1].name]
+        return made
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    # -- writing it down --
+
+    def _write(self, op: str, target: Any, args: Any, kwargs: Any, got: Any, changed: Sequence[Tensor]) -> None:
+        base = target if isinstance(target, str) else getattr(target, "__name__", "value").strip("_")
+        base = base.replace(".", "_").strip("_")
+        name = self._name(base)
+        given = tuple(self._argument(a) for a in args), {k: self._argument(a) for k, a in kwargs.items()}
+        again = op != "module" and not changed and not _chance(base) and not mentions(given, Held) and not _constants(given)
+        again = again and all(n in self.again for n in names(given)) and not any(t.requires_grad for t in tensors(got))
+        if again:  # by sizes alone: nothing in it comes from the values of the batch
+            self.again[name] = not mentions(given, Input, inside=False) and all(self.again[n] for n in names(given))
+        self.steps.append(Step(name, op, target, *given, torch.is_grad_enabled(), line(), again))
+        self._made(Ref(name), got, name)
+        for tensor in changed:
+            self.changed.add(tensor.untyped_storage()._cdata)
+            first = self.storages.get(tensor.untyped_storage()._cdata, "")
+            if not isinstance(self.known[id(tensor)][1], Held):
+                self.together.append((first, name))
+
+    def _made(self, ref: Ref, got: Any, step: str) -> None:
+        """Remember what a step returned; of a structure, each tensor by a step that takes it out."""
+        if isinstance(got, Tensor):
+            if id(got) not in self.known or not isinstance(self.known[id(got)][1], Held):  # a buffer changed in place stays one
+                self._know(got, ref, step)
+            return
+        if isinstance(got, torch.SymInt):
+            self.symbols.setdefault(got.node.expr, (ref, None))
+            return
+        if isinstance(got, dict):
+            items: list[tuple[Any, Any]] = list(got.items())
+        elif isinstance(got, (tuple, list)):
+            items = list(enumerate(got))
+        else:
+            return
+        for key, value in items:
+            if isinstance(value, (Tensor, torch.SymInt, tuple, list, dict)):
+                name = self._name(f"{ref.name}_{key}")
+                again = ref.name in self.again
+                if again:
+                    self.again[name] = self.again[ref.name]
+                self.steps.append(Step(name, "function", operator.getitem, (ref, key), again=again))
+                self._made(Ref(name), value, step)
+
+    def _name(self, base: str) -> str:
+        self.count[base] = self.count.get(base, 0) + 1
+        return base if self.count[base] == 1 else self._name(f"{base}_{self.count[base] - 1}")
+
+    def _know(self, tensor: Tensor, as_: Any, step: str) -> None:
+        self.known[id(tensor)] = tensor, as_, tensor.grad_fn
+        self.storages.setdefault(tensor.untyped_storage()._cdata, step)
+
+    def _new_symbols(self, got: Any) -> bool:
+        return any(
+            isinstance(s, torch.SymInt) and any(x not in self.symbols for x in s.node.expr.free_symbols)
+            for s in pytree.tree_leaves(got)
+        )
+
+    def _argument(self, value: Any) -> Any:
+        """As it stands in a step: names in place of tensors, formulas in place of sizes."""
+        if isinstance(value, Tensor):
+            if id(value) in self.known:
+                _, as_, grad_fn = self.known[id(value)]
+                if value.grad_fn is not grad_fn and isinstance(value.grad_fn, torch.autograd.function.BackwardCFunction):
+                    raise self._refused(f"{type(value.grad_fn).__name__}: an autograd.Function outside of a module of its own")
+                return as_
+            if isinstance(value, FakeTensor):
+                raise self._refused("a tensor is used of which nobody saw how it was made")
+            return value  # a constant of the model's that is no buffer
+        if isinstance(value, SYMBOLIC):
+            return self._formula(value)
+        if isinstance(value, torch.Size):
+            return tuple(self._argument(v) for v in value)
+        if isinstance(value, torch.device):
+            return Here() if self.device is not None and value.type == self.device.type else value
+        if type(value) in (tuple, list):
+            return type(value)(self._argument(v) for v in value)
+        if type(value) is dict:
+            return {k: self._argument(v) for k, v in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._argument(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, (*PLAIN, torch.Generator)) or callable(value):
+            return value
+        flat, spec = pytree.tree_flatten(value)
+        if len(flat) == 1 and flat[0] is value:
+            raise self._refused(f"a {type(value).__name__} is passed on, and what is in it cannot be known")
+        return Tree(spec, tuple(self._argument(v) for v in flat))
+
+    def _formula(self, value: Any) -> Any:
+        expr = value.node.expr
+        if not expr.free_symbols:
+            return value.node.pytype(expr)
+        symbols = sorted(expr.free_symbols, key=str)
+        if missing := [s for s in symbols if s not in self.symbols]:
+            raise self._refused(f"the number {missing[0]} comes out of a tensor")
+        where = [self.symbols[s] for s in symbols]
+        return Formula(str(expr), Evaluate(expr, tuple(symbols)), tuple(w[0] for w in where), tuple(w[1] for w in where))
+
+    # -- a leaf that looks at values --
+
+    def _by_values(self, module: nn.Module, cls: Any, args: Any, kwargs: Any, failed: Exception) -> Any:
+        """What a leaf gives that cannot run without values: run it on some, for two sizes of the batch, to see what it returns."""
+        batch = {expr for expr, (of, dim) in self.symbols.items() if isinstance(of, Input) and dim == 0}
+        runs = []
+        try:
+            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(), self._with_values(module):
+                for more in (0, 1):
+                    sizes = {expr: size + more * (expr in batch) for expr, size in self.hints.items()}
+                    given = pytree.tree_map_only(Tensor, partial(_values, sizes=sizes), (args, kwargs))
+                    runs.append(pytree.tree_flatten(cls.__call__(module, *given[0], **given[1])))
+            (few, spec), (many, _) = runs
+            one = next(size for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) for size in t.shape[:1])
+            made = [self._without_values(a, b, one) if isinstance(a, Tensor) else a for a, b in zip(few, many, strict=True)]
+            return pytree.tree_unflatten(made, spec)
+        except Exception:
+            raise failed from None
+
+    @contextmanager
+    def _with_values(self, module: nn.Module) -> Iterator[None]:
+        buffers = [(b, b.clone()) for b in (self.real[id(b)] for b in module.buffers())]
+        owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
+        fakes = [dict(own) for own in owns]
+        try:
+            for own in owns:
+                own.update({name: self.real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
+            yield
+        finally:
+            for own, fake in zip(owns, fakes, strict=True):
+                own.update(fake)  # type: ignore[arg-type]
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    def _without_values(self, few: Tensor, many: Tensor, batch: Any) -> Tensor:
+        base = batch.node.hint if isinstance(batch, torch.SymInt) else batch
+        sizes = [a if a == b else a + (b - a) * (batch - base) for a, b in zip(few.shape, many.shape, strict=True)]
+        made = torch.empty(sizes, dtype=few.dtype, device=few.device)
+        return made.requires_grad_() if few.is_floating_point() else made
+
+    # -- what is said --
+
+    def check(self, example: tuple[Any, ...]) -> Check:
+        shapes = {}
+        for tensor, as_, _ in self.known.values():
+            if isinstance(as_, Input):
+                shapes[as_] = tuple(s.node._expr if isinstance(s, torch.SymInt) else s for s in tensor.shape)
+        known = {expr for expr, (of, _) in self.symbols.items() if isinstance(of, Input)}
+        guards = [(g.expr, _said(g)) for g in self.shapes.guards if g.expr.free_symbols and g.expr.free_symbols <= known]
+        plain = {
+            (i, j): v
+            for i, value in enumerate(example)
+            for j, v in enumerate(pytree.tree_leaves(value))
+            if not isinstance(v, Tensor)
+        }
+        return Check(shapes, guards, plain)
+
+    def _refused(self, reason: str) -> Untraceable:
+        frames = list(frames_of(sys._getframe(1)))
+        return Untraceable(f"{place(frames)}: {reason}", self._module(frames))
+
+    def _told(self, failed: Exception) -> Untraceable:
+        frames = []
+        trace = failed.__traceback__
+        while trace is not None:
+            frames.append((trace.tb_frame, trace.tb_lineno))
+            trace = trace.tb_next
+        frames.reverse()
+        by_value = isinstance(failed, (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException))
+        reason = (
+            "it asks for a value in a tensor"
+            if by_value
+            else f"{type(failed).__name__}: {(str(failed).strip().splitlines() or [''])[0]}"
+        )
+        return Untraceable(f"{place(frames)}: {reason}", self._module(frames), by_value)
+
+    def _module(self, frames: Sequence[tuple[Any, int]]) -> str:
+        """The path of the module in whose forward pass it happened."""
+        for frame, _ in frames:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.paths and not is_ours(frame.f_code.co_filename):
+                return self.paths[id(owner)]
+        return ""
+
+
+def _values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
+    shape = [int(at_sizes(s.node.expr, sizes)) if isinstance(s, torch.SymInt) else s for s in tensor.shape]
+    return (torch.randn if tensor.is_floating_point() else torch.zeros)(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
+    return [(t, t._version) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+
+
+def _leaf_classes(recorder: Recorder, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, type]]:
+    done = set()
+    for module in modules:
+        if id(module) in done:
+            continue
+        done.add(id(module))
+        cls = type(module)
+
+        def call(self: nn.Module, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
+            return recorder.leaf(self, _cls, args, kwargs)
+
+        module.__class__ = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+        yield module, cls
+
+
+def _said(guard: Any) -> str:
+    """Where in the code a size was asked for."""
+    at = str(getattr(getattr(guard, "sloc", None), "user_loc", None) or "")
+    return at if at != "None" else ""
+
+
+def _chance(name: str) -> bool:
+    return any(word in name for word in ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout", "uniform", "empty"))
+
+
+def _constants(value: Any) -> bool:
+    return any(isinstance(v, (Tensor, torch.Generator)) for v in pytree.tree_leaves(value))
+
+
+def _without_unused(steps: list[Step], output: Any) -> list[Step]:
+    used, kept = set(names(output)), []
+    for step in reversed(steps):
+        taken_out = step.target is operator.getitem and not step.line  # of a structure, by us
+        if (taken_out or step.again) and step.name not in used:
+            continue
+        used.update(names((step.args, step.kwargs)))
+        kept.append(step)
+    return kept[::-1]

@@ -1,0 +1,82 @@
+"""Around a recorded forward pass: the model is left as it was, and errors name the line of the user's code."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_ONE_AT_A_TIME = Lock()
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """All attributes of all modules again as they were: tensors without values must not stay behind in a cache."""
+    before: list[Any] = [
+        (m.__dict__, dict(m.__dict__), [(own, dict(own)) for own in (m._parameters, m._buffers)]) for m in model.modules()
+    ]
+    configs: list[Any] = [c for m in model.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True]
+    try:
+        for config in configs:
+            config.use_cache = False  # a decoder in training has no use for keys and values of earlier tokens
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+        for attributes, values, owns in before:
+            attributes.clear()
+            attributes.update(values)
+            for own, tensors in owns:
+                own.clear()
+                own.update(tensors)
+
+
+@contextmanager
+def masks_by_sizes(by_sizes: Callable[[Any], bool]) -> Iterator[None]:
+    """transformers makes attention masks for tensors without values, where it asks others whether it needs any; ours it may ask."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    asked = getattr(masks, "is_tracing", None)
+    if asked is None:
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        masks.is_tracing = lambda tensor=None: not (tensor is not None and by_sizes(tensor)) and asked(tensor)
+        try:
+            yield
+        finally:
+            masks.is_tracing = asked
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(LIBRARIES) or "/sympy/" in file or file.endswith("contextlib.py")
+
+
+def frames_of(frame: Any) -> Iterator[tuple[Any, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def place(frames: Sequence[tuple[Any, int]]) -> str:
+    """file:line of the innermost code that is neither torch's nor ours, with what stands there."""
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if not is_ours(file):
+            text = linecache.getline(file, number).strip()
+            return f"{file}:{number}" + (f" (`{text}`)" if text else "")
+    return "in the forward pass"
+
+
+def line() -> str:
+    for frame, number in frames_of(sys._getframe(1)):
+        if not is_ours(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{number}"
+    return ""

@@ -1,0 +1,233 @@
+"""Random split with a skeleton: every rank trains the important units and a random share of the others.
+
+    I(u) = sum over edges e at u of |w_e| + c |g_e|      S = the `core` share of each layer with the largest I, every `keep` rounds
+    rank k trains S and R_k, an `explore` share of each layer drawn from the rest by RNG(seed, round, k)
+    w_e <- mean over the ranks that hold e, by their samples;  what nobody holds, and what the optimizer remembers of it, stays
+
+Networks are redundant, so most units are left out of most rounds: their output is 0, and nothing is sent of them. The output of a
+unit that is held is multiplied by 1 / P(held), 1 in S, so that in the mean the network is the whole one, which is evaluated and
+saved; gradients are not, so a held edge makes a step of the usual size. With period=1
+gradients are merged and all ranks make the same step; with more it is local SGD on what each rank holds. Explorers are drawn anew
+every `redraw` rounds. draw=disjoint deals the whole rest out instead, each unit to one rank. As the draws follow from the seed,
+no list of indices travels. The g of I is a running mean that keeps `memory` of itself each round.
+Units are outputs of Linears and convolutions that reach only others, by way of activations, pooling, BatchNorm or flatten; the rest
+(inputs, outputs, residual streams, attention) is on every rank. Between rounds all ranks hold the same model; each computes
+with the whole matrices, so what gets smaller is what travels: about (core + M explore) of a layer's rows, squared between two
+such layers, each round. With core=1 it is all_reduce, or local_sgd where period is more than 1.
+With period=1 what the optimizer remembers is the same everywhere; else `moments` says what becomes of it: the holders' average,
+given to all, so that it follows the unit (average), each rank's own (keep), or nothing is left (reset).
+
+Use it when the link is slow and the layers are wide: with the whole network in each step all_reduce learns more from a sample.
+
+Paper: Sun et al. 2017, "Slim-DP" (arXiv:1709.09393), sends a core and explorers in the same way; significance is magnitude
+combined with gradient.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from manyhands.core import EXACT, Cargo, Group, Op, Replica, Strategy, Tensors
+from manyhands.merge.parts import Moments, check_block, copies, local_steps, need
+
+EXPLORE = 0.15
+
+
+class Units(Protocol):
+    """What `split.skeleton.Units` looks like from here: all units in one row."""
+
+    total: int
+
+    def skeleton(self, scores: Tensor, share: float) -> Tensor: ...
+    def explorers(self, core: Tensor, share: float, seed: int, draw: int, ranks: int) -> Tensor: ...
+    def dealt(self, core: Tensor, seed: int, draw: int, ranks: int) -> Tensor: ...
+    def scales(self, core: Tensor, explorers: Tensor) -> Tensor: ...
+    def sums(self, values: Tensors) -> Tensor: ...
+    def holders(self, held: Tensor, weights: Tensor, like: Tensors) -> Tensors: ...
+    def of_parameters(self, values: Tensors) -> Tensors: ...
+
+
+class Thinned(Replica, Protocol):
+    """A replica that can leave units of its network out."""
+
+    @property
+    def units(self) -> Units: ...
+    def thin(self, scales: Tensor | None, elements: Tensors | None) -> None:
+        """From here on `backward` multiplies each unit by its scale (0: it is left out), with gradients as large as if it did not,
+        and `step` changes only `elements`; None: all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Skeleton(Strategy[Group]):
+    core: float = 0.15
+    explore: float = EXPLORE
+    period: int = 1
+    keep: int = 20
+    redraw: int = 1
+    draw: Literal["random", "disjoint"] = "random"
+    c: float = 1.0
+    memory: float = 0.9
+    seed: int = 0
+    moments: Moments = "average"
+    link: ClassVar[type] = Group
+    sends: ClassVar[Cargo] = "parameters"  # other elements each time: nothing may be left for the next message to make good
+    thins: ClassVar[bool] = True  # its replica must be Thinned
+
+    def __post_init__(self) -> None:
+        check_block(self.period, self.moments)
+        for name, share in (("core", self.core), ("explore", self.explore)):
+            need(0 <= share <= 1, f"{name}={share}", "a share of each layer's units between 0 and 1 is needed")
+        need(
+            self.core + self.explore > 0,
+            f"explore={self.explore}",
+            "with merge.core=0 a rank would hold nothing; set merge.explore=0.15",
+        )
+        for name, rounds in (("keep", self.keep), ("redraw", self.redraw)):
+            need(rounds >= 1, f"{name}={rounds}", "at least 1 round is needed between two draws")
+        need(self.draw in ("random", "disjoint"), f"draw={self.draw}", "one of random, disjoint is needed")
+        need(
+            self.draw == "random" or self.explore == EXPLORE,
+            f"explore={self.explore}",
+            "has no effect with merge.draw=disjoint, which deals out all; leave it out",
+        )
+        need(0 <= self.c < float("inf"), f"c={self.c}", "a weight of 0 or more is needed; 1 is usual")
+        need(0 <= self.memory < 1, f"memory={self.memory}", "0 or more and less than 1 is needed; 0.9 is usual")
+        need(self.seed >= 0, f"seed={self.seed}", "0 or more is needed")
+        need(
+            self.period > 1 or self.moments == "average",
+            f"moments={self.moments}",
+            "has no effect with merge.period=1, where all ranks make the same step; leave it out",
+        )
+
+    def init(self, replica: Replica) -> Tensors:
+        total = cast(Thinned, replica).units.total
+        return {
+            "rounds": torch.zeros((), dtype=torch.int64),  # on the host, as the draws that follow from it
+            "core": torch.zeros(total, dtype=torch.bool),
+            "g": torch.zeros(total, dtype=torch.float64, device=replica.count.device),
+        }
+
+    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+        thinned, units = cast(Thinned, replica), cast(Thinned, replica).units
+        number, core = int(state["rounds"]), state["core"]
+        if number % self.keep == 0:
+            scores = units.sums(replica.params) + self.c * state["g"]
+            _all_reduce(link, {"scores": scores}, op="mean")  # the same bits for all, also where devices sum in other orders
+            core.copy_(units.skeleton(scores, self.core))
+        draw = number // self.redraw
+        if self.draw == "random":
+            explorers = units.explorers(core, self.explore, self.seed, draw, link.size)
+        else:
+            explorers = units.dealt(core, self.seed, draw, link.size)
+        train = self._step if self.period == 1 else self._block
+        loss = train(thinned, link, state, core | explorers, units.scales(core, explorers)[link.rank])
+        thinned.thin(None, None)
+        state["rounds"] += 1
+        return loss
+
+    def _step(self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor) -> Tensor:
+        """One step of all ranks together: the gradient of an edge is that of the samples of its holders."""
+        replica.thin(scales, None)
+        loss = replica.backward()  # compute
+        n = self._told(replica, link, state, _importance(replica, scales), replica.own_count)
+        weight, index = _who(replica, held, n)
+        grads = replica.grads
+        _sum_held(link, grads, index, {"count": replica.count})  # exchange
+        for k, g in grads.items():  # merge; `step` will divide by all samples
+            g.mul_(_share(n, weight[k]).to(g.dtype))
+        replica.thin(None, None if index is None else {k: w > 0 for k, w in weight.items()})
+        replica.step()
+        return loss
+
+    def _block(self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor) -> Tensor:
+        """`period` steps of each rank on what it holds; then the mean of where the holders of an edge went."""
+        own = None
+        if not bool(held.all()):
+            mine = replica.units.holders(held[link.rank : link.rank + 1], torch.ones(1), replica.params)
+            own = {k: m > 0 for k, m in mine.items()}
+        w, importance = copies(replica.params), list[Tensor]()
+        replica.thin(scales, own)
+
+        def look() -> None:
+            if not importance:
+                importance.append(_importance(replica, scales))
+
+        loss, samples = local_steps(replica, self.period, look)  # compute
+        n = self._told(replica, link, state, importance[0], samples)
+        weight, index = _who(replica, held, n)
+        for k, x in replica.params.items():
+            x.sub_(w[k]).mul_((samples / n.sum().clamp(min=1)).to(x.dtype))
+        _sum_held(link, replica.params, index)  # exchange
+        for k, x in replica.params.items():  # merge
+            x.mul_(_share(n, weight[k]).to(x.dtype)).add_(w[k])
+        if self.moments == "reset":
+            replica.reset_moments()
+        elif self.moments == "average" and link.size > 1:
+            _average_moments(replica, link, own, weight, samples, n)
+        return loss
+
+    def _told(self, replica: Replica, link: Group, state: Tensors, importance: Tensor, samples: int) -> Tensor:
+        """The samples of every rank; and what all of them saw of |g| goes into its running mean."""
+        n = torch.zeros(link.size, dtype=torch.float64, device=replica.count.device)
+        n[link.rank] = samples
+        _all_reduce(link, {"samples": n, "importance": importance})
+        keeps = self.memory if int(state["rounds"]) else 0.0
+        state["g"].lerp_(importance / n.sum().clamp(min=1), 1 - keeps)
+        return n
+
+
+def _importance(replica: Thinned, scales: Tensor) -> Tensor:
+    """Of each unit: sum over its edges of |mean gradient|, times this rank's samples. Who leaves a unit out sees 0 of it, so what
+    is seen counts for 1 / P(held)."""
+    if not replica.own_count:
+        return torch.zeros(replica.units.total, dtype=torch.float64, device=replica.count.device)
+    return replica.units.sums(replica.grads) * scales.to(replica.count.device) * (replica.own_count / replica.scale)
+
+
+def _who(replica: Thinned, held: Tensor, n: Tensor) -> tuple[Tensors, Tensors | None]:
+    """Of each element: the samples of those who hold it; and the indices of elements that have any. None: all."""
+    weight = replica.units.holders(held, n, replica.params)
+    return weight, None if bool(held.all()) else {k: w.nonzero().flatten() for k, w in weight.items()}
+
+
+def _share(n: Tensor, weight: Tensor) -> Tensor:
+    return n.sum().to(weight.dtype) / weight.clamp(min=1)
+
+
+def _sum_held(link: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None) -> None:
+    """Sum what is held by anybody over ranks; the rest becomes 0. Packed into the front of the vectors, because the link may reach
+    their own memory without a copy."""
+    packed = values
+    if index is not None:
+        for k, v in values.items():
+            v[: len(index[k])].copy_(v[index[k]])
+        packed = {f"held/{k}": v[: len(index[k])] for k, v in values.items() if len(index[k])}
+    work = [link.all_reduce(packed)] if packed else []
+    for sent in [*work, *([link.all_reduce(besides)] if besides else [])]:
+        sent.wait()
+    if index is not None:
+        for k, v in values.items():
+            got = v[: len(index[k])].clone()
+            v.zero_()
+            v[index[k]] = got
+
+
+def _average_moments(replica: Thinned, link: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor) -> None:
+    """What the optimizer remembers of an edge: the mean over its holders, given to all, as it goes with the unit."""
+    units = replica.units
+    held, weights = ({}, {}) if own is None else (units.of_parameters(own), units.of_parameters(weight))
+    for name, m in replica.moments.items():
+        parameter = name.rpartition("/")[0]
+        w = weights[parameter] if parameter in weights else n.sum().to(m.dtype).expand(m.shape)
+        mine = torch.where(held[parameter], m, 0) if parameter in held else m
+        mean = mine[w > 0] * (samples / w[w > 0]).to(m.dtype)
+        _all_reduce(link, {name: mean})
+        m[w > 0] = mean
+
+
+def _all_reduce(link: Group, values: Tensors, op: Op = "sum") -> None:
+    if some := {f"{EXACT}{k}": v for k, v in values.items() if v.numel()}:
+        link.all_reduce(some, op).wait()

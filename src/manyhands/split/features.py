@@ -1,0 +1,34 @@
+"""Split by feature: each rank holds some columns of the data and of the first matrix, and sees all samples.
+
+    X = [X_1 ... X_K],  W = [W_1 ... W_K];     scores = sum_k X_k W_k' + b;     dW_k = dscores' X_k
+
+For linear models, and others that begin with a Linear, on data with very many columns: no rank holds all of them. Everything
+behind the first scores is the same on all ranks, so nothing but the scores travels, whatever the number of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Shard
+from manyhands.errors import PlanError
+from manyhands.split.parts import Part, bounds
+
+
+def columns(total: int, index: int, size: int) -> Shard:
+    """All samples, and the near-equal run of columns that rank `index` of `size` owns."""
+    if total < size:
+        raise PlanError(
+            f"split=by_feature over tensor={size} ranks, but the data has {total} columns; set tensor={total} or fewer"
+        )
+    cut = bounds(total, size)
+    return Shard(index, size, cols=torch.arange(cut[index], cut[index + 1]))
+
+
+def parts(values: Iterable[tuple[str, Tensor]], weight: str, index: int, size: int) -> dict[str, Part]:
+    """What rank `index` holds of each of the whole `values`: its columns of `weight`, and all of the others."""
+    shapes = {name: tuple(value.shape) for name, value in values}
+    return {name: Part(name, shape, 1, size, index) if name == weight else Part(name, shape) for name, shape in shapes.items()}
