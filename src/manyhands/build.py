@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,7 +19,6 @@ from manyhands.compute import batches as data
 from manyhands.compute import batchnorm, forward, state
 from manyhands.compute.ahead import Ahead
 from manyhands.compute.captured import CapturedReplica
-from manyhands.compute.dealt import Dealt
 from manyhands.compute.distil import student
 from manyhands.compute.module import ModuleReplica, NextLoss
 from manyhands.compute.units import thinned
@@ -28,13 +28,14 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.exchange import algorithms, wires
 from manyhands.exchange.hosted import Hosted
 from manyhands.exchange.noise import NoiseGauge
+from manyhands.feeding import DEFAULT_BATCH, batch_sizes, draw, shares_steps
+from manyhands.forecasting import Watch, example, watch
 from manyhands.plan import words
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.rule import Rule
 from manyhands.serving import Serving, open_serving
 from manyhands.site import Site
 from manyhands.snapshots import Snapshots, found
-from manyhands.split.data import SPLITS, DataSplit
 from manyhands.split.skeleton import Units
 from manyhands.starting import lay_out, same_rest
 from manyhands.task import Callback, Task
@@ -43,7 +44,6 @@ from manyhands.train import Trainer
 if TYPE_CHECKING:
     from manyhands.dividing import Division
 
-DEFAULT_BATCH = 64
 OF_THE_RUN = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
 
 
@@ -101,6 +101,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         return {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
 
     division: Division | None = None
+    watched: Watch | None = None
     if site.divided:
         from manyhands.dividing import by_feature, divide
 
@@ -108,6 +109,8 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
             division = by_feature(site, model.to(site.device), [train] if test is None else [train, test])
         else:
             division = divide(site, plan, model.to(site.device), train, task)
+    elif train.samples and not isinstance(train, data.StreamSource) and not plan.servers:
+        watched = watch(site, plan, model, lambda: example(site, plan, train), task)
     return assemble(
         site,
         plan,
@@ -122,6 +125,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         tuple(task.callbacks),
         ids=task.ids,
         division=division,
+        watched=watched if division is None else division.watched,
     )[0]
 
 
@@ -140,12 +144,13 @@ def assemble(
     one_copy: bool = True,
     ids: Callable[[Any], Mapping[str, Any]] | None = None,
     division: Division | None = None,
+    watched: Watch | None = None,
 ) -> tuple[Trainer, data.Batches, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = site.feeds, plan.seed or 0
     order = {"split": plan.split, "seed": seed, "samples": train.samples}  # what the order of samples follows from
     saved = found(site, order) if site.options.resume else None
-    plan, global_batch = _batch_sizes(site, plan, saved)
+    plan, global_batch = batch_sizes(site, plan, saved)
     model = model.to(site.device) if division is None else division.module
     stages = [model] if division is None or division.pipeline is None else [s.module for s in division.pipeline.stages]
     synced = _with_batchnorm(site, plan, stages, lambda: walk.counts)
@@ -159,7 +164,7 @@ def assemble(
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.stream)
     at = Position() if saved is None else saved.position
-    own_walk, dealer = _walk(site, plan, train, global_batch, seed, at, serving, borrow=synced)
+    own_walk, dealer = draw(site, plan, train, global_batch, seed, at, serving, borrow=synced)
     rows = None if serving is None else serving.sparse
     walk: data.Batches = (
         own_walk if rows is None else Ahead(own_walk, rows, plan.lookahead if plan.servers and dealer is None else 0)
@@ -168,7 +173,7 @@ def assemble(
     next_loss = losses(computing, walk)
     pipeline = None if division is None else division.pipeline
     plain = ModuleReplica(
-        flat, update, next_loss, nominal=global_batch if _agree(plan) or _shares(plan) else max(1, global_batch // plan.layout.data),
+        flat, update, next_loss, nominal=global_batch if _agree(plan) or shares_steps(plan) else max(1, global_batch // plan.layout.data),
         clip=plan.clip, schedule=schedule, scaler=scaler,
         overlap=not synced,  # BatchNorm exchanges inside backward: buckets among its calls could come in another order elsewhere
         left_out=[p for p in module.parameters() if not p.requires_grad],
@@ -177,7 +182,7 @@ def assemble(
         on_window=None if rows is None else lambda: rows.push(_row_scale(plan, plain, walk, size), _rate(optimizer)),
         passes=None if pipeline is None else lambda scaled: _piped(site, pipeline, scaled, walk),
         inside=None if division is None else division.inside(site, flat),
-        schedule_at=None if dealer is None or not _shares(plan) else lambda: dealer.latest.steps // size, scheduled=at.steps // size,
+        schedule_at=None if dealer is None or not shares_steps(plan) else lambda: dealer.latest.steps // size, scheduled=at.steps // size,
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
     held = None if division is None else division.held(site, module, flat, update)
@@ -221,6 +226,9 @@ def assemble(
         for callback in trainer.callbacks:
             callback.on_checkpoint(run, str(site.checkpoints.path(snapshot.round)))
 
+    if watched is not None:
+        watched.begin(module, optimizer, flat, rule.state)
+        callbacks = (*callbacks, watched)
     comes_later = plan.then is not None and first == "merge"
     trainer = Trainer(
         rule, replica, site.link, site.merging,
@@ -233,11 +241,12 @@ def assemble(
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,
         until=plan.until, evaluate_every=int(plan.evaluate) if plan.evaluate.isdigit() else None, change_at=plan.at,
         change=(lambda: _rule(site, plan, known, "then", serving)) if comes_later else None, agree=agree_on_buffers,
+        measured=contextlib.nullcontext if watched is None else watched.measured,
         callbacks=(*callbacks, *site.options.callbacks), round=0 if saved is None else saved.round, run=run,
         metrics={} if saved is None else dict(saved.meta["metrics"]), dealer=dealer, serves=serving is not None,
         settle=serving.settle if serving is not None else lambda: None, tell=serving.tell if serving is not None else lambda round: None,
     )  # fmt: skip
-    _announce(site, plan, module, global_batch)
+    _announce(site, plan, module, global_batch, division)
     return trainer, walk, computing, plan
 
 
@@ -260,17 +269,12 @@ def _agree(plan: Plan) -> bool:
     return all(rule.replicas_agree for rule in _rules(plan).values())
 
 
-def _shares(plan: Plan) -> bool:
-    """Whether ranks draw their steps from one counter, each a batch of one rank."""
-    return plan.strategy.link is Store and plan.strategy.shares_steps
-
-
 def _row_scale(plan: Plan, replica: ModuleReplica, walk: data.Batches, size: int) -> float:
     """What a gradient of rows, made by a loss times count / nominal, is multiplied by to be this rank's part of a step."""
     if not replica.own_count:
         return 1.0
     mean = replica.nominal * walk.own / replica.own_count  # a task may count tokens; ranks divide a step by samples
-    return mean / walk.own * plan.strategy.share(size) if _shares(plan) else mean / max(1, walk.total)
+    return mean / walk.own * plan.strategy.share(size) if shares_steps(plan) else mean / max(1, walk.total)
 
 
 def _rate(optimizer: Optimizer) -> float:
@@ -325,57 +329,6 @@ def _rule(
         if wire is not None:
             wire.load_state(of_wire)
     return rule
-
-
-def _batch_sizes(site: Site, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
-    """A step's samples over all ranks. A resumed run keeps that number on any number of ranks, so it walks the same way."""
-    batch = plan.batch or DEFAULT_BATCH
-    size = 1 if _shares(plan) else site.feeds
-    wanted = batch * plan.accumulate * size
-    kept = wanted if saved is None else saved.meta["global_batch"]
-    if kept != wanted and site.plan.batch is not None:
-        site.notice(f"{wanted} samples a step from here on, {kept} before")
-    elif kept != wanted:
-        site.notice(f"keeping {kept} samples a step as before, {-(-kept // size)} or fewer a rank; batch= changes that")
-        return dataclasses.replace(plan, batch=batch), kept
-    return dataclasses.replace(plan, batch=batch), wanted
-
-
-def _walk(
-    site: Site, plan: Plan, train: data.Source, global_batch: int, seed: int, at: Position, serving: Serving | None, borrow: bool
-) -> tuple[data.Indexed | data.Streamed, Dealt | None]:
-    rank, size, batch = site.feed, site.feeds, site.micro_batch(plan.batch or DEFAULT_BATCH)
-    if isinstance(train, data.StreamSource):
-        if plan.split == "sampled":
-            raise PlanError("split=sampled draws samples by index, but the training data is a stream; leave split out")
-        if plan.strategy.link is Store:
-            raise PlanError(
-                f"merge={plan.merge} lets ranks draw batches by number, but the training data is a stream; give a Dataset with a length"
-            )
-        site.notice("the training data is a stream: it is read in its own order by every rank, each keeps its part")
-        cut = lambda n: DataSplit(n, n, batch, rank, size).take(Position())
-        return data.Streamed(train, cut, global_batch, at, borrow=borrow), None
-    if train.samples < size:
-        raise PlanError(
-            f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
-        )
-    order = SPLITS[plan.split]
-    shares, dealer = _shares(plan), None
-    split = DataSplit(train.samples, global_batch, batch, 0 if shares else rank, 1 if shares else size)
-    if plan.strategy.link is Store:
-        assert serving is not None
-        store = serving.store
-        dealer = Dealt(split, at, lambda limit: store.deal(limit, shares), store.call)
-        if plan.loaders:
-            raise PlanError(
-                f"loaders={plan.loaders} has no effect: merge={plan.merge} draws batches when they are wanted; leave it out"
-            )
-        if isinstance(train, data.DatasetSource) and train.loaders:
-            site.notice(
-                f"the DataLoader's {train.loaders} workers are not used: merge={plan.merge} draws batches when they are wanted"
-            )
-    walk = data.Indexed(train, lambda epoch: order(train.samples or 0, seed, epoch), split, at, borrow=borrow, dealer=dealer)
-    return walk, dealer
 
 
 def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optimizer) -> None:
@@ -438,16 +391,19 @@ def loader_batch(train: Any) -> int | None:
     return train.batch_size if isinstance(train, DataLoader) else None
 
 
-def _announce(site: Site, plan: Plan, module: nn.Module, global_batch: int) -> None:
+def _announce(site: Site, plan: Plan, module: nn.Module, global_batch: int, division: Division | None) -> None:
     if site.rank != 0:
         return
     resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
     (site.directory / "plan.toml").write_text(words.to_toml(resolved))
-    parameters = sum(p.numel() for p in module.parameters())
+    here = sum(p.numel() for p in module.parameters())
+    model = (
+        f"{type(module).__name__}, {here:,} parameters" if division is None else f"{division.name}, {here:,} of them on rank 0"
+    )
     where = f"{site.place.size} x {site.device.type} over {site.link_name}" if site.place.size > 1 else site.device.type
     told = {
         "start": words.describe(resolved),
-        "model": f"{type(module).__name__}, {parameters:,} parameters; {global_batch} samples a step; {where}",
+        "model": f"{model}; {global_batch} samples a step; {where}",
         "run": str(site.directory),
     }
     for name, text in told.items():

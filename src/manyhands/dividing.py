@@ -7,7 +7,6 @@ What is left here are plain parameters under their names in the whole model; `pa
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from manyhands.compute.assembled import Assembled
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.local_state import Local, LocalSlices, LocalState
 from manyhands.compute.module import Inside
-from manyhands.compute.pieced import Pieced
 from manyhands.compute.pieced_probe import attempt
 from manyhands.compute.pipeline import Pipeline
 from manyhands.compute.sharded import ShardedParameters
@@ -30,6 +28,7 @@ from manyhands.compute.traced import Traced, trace
 from manyhands.compute.update import Update
 from manyhands.core import Plan, Tensors
 from manyhands.errors import PlanError
+from manyhands.forecasting import Watch, example, watch
 from manyhands.site import Site, micro_batches
 from manyhands.split import features
 from manyhands.split import pipeline as schedules
@@ -44,11 +43,13 @@ CHUNKS = 2  # stages of a rank under schedule=interleaved
 class Division:
     """This rank's part of a model."""
 
+    name: str  # of the whole model, and how large it is
     module: nn.Module
     parts: dict[str, Part]  # of its parameters and buffers, by their names
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights in the whole model -> the first
     holders: dict[str, int] = field(default_factory=dict)  # parameters that several stages hold: how many
     pipeline: Pipeline | None = None
+    watched: Watch | None = None  # on rank 0: what memory it will need
 
     def inside(self, site: Site, flat: FlatParameters) -> Inside:
         """For sums over the whole model, where each element counts once."""
@@ -69,8 +70,10 @@ class Division:
         """What this rank holds, and how that lies in the whole: for checkpoints."""
         local: Local
         if isinstance(flat, ShardedParameters):
+            assert isinstance(update, ShardUpdate)
             local = LocalSlices(flat, update)
             return Assembled(local.regions(self.parts), site.link, self.aliases, site.device), local
+        assert not isinstance(update, ShardUpdate)
         local = LocalState(module, update, lambda values: site.merging.all_reduce(values).wait())
         return Assembled(self.parts, site.link, self.aliases, site.device), local
 
@@ -82,28 +85,43 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
     """Cut the whole model, which every rank has made alike, and keep this rank's part."""
     layout, where = plan.layout, plan.layout.coordinates(site.rank)
     _same_whole(site, model)
-    values = _example(site, plan, train)
+    values = example(site, plan, train)
     inputs = forward.inputs_of(values, task.step)
-    target = values[-1] if task.loss is not None else None
-    named = dict(model.named_parameters())
+    name, named = _named(model), dict(model.named_parameters())
     first = {id(p): name for name, p in named.items()}
     aliases = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
     cuts: dict[str, matrices.Cut] = {}
     if layout.tensor > 1:
-        derived = matrices.derive(model, attempt(model, inputs, layout.tensor, task.loss, target), layout.tensor, task.tensor)
+        if task.step is None:
+            tries = attempt(model, inputs, layout.tensor, task.loss, values[-1], plan.sequence)
+        else:
+            tries = attempt(model, (values,), layout.tensor, sequence=plan.sequence, call=task.step)
+        derived = matrices.derive(model, tries, layout.tensor, task.tensor)
         cuts = derived.cuts
         for line in derived.sentences:
             site.notice(line)
     parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
-    module, pipeline = model, None
-    holders: dict[str, int] = {}
-    if layout.pipe > 1:
-        pipeline, holders = _pipeline(site, plan, model, inputs, task)
-        module = _joined([s.module for s in pipeline.stages])
-    if layout.tensor > 1:
-        for held in [s.module for s in pipeline.stages] if pipeline is not None else [model]:
-            tensor.apply(held, parts, site.axes["tensor"], sequence=plan.sequence)
-    return Division(module, parts, aliases, holders, pipeline)
+    found = _stages(site, plan, model, inputs, forward.names_of(values, task.step)) if layout.pipe > 1 else []
+    watched = watch(
+        site, plan, model, lambda: values, task,
+        [frozenset(n for n, _ in s.module.named_parameters()) for s in found] or None,
+        {n: (c.dim, c.groups) for n, c in cuts.items()} or None,
+    )  # fmt: skip
+    mine = [s for s in found if s.index % layout.pipe == where["pipe"]]
+    axis = None
+    for held in [s.module for s in mine] or [model]:
+        if layout.tensor > 1:
+            axis = tensor.apply(held, parts, site.axes["tensor"], sequence=plan.sequence)
+    if not found:
+        return Division(name, model, parts, aliases, watched=watched)
+    chunks = len(mine)
+    pipeline = Pipeline(
+        mine, site.axes["pipe"], lambda rank, micros: schedules.actions(plan.schedule, layout.pipe, rank, micros, chunks),
+        loss=task.loss, step=task.step, precision=plan.precision, device=site.device, recompute=plan.recompute, axis=axis,
+        emit=site.recorder.emit, rank=site.rank,
+    )  # fmt: skip
+    holders = {name: len({i % layout.pipe for i in among}) for s in found for name, among in s.tied.items()}
+    return Division(name, _joined([s.module for s in mine]), parts, aliases, holders, pipeline, watched)
 
 
 def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Division:
@@ -113,6 +131,7 @@ def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Divi
         raise PlanError(
             "split=by_feature keeps columns of data that has a length, but a stream was given; give a Dataset or tensors"
         )
+    name = _named(model)
     _same_whole(site, model)
     total = known[0].features
     shard, weight = features.columns(total, axis.rank, axis.size), summed.first(model, total)
@@ -121,55 +140,33 @@ def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Divi
     summed.apply(model, weight, parts[weight], lambda scores: axis.all_reduce({"scores": scores}).wait())
     for source in known:
         source.keep_features(shard.cols)
-    return Division(model, parts)
+    return Division(name, model, parts)
 
 
-def _pipeline(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], task: Task) -> tuple[Pipeline, dict[str, int]]:
+def _stages(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], given: tuple[str, ...]) -> list[stages.Stage]:
+    """All stages of the model, cut where one rank says."""
     layout, chunks = plan.layout, CHUNKS if plan.schedule == "interleaved" else 1
     number, micros = layout.pipe * chunks, micro_batches(plan) * plan.accumulate
     schedules.check(plan.schedule, layout.pipe, micros, chunks)
     names = [] if plan.cut == "auto" else plan.cut.split(",")
     with forward.autocast(plan.precision, site.device):
-        traced = trace(model, example, names, pieces=number)
+        call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
+        traced = trace(model, example, names, call, pieces=number)
         begins = torch.zeros(number - 1, dtype=torch.int64, device=site.device)
         if site.rank == 0:  # one measures for all: times differ from rank to rank
-            begins += torch.tensor(traced.at(names, number) if names else _balanced(traced, example, plan, number))
+            begins += torch.tensor(traced.at(names, number) if names else _balanced(traced, example, number))
     site.link.all_reduce({"begins": begins}).wait()
-    all_stages = stages.cut(traced, begins.tolist())
-    mine = [_Plain(s) for s in all_stages if s.index % layout.pipe == site.axes["pipe"].rank]
-    holders = {name: len({i % layout.pipe for i in among}) for s in all_stages for name, among in s.tied.items()}
-    said = ", ".join(f"{i}: {sum(p.numel() for p in s.module.parameters()):,} parameters" for i, s in enumerate(all_stages))
+    found = stages.cut(traced, begins.tolist())
+    said = ", ".join(f"{i}: {sum(p.numel() for p in s.module.parameters()):,} parameters" for i, s in enumerate(found))
     site.notice(f"{number} stages ({said}); {micros} micro-batches a step, schedule={plan.schedule}")
-    order = functools.partial(_actions, plan.schedule, layout.pipe, chunks)
-    pipeline = Pipeline(
-        mine, site.axes["pipe"], order, loss=task.loss, step=task.step, precision=plan.precision, device=site.device,
-        recompute=plan.recompute, emit=site.recorder.emit, rank=site.rank,
-    )  # fmt: skip
-    return pipeline, holders
+    return found
 
 
-def _balanced(traced: Traced, example: tuple[Any, ...], plan: Plan, number: int) -> list[int]:
+def _balanced(traced: Traced, example: tuple[Any, ...], number: int) -> list[int]:
     """Where stages begin so that the slowest is as fast as can be."""
     costs = stages.measure(traced, example)
     crossing = [float(c.crossing_bytes) if traced.cuttable(i) else float("inf") for i, c in enumerate(costs)]
     return schedules.contiguous([c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing)
-
-
-def _actions(schedule: str, ranks: int, chunks: int, rank: int, micros: int) -> list[schedules.Action]:
-    return schedules.actions(schedule, ranks, rank, micros, chunks)
-
-
-class _Plain:
-    """A stage that passes on whole tensors where matrices are split too: only those can be sent."""
-
-    def __init__(self, stage: stages.Stage):
-        self._stage, self.module, self.tied = stage, stage.module, stage.tied
-
-    def forward(self, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-        given = self._stage.forward(inputs, values)
-        if self._stage.last:
-            return given
-        return {name: value.gather() if isinstance(value, Pieced) else value for name, value in given.items()}
 
 
 def _joined(modules: list[nn.Module]) -> nn.Module:
@@ -187,14 +184,8 @@ def _joined(modules: list[nn.Module]) -> nn.Module:
     return whole
 
 
-def _example(site: Site, plan: Plan, train: data.Source) -> Any:
-    """One micro-batch."""
-    if isinstance(train, data.StreamSource) or not train.samples:
-        raise PlanError(
-            "a model is split by looking at what it does with a batch, but the training data is a stream; give a Dataset"
-        )
-    count = min(train.samples, site.micro_batch(plan.batch or 1))
-    return train.fetch(torch.arange(count, device=train.device if isinstance(train, data.TensorSource) else "cpu"))
+def _named(model: nn.Module) -> str:
+    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
 
 def _same_whole(site: Site, model: nn.Module) -> None:

@@ -40,6 +40,7 @@ class Options:
     tensorboard: bool = False
     quiet: bool = False
     float64: bool = False
+    anyway: bool = False  # also where memory will not do by forecast
     stands_for: int = 1  # verify: this one rank takes the union of so many ranks' batches as one batch
     base: str = "runs"
     callbacks: tuple[Callback, ...] = field(default=(), metadata={"json": False})

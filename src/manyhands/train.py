@@ -18,7 +18,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class Trainer:
     serves: bool = False  # there are tables on servers, or in this process
     settle: Callable[[], None] = lambda: None  # come back when what this rank sent to servers has arrived
     tell: Callable[[int], None] = lambda round: None  # what servers say of themselves
+    measured: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every round
     callbacks: Sequence[Callback] = ()
     round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -151,7 +152,8 @@ class Trainer:
         clock = time.perf_counter()
         self.link.round = self.round + 1
         try:
-            loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
+            with self.measured():
+                loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
         except NotFinite as e:
             raise self._refused(e, self.round + 1) from e
         self.round += 1

@@ -19,6 +19,7 @@ from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import Micro, ModuleReplica
 from manyhands.compute.sharded import ShardedParameters
 from manyhands.compute.sharded_update import ShardUpdate
+from manyhands.compute.sharded_whole import model_state
 from manyhands.compute.update import WholeUpdate
 from manyhands.core import Finished, Group, Op, Tensors, Work
 from manyhands.exchange.inproc import World
@@ -150,7 +151,7 @@ def together(
             losses.append(float(mine.backward()))
             mine.step()
             seen = look(mine) or seen
-        return losses, mine.sharded.model_state(), seen
+        return losses, model_state(mine.sharded), seen
 
     return World(size).run(main)
 

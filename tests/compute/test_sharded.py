@@ -29,7 +29,9 @@ from manyhands.compute import batchnorm, state
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica
 from manyhands.compute.sharded import ShardedParameters
-from manyhands.compute.sharded_update import Peak, ShardUpdate
+from manyhands.compute.sharded_memory import Peak
+from manyhands.compute.sharded_update import ShardUpdate
+from manyhands.compute.sharded_whole import gradient_state, load_model, model_state
 from manyhands.compute.update import WholeUpdate
 from manyhands.core import Group, Layout, Strategy, Tensors
 from manyhands.errors import PlanError, TaskError
@@ -151,7 +153,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(stage: int) -> None:
 def test_gradients_of_all_stages_are_the_same() -> None:
     data = data_of("gpt", 1, 6)
     steps = [[cut(mine, [1, 2]) for mine in cut(b, [3, 3])] for b in data]
-    look = lambda replica: replica.sharded.gradient_state()
+    look = lambda replica: gradient_state(replica.sharded)
     got = {
         s: together(2, s, lambda: model_of("gpt"), steps, loss_of("gpt"), look, optimizer=OPTIMIZERS["sgd"])[1][2] for s in STAGES
     }
@@ -181,7 +183,7 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
     needed, meta = first.update.save(lambda values: None)
 
     def saves(replica: ModuleReplica) -> Any:
-        return replica.update.save(), replica.sharded.model_state()
+        return replica.update.save(), model_state(replica.sharded)
 
     steps = [[[m] for m in cut(b, [4, 4, 4])] for b in data]
     (tensors, ours), params = together(3, 2, MLP["make"], steps[:3], loss, saves, optimizer=make)[0][2]
@@ -194,12 +196,12 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
         model = MLP["make"]()
         walk = Walk(model, [[cut(b, [6, 6])[group.rank]] for b in data[3:]], loss, True)
         mine = spread(group, model, 3, walk, nominal=12, optimizer=make)
-        mine.sharded.load_model(params)
+        load_model(mine.sharded, params)
         mine.update.load(tensors, ours)
         for _ in data[3:]:
             mine.backward()
             mine.step()
-        return mine.sharded.model_state()
+        return model_state(mine.sharded)
 
     for model in World(2).run(goes_on):
         near(model, state.model_state(whole), rtol=1e-10)
@@ -264,7 +266,7 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(rul
         kept = strategy.init(mine)
         for _ in range(rounds):
             strategy.round(mine, link, kept)
-        return state.model_state(model) if mine.sharded is None else mine.sharded.model_state()
+        return state.model_state(model) if mine.sharded is None else model_state(mine.sharded)
 
     layout = Layout(data=2, shard=2)
 
@@ -322,10 +324,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         walk = Walk(model, [[(x,)]], lambda m, b: m(b[0]).square().mean(), True)
         mine = spread(group, model, stage, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler)
-        start = mine.sharded.model_state()
+        start = model_state(mine.sharded)
         mine.backward()
         mine.step()
-        assert same(mine.sharded.model_state(), start)
+        assert same(model_state(mine.sharded), start)
         return start, scaler.get_scale()
 
     assert [scale for _, scale in World(2).run(main)] == [2.0**9, 2.0**9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -108,7 +109,7 @@ def test_parts_cover_a_vector_once_however_short() -> None:
         for size in (1, 2, 3, 8):
             cut = [part(numel, r, size) for r in range(size)]
             assert cut[0].start == 0 and cut[-1].stop == numel
-            assert all(a.stop == b.start for a, b in zip(cut, cut[1:], strict=False))
+            assert all(a.stop == b.start for a, b in itertools.pairwise(cut))
             assert max(c.stop - c.start for c in cut) - min(c.stop - c.start for c in cut) <= 1
 
 

@@ -53,13 +53,14 @@ def run(
         bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --dir, or of this script's last run.")
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")] = False,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also where memory will not do by forecast.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
     port: Annotated[int, typer.Option(help="Port of the rendezvous; 0: any free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Train a script's task under a plan."""
     from manyhands.cli.run import run as verb
 
-    verb(script, words or [], dir, resume, tensorboard, quiet, port)
+    verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway)
 
 
 @app.command()

@@ -9,7 +9,9 @@ from manyhands.run import start, work_script
 from manyhands.site import Options
 
 
-def run(script: Path, words: list[str], directory: Path | None, resume: bool, tensorboard: bool, quiet: bool, port: int) -> None:
-    options = Options(script.stem, None if directory is None else str(directory), resume, tensorboard, quiet)
+def run(
+    script: Path, words: list[str], directory: Path | None, resume: bool, tensorboard: bool, quiet: bool, port: int, anyway: bool
+) -> None:
+    options = Options(script.stem, None if directory is None else str(directory), resume, tensorboard, quiet, anyway=anyway)
     body = functools.partial(work_script, str(script), [])
     start(body, words, options, port)

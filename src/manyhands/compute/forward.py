@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -131,13 +131,27 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
 
 
 def inputs_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[Any, ...]:
-    """What the model is called with for a batch."""
+    """What the model is called with for a batch; what is given by name comes last, in its order."""
+    return _call_of(values, step)[0]
+
+
+def names_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[str, ...]:
+    """The names of the last of them, as far as they are given by name."""
+    return _call_of(values, step)[1]
+
+
+def called(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> Any:
+    first = len(inputs) - len(names)
+    return module(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+
+
+def _call_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     if step is None:
-        return _pair(values)[:-1]
+        return _pair(values)[:-1], ()
     try:
         step(_Listener(), values)
     except _Called as call:
-        return call.inputs
+        return call.inputs, call.names
     raise TaskError("step=(model, batch) did not call the model, so there is nothing to split; call it with the batch's tensors")
 
 
@@ -153,15 +167,15 @@ class _Answer(nn.Module):
 
 
 class _Called(Exception):
-    def __init__(self, inputs: tuple[Any, ...]):
-        self.inputs = inputs
+    def __init__(self, inputs: tuple[Any, ...], names: tuple[str, ...]):
+        self.inputs, self.names = inputs, names
 
 
 class _Listener(nn.Module):
     """Stands for the model until it is called."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        raise _Called((*inputs, *named.values()))
+        raise _Called((*inputs, *named.values()), tuple(named))
 
 
 def _pair(values: Any) -> tuple[Any, ...]:

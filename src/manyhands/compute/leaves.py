@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,3 +65,27 @@ def alike(module: nn.Module, args: Any, kwargs: Any) -> Any:
     flat, spec = pytree.tree_flatten((args, kwargs))
     given = [(str(t.shape), t.dtype, t.device, t.requires_grad) if isinstance(t, Tensor) else repr(t) for t in flat]
     return repr((type(module).__mro__[1], repr(module), plain, held, given, spec))
+
+
+def put_before(modules: Sequence[nn.Module], called: Callable[..., Any]) -> Iterator[tuple[nn.Module, type]]:
+    """Give each module a class before its own whose calls go to `called`; yields the modules with the classes to give back."""
+    done = set()
+    for module in modules:
+        if id(module) in done:
+            continue
+        done.add(id(module))
+        cls = type(module)
+
+        def call(self: nn.Module, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
+            return called(self, _cls, args, kwargs)
+
+        module.__class__ = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+        yield module, cls
+
+
+def by_chance(name: str) -> bool:
+    return any(word in name for word in ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout", "uniform", "empty"))
+
+
+def has_constants(value: Any) -> bool:
+    return any(isinstance(v, (Tensor, torch.Generator)) for v in pytree.tree_leaves(value))

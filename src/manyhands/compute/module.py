@@ -47,7 +47,9 @@ class Inside:
 
     sum: Callable[[Tensor], None]  # in place
     weights: Sequence[float]  # of each piece: 1 / how many ranks of the replica hold the same elements
-    gather: Callable[[Tensors], Tensors] = dict  # tensors by the names of parameters -> those of the whole model, on the first rank
+    gather: Callable[[Tensors], Tensors] = (
+        dict  # tensors by the names of parameters -> those of the whole model, on the first rank
+    )
 
 
 class ModuleReplica:
@@ -144,7 +146,7 @@ class ModuleReplica:
     def moments(self) -> Tensors:
         if self.updates_part:
             raise ValueError("each rank holds the moments of its own part only; nobody has all of them")
-        return moments(self.flat, self.optimizer)
+        return moments(self.flat.pieces, self.optimizer)
 
     def reset_moments(self) -> None:
         self.optimizer.state.clear()

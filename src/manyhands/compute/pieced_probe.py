@@ -51,6 +51,8 @@ class _Axis(TensorAxis):
         self.trial = trial
 
     def had_to_gather(self, name: str, value: Any) -> None:
+        if name.endswith(".apply"):
+            self.trial.consumer = name
         if self.sequence and not self.trial.from_(value) and name.endswith(".apply"):
             raise PlanError(
                 f"sequence=true splits what goes into {name} along the sequence, and a function with a backward of its own cannot see "
@@ -94,14 +96,14 @@ class _Trial(TorchFunctionMode):
         self.total = sum(p.numel() for p in module.parameters())
         self.consumed: set[str] = set()
         self.current: frozenset[str] = frozenset()
-        self.consumer = ""
+        self.consumer, self.ends = "", False
         for name, m in module.named_modules():
             if isinstance(m, nn.MultiheadAttention):
                 self.multi_head(name, m)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.consumer, added = "", frozenset[str]()
+        self.consumer, self.ends, added = "", False, frozenset[str]()
         if func in LINEAR:
             added = self.linear(func, args, kwargs)
         elif func in CONV:
@@ -123,10 +125,11 @@ class _Trial(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return opened(*args, **kwargs)
+        ends = self.ends  # what a row layer gives is nobody's share any more, also where it is cut along the sequence
         out = Pieced.__torch_function__(func, (), args, kwargs) if came else func(*args, **kwargs)
         for v in _flat(out):
             if isinstance(v, Pieced):
-                v.sources = self.current | added | v.sources
+                v.sources = frozenset() if ends else self.current | added | v.sources
         return out
 
     def exposed(self, value: Any) -> Any:
@@ -164,7 +167,7 @@ class _Trial(TorchFunctionMode):
             if wish == "row" or (shares and wish is None):
                 cut = (takes, x.groups if shares else 1)
                 self.long_enough(name, w.shape[takes], wish, cut[1])
-            elif (not isinstance(x, Pieced) and wish != "row") or wish in ("column", "heads"):
+            elif (self.is_everybodys(x) and wish != "row") or wish in ("column", "heads"):
                 groups = self.blocks.get(name, 1)
                 if self.long_enough(name, w.shape[gives], wish, groups):
                     cut = (gives, groups)
@@ -173,11 +176,16 @@ class _Trial(TorchFunctionMode):
         self.tried.cuts[name] = cut
         if cut[0] == takes:
             self.consumed |= x.sources if isinstance(x, Pieced) else set()
+            self.ends = True
             return frozenset()
         self.tried.columns.add(name)
         if (b := self.names.get(id(bias))) is not None:
             self.tried.cuts.setdefault(b, (0, cut[1]))
         return frozenset((name,))
+
+    def is_everybodys(self, x: Any) -> bool:
+        """Plain, or cut only along the sequence."""
+        return not isinstance(x, Pieced) or (self.axis.sequence and not x.sources)
 
     def embedding(self, args: Any, kwargs: Any) -> frozenset[str]:
         w = args[1] if len(args) > 1 else kwargs["weight"]
@@ -230,7 +238,7 @@ class _Trial(TorchFunctionMode):
     # -- failures --
 
     def from_(self, value: Pieced) -> frozenset[str]:
-        return value.sources or self.current
+        return value.sources or (frozenset() if self.axis.sequence else self.current)
 
     def fail(self, value: Pieced, reason: str) -> None:
         for name in self.from_(value):
@@ -258,8 +266,9 @@ def attempt(
     loss: Callable[[Any, Any], Any] | None = None,
     target: Any = None,
     sequence: bool = False,
+    call: Callable[..., Any] | None = None,
 ) -> Callable[[Mapping[str, str], Mapping[str, int], Mapping[str, str]], Tried]:
-    """A function that tries the forward of `module` on `example`, and `loss` on what it gives and `target`, with some parameters
+    """A function that tries the forward of `module` on `example` (or `call(module, *example)`), and `loss` on what it gives and `target`, with some parameters
     `whole`, some in `blocks`, and `wishes` by module. It runs on a copy: of meta tensors, or of real ones where those are few,
     which is faster and can look at its values."""
 
@@ -278,7 +287,7 @@ def attempt(
             trial.axis.sequence = sequence
             try:
                 with torch.random.fork_rng(devices=[]), torch.enable_grad(), trial, _functions_seen():
-                    out = copied(*inputs)
+                    out = copied(*inputs) if call is None else call(copied, *inputs)
                     if loss is not None:
                         loss(out, goal)
                 return trial.tried

@@ -32,7 +32,7 @@ def _wrap(block: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not block.training:
             return plain(*args, **kwargs)
-        contexts = lambda: (nullcontext(), buffers_stay(block))  # noqa: E731
+        contexts = lambda: (nullcontext(), buffers_stay(block))
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = forward  # type: ignore[method-assign]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,8 +30,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from manyhands.compute.leaves import PLAIN, alike
-from manyhands.compute.sizes import Check, Evaluate, at_sizes
+from manyhands.compute.leaves import PLAIN, alike, by_chance, has_constants, put_before
+from manyhands.compute.sizes import Check, Evaluate, with_values
 from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, place
 from manyhands.compute.traced import Formula, Held, Here, Input, Ref, Step, Traced, Tree, mentions, names, run, tensors
 
@@ -72,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.known: dict[int, tuple[Tensor, Any, Any]] = {}  # by id; the tensor is kept so that its id stays its own
         self.storages: dict[int, str] = {}  # which step made it first
         self.symbols: dict[Any, tuple[Any, int | None]] = {}  # sympy symbol -> (Input or Ref, dimension)
+        self.asked: list[str] = []  # about where each guard of `shapes` comes from
         self.hints: dict[Any, int] = {}  # the sizes of the example
         self.inside = 0  # of leaf modules and of torch itself: nothing is written down
         self.count: dict[str, int] = {"output": 1}
@@ -91,12 +91,14 @@ class Recorder(TorchFunctionMode):
             self.paths[id(module)] = path
         self.example = example
         inputs = tuple(self._input(i, value) for i, value in enumerate(example))
-        restored = list(_leaf_classes(self, [self.model.get_submodule(path) for path in sorted(leaves)]))
+        restored = list(put_before([self.model.get_submodule(path) for path in sorted(leaves)], self.leaf))
         try:
             self._hold()
             with torch.enable_grad(), masks_by_sizes(self.by_sizes), self.fake, self:
                 got = self.model(*inputs) if call is None else call(self.model, *inputs)
+            self._note()
             self._settle()
+            self._refuse_new_buffers(leaves)
             return self._argument(got)
         except Untraceable:
             raise
@@ -105,6 +107,20 @@ class Recorder(TorchFunctionMode):
         finally:
             for module, cls in restored:
                 module.__class__ = cls
+
+    def _refuse_new_buffers(self, leaves: set[str]) -> None:
+        """A leaf may put a new tensor in place of a buffer: it will again. What code between leaves does so would be lost."""
+        for path, module in self.model.named_modules():
+            if not any((path + ".").startswith(leaf + ".") for leaf in leaves):
+                for name, tensor in module._buffers.items():
+                    if tensor is not None and id(tensor) not in self.real:
+                        what = f"{type(module).__name__} puts a new tensor in place of its buffer {name}; change it in place"
+                        raise Untraceable(f"{what} (self.{name}.copy_(...))", path)
+
+    def _note(self) -> None:
+        """Where sizes were asked for since the last time, as far as it can be told."""
+        if new := len(self.shapes.guards) - len(self.asked):
+            self.asked += [line()] * new
 
     def _settle(self) -> None:
         """What is changed in place later, and all that is made of it, is not to be made again."""
@@ -117,6 +133,8 @@ class Recorder(TorchFunctionMode):
                 self.steps[i] = replace(step, again=False)
 
     def _input(self, argument: int, value: Any) -> Any:
+        from torch._dynamo.source import ConstantSource  # not at the top: importing it sets environment variables
+
         flat, spec = pytree.tree_flatten(value)
         made = []
         for i, item in enumerate(flat):
@@ -163,6 +181,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.inside:
             return func(*args, **kwargs)
+        self._note()
         before = _versions(args, kwargs)
         with self._within():
             if getattr(func, "__name__", "") in ("__bool__", "item") and self.by_sizes(args[0]):
@@ -237,11 +256,12 @@ class Recorder(TorchFunctionMode):
         base = base.replace(".", "_").strip("_")
         name = self._name(base)
         given = tuple(self._argument(a) for a in args), {k: self._argument(a) for k, a in kwargs.items()}
-        again = op != "module" and not changed and not _chance(base) and not mentions(given, Held) and not _constants(given)
+        again = op != "module" and not changed and not by_chance(base) and not mentions(given, Held) and not has_constants(given)
         again = again and all(n in self.again for n in names(given)) and not any(t.requires_grad for t in tensors(got))
         if again:  # by sizes alone: nothing in it comes from the values of the batch
             self.again[name] = not mentions(given, Input, inside=False) and all(self.again[n] for n in names(given))
         self.steps.append(Step(name, op, target, *given, torch.is_grad_enabled(), line(), again))
+        self._note()
         self._made(Ref(name), got, name)
         for tensor in changed:
             self.changed.add(tensor.untyped_storage()._cdata)
@@ -337,7 +357,7 @@ class Recorder(TorchFunctionMode):
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(), self._with_values(module):
                 for more in (0, 1):
                     sizes = {expr: size + more * (expr in batch) for expr, size in self.hints.items()}
-                    given = pytree.tree_map_only(Tensor, partial(_values, sizes=sizes), (args, kwargs))
+                    given = pytree.tree_map_only(Tensor, partial(with_values, sizes=sizes), (args, kwargs))
                     runs.append(pytree.tree_flatten(cls.__call__(module, *given[0], **given[1])))
             (few, spec), (many, _) = runs
             one = next(size for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) for size in t.shape[:1])
@@ -367,15 +387,17 @@ class Recorder(TorchFunctionMode):
         made = torch.empty(sizes, dtype=few.dtype, device=few.device)
         return made.requires_grad_() if few.is_floating_point() else made
 
-    # -- what is said --
-
     def check(self, example: tuple[Any, ...]) -> Check:
         shapes = {}
         for tensor, as_, _ in self.known.values():
             if isinstance(as_, Input):
                 shapes[as_] = tuple(s.node._expr if isinstance(s, torch.SymInt) else s for s in tensor.shape)
         known = {expr for expr, (of, _) in self.symbols.items() if isinstance(of, Input)}
-        guards = [(g.expr, _said(g)) for g in self.shapes.guards if g.expr.free_symbols and g.expr.free_symbols <= known]
+        guards = [
+            (g.expr, at)
+            for g, at in zip(self.shapes.guards, self.asked, strict=True)
+            if g.expr.free_symbols and g.expr.free_symbols <= known
+        ]
         plain = {
             (i, j): v
             for i, value in enumerate(example)
@@ -412,42 +434,8 @@ class Recorder(TorchFunctionMode):
         return ""
 
 
-def _values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
-    shape = [int(at_sizes(s.node.expr, sizes)) if isinstance(s, torch.SymInt) else s for s in tensor.shape]
-    return (torch.randn if tensor.is_floating_point() else torch.zeros)(shape, dtype=tensor.dtype, device=tensor.device)
-
-
 def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
     return [(t, t._version) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-
-
-def _leaf_classes(recorder: Recorder, modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, type]]:
-    done = set()
-    for module in modules:
-        if id(module) in done:
-            continue
-        done.add(id(module))
-        cls = type(module)
-
-        def call(self: nn.Module, *args: Any, _cls: Any = cls, **kwargs: Any) -> Any:
-            return recorder.leaf(self, _cls, args, kwargs)
-
-        module.__class__ = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
-        yield module, cls
-
-
-def _said(guard: Any) -> str:
-    """Where in the code a size was asked for."""
-    at = str(getattr(getattr(guard, "sloc", None), "user_loc", None) or "")
-    return at if at != "None" else ""
-
-
-def _chance(name: str) -> bool:
-    return any(word in name for word in ("rand", "normal", "bernoulli", "multinomial", "poisson", "dropout", "uniform", "empty"))
-
-
-def _constants(value: Any) -> bool:
-    return any(isinstance(v, (Tensor, torch.Generator)) for v in pytree.tree_leaves(value))
 
 
 def _without_unused(steps: list[Step], output: Any) -> list[Step]:

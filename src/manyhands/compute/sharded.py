@@ -16,19 +16,18 @@ Paper: Rajbhandari et al. 2020 (arXiv:1910.02054).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute import state
 from manyhands.compute.flat import Allocate, Bucket, Piece
 from manyhands.compute.sharded_gather import Gathering
 from manyhands.compute.sharded_layout import Place, Span, buckets, units
 from manyhands.core import PartGroup, Tensors, Work
-from manyhands.errors import CheckpointError, PlanError, TaskError
+from manyhands.errors import PlanError, TaskError
 
 STAGES = (1, 2, 3)
 
@@ -67,7 +66,7 @@ class ShardedParameters:
         self._root: Span | None = None
         self._values: Tensors = {}
         self._grads: Tensors = {}
-        self._pool: dict[torch.dtype, list[Tensor]] = {}
+        self.pool: dict[torch.dtype, list[Tensor]] = {}
         self._pending: list[tuple[Span, Work]] = []
         self._launched = 0
         self._sending = self._sent_any = False
@@ -92,7 +91,7 @@ class ShardedParameters:
             self._own_vectors(self.spans, self._grads, "grad")
             for dtype in dict.fromkeys(s.dtype for s in self.spans):
                 longest = max(s.length for s in self.spans if s.dtype == dtype)
-                self._pool[dtype] = [allocate(longest, dtype) for _ in range(ahead + 1)]
+                self.pool[dtype] = [allocate(longest, dtype) for _ in range(ahead + 1)]
         self.pieces = self._pieces()
         self.buckets = [
             Bucket(key, tuple(i for i, piece in enumerate(self.pieces) if piece.vector == key), grad)
@@ -122,32 +121,33 @@ class ShardedParameters:
                     into[s.key] = vector[at : at + length]
                 at += length
 
-    def _resident(self, allocate: Allocate, is_common: bool) -> None:
-        """All values stay here, a vector a dtype; this rank's own are views of them."""
+    def _laid_out(self, allocate: Allocate) -> Iterator[tuple[Tensor, list[tuple[Span, Tensor]]]]:
+        """A vector a dtype, and each span's place in it."""
         for dtype in dict.fromkeys(s.dtype for s in self.spans):
-            some, at = [s for s in self.spans if s.dtype == dtype], 0
-            vector = allocate(sum(s.length for s in some), dtype)
+            some = [s for s in self.spans if s.dtype == dtype]
+            lengths = [s.length for s in some]
+            vector = allocate(sum(lengths), dtype)
+            yield vector, list(zip(some, vector.split(lengths), strict=True))
+
+    def _resident(self, allocate: Allocate, is_common: bool) -> None:
+        """All values stay here; this rank's own are views of them."""
+        for vector, each in self._laid_out(allocate):
             self.common_bytes += vector.nbytes if is_common else 0
-            for s in some:
-                s.full = vector[at : at + s.length]
-                at += s.length
-                if not is_common or self.group.rank == 0:
-                    for place in s.places:
-                        s.view(s.full, place).copy_(place.parameter.data)
+            for s, full in each:
                 for place in s.places:
-                    place.parameter.data = s.view(s.full, place)
-                s.value = self._values[s.key] = s.full[s.own]
+                    if not is_common or self.group.rank == 0:
+                        s.view(full, place).copy_(place.parameter.data)
+                    place.parameter.data = s.view(full, place)
+                s.full, s.value = full, full[s.own]
+                self._values[s.key] = s.value
             if is_common:
                 self.group.all_gather({"start": vector}).wait()  # nobody reads before rank 0 has written
 
     def _whole_gradients(self, allocate: Allocate) -> None:
-        for dtype in dict.fromkeys(s.dtype for s in self.spans):
-            some, at = [s for s in self.spans if s.dtype == dtype], 0
-            vector = allocate(sum(s.length for s in some), dtype)
-            for s in some:
-                s.buffer = vector[at : at + s.length]
-                at += s.length
-                s.grad = self._grads[s.key] = s.buffer[s.own]
+        for _, each in self._laid_out(allocate):
+            for s, buffer in each:
+                s.buffer, s.grad = buffer, buffer[s.own]
+                self._grads[s.key] = s.grad
 
     def _pieces(self) -> list[Piece]:
         """This rank's slice of every parameter, as the optimizer and merge rules know it."""
@@ -375,9 +375,9 @@ class ShardedParameters:
 
     def _buffer(self, s: Span) -> Tensor | None:
         """Where gradients of a span gather; None: all such memory is in use, they stay with their parameters for now."""
-        if not self._pool[s.dtype]:
+        if not self.pool[s.dtype]:
             return None
-        s.lent = self._pool[s.dtype].pop()
+        s.lent = self.pool[s.dtype].pop()
         buffer = s.lent[: s.length]
         for gap in s.gaps():
             buffer[gap] = 0
@@ -385,7 +385,7 @@ class ShardedParameters:
 
     def _free(self, s: Span) -> None:
         assert s.lent is not None
-        self._pool[s.dtype].append(s.lent)
+        self.pool[s.dtype].append(s.lent)
         s.lent = None
         s.buffer = None
         s.filled.clear()
@@ -403,71 +403,3 @@ class ShardedParameters:
     def _look(self) -> None:
         if self.watch is not None:
             self.watch()
-
-    # -- whole tensors, by name: all ranks of the axis call these together --
-
-    def whole(self, own: Callable[[Span], Tensor], spans: list[Span] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Of what each rank has a slice of, `own(span)`: all of it, parameter by parameter, holding one span at a time."""
-        rank, size = self.group.rank, self.group.size
-        for s in self.spans if spans is None else spans:
-            mine = own(s).contiguous()
-            full = torch.empty(s.length, dtype=mine.dtype, device=mine.device)
-            full[s.own].copy_(mine)
-            others = [r for r in range(size) if r != rank]
-            into = {r: full[s.length * r // size : s.length * (r + 1) // size] for r in others}
-            self.group.transfer(dict.fromkeys(others, mine), into).wait()
-            for place in s.places:
-                yield place.name, s.view(full, place).clone()
-
-    def gradient_state(self) -> Tensors:
-        """The summed gradient, whole."""
-        return dict(self.whole(lambda s: s.grad))
-
-    def model_state(self) -> Tensors:
-        """As the module's own state_dict would be, on the CPU, if all of it were here."""
-        found = {**dict(self.whole(lambda s: s.value)), **dict(self.whole(lambda s: s.value, self.frozen))}
-        first = {id(p): n for n, p in self.module.named_parameters()}
-        got = {
-            k: found.get(first.get(id(v), ""), v)
-            for k, v in self.module.state_dict(keep_vars=True).items()
-            if isinstance(v, Tensor)
-        }
-        return {k: v.detach().to("cpu", copy=True) for k, v in got.items()}
-
-    def load_model(self, saved: Tensors) -> None:
-        """Each rank takes its slices out of the whole; buffers as they are."""
-        if not self.gathers:
-            if self.common_bytes:
-                self.refresh(always=True)  # somebody may still read
-            state.load_model(self.module, saved)
-            self.refresh(always=True)
-            return
-        ours = self.module.state_dict(keep_vars=True)
-        odd = [k for k in {*ours, *saved} if k not in ours or k not in saved or ours[k].shape != saved[k].shape]
-        if odd:
-            raise CheckpointError(f"the checkpoint is of another model: {', '.join(sorted(odd))}; resume with the model it is of")
-        places = {id(p.parameter): (s, p) for s in (*self.spans, *self.frozen) for p in s.places}
-        with torch.no_grad():
-            for k, v in saved.items():
-                if (found := places.get(id(ours[k]))) is None:
-                    ours[k].copy_(v)
-                    continue
-                s, place = found
-                start, stop = s.run(place)
-                if start < stop:
-                    lo = place.start + start - s.own.start
-                    s.value[lo : lo + stop - start].copy_(v.reshape(-1)[start:stop])
-
-    def held(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
-        """Every tensor of parameters, gradients and optimizer state that this rank has now."""
-        for p in self.module.parameters():
-            yield p.data
-            if p.grad is not None:
-                yield p.grad
-        for s in (*self.spans, *self.frozen):
-            yield from (s.full, s.value, s.grad, *(() if s.buffer is None else (s.buffer,)))
-        for free in self._pool.values():
-            yield from free
-        entries: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
-        for kept in entries.values():
-            yield from (v for v in kept.values() if isinstance(v, Tensor))

@@ -224,7 +224,7 @@ class Gathering:
                     self._send(span)
 
 
-class _Looked(dict):  # type: ignore[type-arg]
+class _Looked(dict[str, Any]):
     """A module's parameters: to look at one is to need it."""
 
     def __init__(self, plain: dict[str, Any], units: dict[str, Unit], gathering: Gathering):

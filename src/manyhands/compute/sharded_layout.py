@@ -96,7 +96,8 @@ def span(key: str, named: list[Named], wire: torch.dtype, rank: int, size: int) 
 def buckets(named: list[Named], bucket_bytes: int, rank: int, size: int) -> list[Span]:
     found: list[Span] = []
     for dtype in dict.fromkeys(p.dtype for _, _, p in named):
-        key, waiting, nbytes = str(dtype).removeprefix("torch."), [], 0
+        key, nbytes = str(dtype).removeprefix("torch."), 0
+        waiting: list[Named] = []
         for one in reversed([n for n in named if n[2].dtype == dtype]):
             waiting.insert(0, one)
             nbytes += one[2].nbytes

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from manyhands.compute import state
 from manyhands.compute.sharded import ShardedParameters
 from manyhands.compute.sharded_layout import Span
+from manyhands.compute.sharded_whole import whole
 from manyhands.compute.update import Sum, fuse
 from manyhands.core import Tensors
 from manyhands.errors import TaskError
@@ -104,7 +105,7 @@ class ShardUpdate:
                         mine[lo : lo + stop - start] = kept
                 return mine
 
-            found |= {f"{n}/{key}": v.cpu() for n, v in flat.whole(own) if told[k, number[n]] > 0}
+            found |= {f"{n}/{key}": v.cpu() for n, v in whole(flat, own) if told[k, number[n]] > 0}
         for k, key in enumerate(ONCE, len(PER_ELEMENT)):
             found |= {f"{p.name}/{key}": told[k, i].float().cpu() for i, p in enumerate(flat.pieces) if told[k, i] >= 0}
         return found, {"groups": state.plain_groups(self.module, self.optimizer, self._groups), "numbers": {}}
@@ -121,24 +122,3 @@ class ShardUpdate:
         numbers = {n: v for n, v in meta["numbers"].items() if runs.get(n, (0, 0))[0] < runs.get(n, (0, 0))[1]}
         names = {id(piece.parameter): piece.name for piece in self.flat.pieces}
         state.load_named(self.optimizer, names, mine, {**meta, "numbers": numbers})
-
-
-def held_bytes(flat: ShardedParameters, optimizer: Optimizer) -> int:
-    """Bytes of parameters, gradients and optimizer state that this rank has now, each memory once; of what is common its share."""
-    seen: dict[int, int] = {}
-    for tensor in flat.held(optimizer):
-        if tensor.device.type != "meta" and tensor.untyped_storage().nbytes():
-            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    shared = {s.full.untyped_storage().data_ptr() for s in flat.spans} if flat.common_bytes else set()
-    return sum(n // flat.group.size if at in shared else n for at, n in seen.items())
-
-
-class Peak:
-    """The most that `held_bytes` has been while training; it looks whenever memory comes."""
-
-    def __init__(self, flat: ShardedParameters, optimizer: Optimizer):
-        self._flat, self._optimizer, self.nbytes = flat, optimizer, 0
-        flat.watch = self.look
-
-    def look(self) -> None:
-        self.nbytes = max(self.nbytes, held_bytes(self._flat, self._optimizer))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -47,7 +49,7 @@ class Check:
                 shapes = ", ".join(str(tuple(t.shape)) for t in given.values())
                 raise TaskError(
                     f"for a batch of shape {shapes} the model does not do what it did when it was cut into stages "
-                    f"({guard} does not hold{asked and ', asked for at ' + asked}); give batches of one shape, or pad them"
+                    f"({guard} does not hold{asked and ', asked for near ' + asked}); give batches of one shape, or pad them"
                 )
         self._seen.add(key)
 
@@ -65,3 +67,9 @@ class Evaluate:
 
 def at_sizes(expr: Any, sizes: dict[Any, int]) -> Any:
     return sympy_interp(PythonReferenceAnalysis, sizes, expr)
+
+
+def with_values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
+    """A tensor with some values in it, for these sizes."""
+    shape = [int(at_sizes(s.node.expr, sizes)) if isinstance(s, torch.SymInt) else s for s in tensor.shape]
+    return (torch.randn if tensor.is_floating_point() else torch.zeros)(shape, dtype=tensor.dtype, device=tensor.device)

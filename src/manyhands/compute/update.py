@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.compute import state
-from manyhands.compute.flat import FlatParameters
+from manyhands.compute.flat import FlatParameters, Piece
 from manyhands.core import Tensors
 
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -146,12 +146,12 @@ class PartUpdate:
 Update = WholeUpdate | PartUpdate
 
 
-def moments(flat: FlatParameters, optimizer: Optimizer) -> Tensors:
+def moments(pieces: Sequence[Piece], optimizer: Optimizer) -> Tensors:
     """The optimizer's own tensors of a parameter's shape, the same names on all ranks."""
     prime(optimizer)
     return {
         f"{piece.name}/{key}": value
-        for piece in flat.pieces
+        for piece in pieces
         for key, value in optimizer.state.get(piece.parameter, {}).items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == piece.parameter.shape and value.ndim
     }

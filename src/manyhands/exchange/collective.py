@@ -92,18 +92,14 @@ class CollectiveGroup:
             return parts.reduce_scatter(self, values, op)
         what, options = self._next("reduce_scatter"), dist.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(OPS[op]), True
-        return self._halves(
-            what, [lambda v=v: self._group._reduce_scatter_base(v[self.own(v)[0]], v, options) for v in values.values()]
-        )
+        return self._halves(what, values, lambda v, own: self._group._reduce_scatter_base(own, v, options))
 
     def all_gather(self, values: Tensors) -> Work:
         if not self._has_halves(values, on_cpu=True):
             return parts.all_gather(self, values)
         what, options = self._next("all_gather"), distributed_c10d.AllgatherOptions()
         options.asyncOp = True
-        return self._halves(
-            what, [lambda v=v: self._group._allgather_base(v, v[self.own(v)[0]], options) for v in values.values()]
-        )
+        return self._halves(what, values, lambda v, own: self._group._allgather_base(v, own, options))
 
     def _has_halves(self, values: Tensors, on_cpu: bool = False) -> bool:
         """Whether the backend itself cuts these into equal parts, where they lie."""
@@ -113,9 +109,9 @@ class CollectiveGroup:
             for v in values.values()
         )  # fmt: skip
 
-    def _halves(self, what: str, begin: Sequence[Callable[[], dist.Work]]) -> Work:
+    def _halves(self, what: str, values: Tensors, begin: Callable[[Tensor, Tensor], dist.Work]) -> Work:
         try:
-            return _Reduction(self, what, [start() for start in begin], [], 1)
+            return _Reduction(self, what, [begin(v, v[self.own(v)[0]]) for v in values.values()], [], 1)
         except RuntimeError as e:
             raise self._lost(what, e) from e
 

@@ -25,7 +25,7 @@ from manyhands.errors import Deadlock
 from manyhands.exchange import segments
 
 PIECE_BYTES = 128 << 10
-SLOTS = 4  # pieces in a box: the receiver empties one while the sender fills another
+SLOTS = 32  # pieces in a box: the receiver empties one while the sender fills another
 MADE, MAPPED = 1, 2
 
 

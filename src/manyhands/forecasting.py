@@ -1,0 +1,102 @@
+"""What a rank will need of memory, said before the first step and compared with what it took after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.compute import batches as data
+from manyhands.compute.flat import FlatParameters
+from manyhands.compute.forward import TaskLoss
+from manyhands.core import Plan, Tensors
+from manyhands.errors import PlanError
+from manyhands.observe.memory import Live, Meter, available_bytes, held_by
+from manyhands.plan import memory
+from manyhands.site import Site, micro_batches
+from manyhands.task import Callback, Task
+
+LARGE_BYTES = 64 << 20  # of parameters from which on a model that no plan splits is forecast too: it costs a second
+
+
+@dataclass
+class Watch(Callback):
+    """A forecast, and the measurement it is compared with."""
+
+    site: Site
+    forecast: memory.Forecast
+    meter: Meter | None = None
+
+    def measured(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.meter is None else self.meter
+
+    def begin(self, module: nn.Module, optimizer: Any, flat: Any, state: Tensors) -> None:
+        """From here on rounds are measured."""
+        vectors = [*flat.grads.values(), *(flat.values.values() if not isinstance(flat, FlatParameters) else ())]
+        self.meter = Meter(self.site.device, lambda: [*vectors, *held_by(module, optimizer), *state.values()])
+
+    def on_end(self, run: Any) -> None:
+        if self.meter is not None and (peak := self.meter.peak_bytes) is not None:
+            self.site.notice(f"memory of rank 0: {self.forecast.against(peak)}")
+
+
+def watch(
+    site: Site,
+    plan: Plan,
+    model: nn.Module,
+    values: Callable[[], Any],
+    task: Task,
+    stages: memory.Stages | None = None,
+    cuts: memory.Cuts | None = None,
+) -> Watch | None:
+    """Forecast on one rank for all; refuse what does not fit. `values`: one micro-batch; `stages` and `cuts`: the model's, if split."""
+    own = sum(p.nbytes for p in model.parameters())
+    if site.rank != 0 or plan.compile or (not site.divided and own < LARGE_BYTES):
+        return None
+    loss = TaskLoss(model, None, task.loss, task.step, plan.precision, site.device)  # type: ignore[arg-type]  # it draws nothing
+    count = site.micro_batch(plan.batch or 1)
+
+    def loss_of(module: nn.Module, batch: Any) -> Any:
+        with _module(loss, module):
+            return loss.forward(batch, count)[0]
+
+    study = memory.Study(model, loss_of, values(), task.optimizer(model.parameters()), Live)
+    trained = {p.dtype: 0 for p in model.parameters() if p.requires_grad}
+    for p in model.parameters():
+        trained[p.dtype] += p.numel() if p.requires_grad else 0
+    setting = memory.Setting(
+        plan.layout, plan.zero, micro_batches(plan) * plan.accumulate, plan.schedule, plan.recompute,
+        overlap=plan.strategy.replicas_agree and plan.layout.data > 1 and plan.layout.pipe == 1, stages=stages, cuts=cuts,
+        bucket_bytes=int(plan.bucket_mb * 2**20), other=memory.rule_bytes(plan.strategy, trained) * own // max(1, own * plan.layout.size),
+    )  # fmt: skip
+    forecasts = study.forecasts(setting)
+    most = max(forecasts, key=lambda f: f.total)
+    site.notice(f"memory: {most}")
+    available = available_bytes(site.device, site.place.local_size, own)
+    said = memory.refuse(most, available, memory.changes(study, setting, count), site.options.anyway)
+    if said is not None:
+        site.notice(said)
+    return Watch(site, forecasts[0])
+
+
+@contextmanager
+def _module(loss: TaskLoss, module: nn.Module) -> Iterator[None]:
+    before, loss.module = loss.module, module
+    try:
+        yield
+    finally:
+        loss.module = before
+
+
+def example(site: Site, plan: Plan, train: data.Source) -> Any:
+    """One micro-batch."""
+    if isinstance(train, data.StreamSource) or not train.samples:
+        raise PlanError(
+            "a model is split by looking at what it does with a batch, but the training data is a stream; give a Dataset"
+        )
+    count = min(train.samples, site.micro_batch(plan.batch or 1))
+    return train.fetch(torch.arange(count, device=train.device if isinstance(train, data.TensorSource) else "cpu"))
