@@ -165,7 +165,7 @@ def test_every_plan_word_is_on_its_page_with_its_values_and_default() -> None:
         assert meaning, word
         assert default == ("-" if defaults[word] is None else f"`{words._text(defaults[word])}`"), word
         if word in choices:
-            assert values == ", ".join(choices[word]), word
+            assert values == ", ".join(map(str, choices[word])), word
 
 
 def test_every_wire_is_on_its_page_and_every_option_with_its_default() -> None:

@@ -20,7 +20,10 @@ from manyhands.compute import batchnorm, forward, state
 from manyhands.compute.ahead import Ahead
 from manyhands.compute.captured import CapturedReplica
 from manyhands.compute.distil import student
+from manyhands.compute.flat import FlatParameters
 from manyhands.compute.module import ModuleReplica, NextLoss
+from manyhands.compute.recompute import recompute
+from manyhands.compute.sharded_update import check as check_sharded
 from manyhands.compute.units import thinned
 from manyhands.compute.update import has_sparse_gradients
 from manyhands.core import Event, Group, Plan, Position, Snapshot, Store, Strategy
@@ -90,7 +93,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
             return {}
         predict = None if division is None or division.pipeline is None else division.pipeline.infer
         sums = forward.evaluate(
-            module, test, site.feed, site.feeds, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device, predict
+            module, test, *site.evaluates, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device, predict
         )  # fmt: skip
         if not site.speaks:
             sums.zero_()
@@ -156,6 +159,9 @@ def assemble(
     synced = _with_batchnorm(site, plan, stages, lambda: walk.counts)
     module = division.module if division is not None else stages[0]
     serving = open_serving(site, plan, module, ids)
+    pipeline = None if division is None else division.pipeline
+    if plan.recompute and pipeline is None:
+        recompute(module)
     optimizer = make_optimizer(module.parameters())
     _check_optimizer(site, plan, module, optimizer)
     flat, update = lay_out(site, plan, _agree(plan), module, optimizer, one_copy)
@@ -164,14 +170,13 @@ def assemble(
     scaler = torch.amp.GradScaler(site.device.type) if plan.precision == "fp16" else None
     state.seed_everything(seed, site.stream)
     at = Position() if saved is None else saved.position
-    own_walk, dealer = draw(site, plan, train, global_batch, seed, at, serving, borrow=synced)
+    own_walk, dealer = draw(site, plan, train, global_batch, seed, at, serving, borrow=synced or site.gathers)
     rows = None if serving is None else serving.sparse
     walk: data.Batches = (
         own_walk if rows is None else Ahead(own_walk, rows, plan.lookahead if plan.servers and dealer is None else 0)
     )
     computing = cast(nn.Module, torch.compile(module)) if plan.compile else module
     next_loss = losses(computing, walk)
-    pipeline = None if division is None else division.pipeline
     plain = ModuleReplica(
         flat, update, next_loss, nominal=global_batch if _agree(plan) or shares_steps(plan) else max(1, global_batch // plan.layout.data),
         clip=plan.clip, schedule=schedule, scaler=scaler,
@@ -191,6 +196,7 @@ def assemble(
     if saved is not None:
         snapshots.restore(saved, str(getattr(plan, first)))
     if serving is not None and plan.strategy.link is Store:
+        assert isinstance(flat, FlatParameters)  # of whole models
         serving.hold(plan.strategy, flat, snapshots.consensus or flat.values, optimizer, saved)
     learns_from_others = any(rule.distils for rule in _rules(plan).values())
     replica: Any = student(plain, next_loss) if learns_from_others else _captured(site, plan, plain, next_loss, walk)
@@ -336,6 +342,8 @@ def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optim
         raise TaskError(
             "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
         )
+    if plan.layout.shard > 1:
+        check_sharded(optimizer)
     known = {id(p) for p in module.parameters()}
     if strangers := sum(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
         raise TaskError(

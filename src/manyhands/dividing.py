@@ -51,7 +51,7 @@ class Division:
     pipeline: Pipeline | None = None
     watched: Watch | None = None  # on rank 0: what memory it will need
 
-    def inside(self, site: Site, flat: FlatParameters) -> Inside:
+    def inside(self, site: Site, flat: FlatParameters | ShardedParameters) -> Inside:
         """For sums over the whole model, where each element counts once."""
         copies = lambda name: (site.plan.layout.tensor if self._part(name).dim is None else 1) * self.holders.get(name, 1)
         axes = [site.axes[axis] for axis in ("tensor", "pipe", "shard") if site.axes[axis].size > 1]
@@ -85,8 +85,9 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
     """Cut the whole model, which every rank has made alike, and keep this rank's part."""
     layout, where = plan.layout, plan.layout.coordinates(site.rank)
     _same_whole(site, model)
-    values = example(site, plan, train)
-    inputs = forward.inputs_of(values, task.step)
+    looks = layout.tensor * layout.pipe > 1 or bool(train.samples)  # at a batch; slices of parameters do not need it
+    values: Any = example(site, plan, train) if looks else None
+    inputs = forward.inputs_of(values, task.step) if looks else ()
     name, named = _named(model), dict(model.named_parameters())
     first = {id(p): name for name, p in named.items()}
     aliases = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
@@ -102,7 +103,7 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
             site.notice(line)
     parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
     found = _stages(site, plan, model, inputs, forward.names_of(values, task.step)) if layout.pipe > 1 else []
-    watched = watch(
+    watched = None if not looks else watch(
         site, plan, model, lambda: values, task,
         [frozenset(n for n, _ in s.module.named_parameters()) for s in found] or None,
         {n: (c.dim, c.groups) for n, c in cuts.items()} or None,

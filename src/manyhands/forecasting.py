@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from manyhands.compute import batches as data
 from manyhands.compute.flat import FlatParameters
 from manyhands.compute.forward import TaskLoss
+from manyhands.compute.sharded import ShardedParameters
+from manyhands.compute.sharded_memory import held
 from manyhands.core import Plan, Tensors
 from manyhands.errors import PlanError
 from manyhands.observe.memory import Live, Meter, available_bytes, held_by
 from manyhands.plan import memory
 from manyhands.site import Site, micro_batches
+from manyhands.starting import updates_parts
 from manyhands.task import Callback, Task
 
 LARGE_BYTES = 64 << 20  # of parameters from which on a model that no plan splits is forecast too: it costs a second
@@ -28,16 +32,22 @@ class Watch(Callback):
     """A forecast, and the measurement it is compared with."""
 
     site: Site
+    setting: memory.Setting
     forecast: memory.Forecast
     meter: Meter | None = None
 
     def measured(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.meter is None else self.meter
 
-    def begin(self, module: nn.Module, optimizer: Any, flat: Any, state: Tensors) -> None:
+    def begin(self, module: nn.Module, optimizer: Optimizer, flat: FlatParameters | ShardedParameters, state: Tensors) -> None:
         """From here on rounds are measured."""
-        vectors = [*flat.grads.values(), *(flat.values.values() if not isinstance(flat, FlatParameters) else ())]
-        self.meter = Meter(self.site.device, lambda: [*vectors, *held_by(module, optimizer), *state.values()])
+        if isinstance(flat, ShardedParameters):
+            lies = lambda: [*held(flat, optimizer), *module.buffers(), *state.values()]
+            common, sharers = [s.full for s in flat.spans] if flat.common_bytes else [], flat.group.size
+        else:
+            lies = lambda: [*flat.grads.values(), *held_by(module, optimizer), *state.values()]
+            common, sharers = list(flat.values.values()), self.setting.sharers
+        self.meter = Meter(self.site.device, lies, common=lambda: common, sharers=sharers)
 
     def on_end(self, run: Any) -> None:
         if self.meter is not None and (peak := self.meter.peak_bytes) is not None:
@@ -64,13 +74,16 @@ def watch(
         with _module(loss, module):
             return loss.forward(batch, count)[0]
 
-    study = memory.Study(model, loss_of, values(), task.optimizer(model.parameters()), Live)
+    optimizer = task.optimizer(model.parameters())
+    study = memory.Study(model, loss_of, values(), optimizer, Live)
+    parted = plan.layout.data if updates_parts(site, plan, plan.strategy.replicas_agree, optimizer) else 1
     trained = {p.dtype: 0 for p in model.parameters() if p.requires_grad}
     for p in model.parameters():
         trained[p.dtype] += p.numel() if p.requires_grad else 0
     setting = memory.Setting(
         plan.layout, plan.zero, micro_batches(plan) * plan.accumulate, plan.schedule, plan.recompute,
-        overlap=plan.strategy.replicas_agree and plan.layout.data > 1 and plan.layout.pipe == 1, stages=stages, cuts=cuts,
+        overlap=plan.strategy.replicas_agree and plan.layout.data > 1 and plan.layout.pipe == 1, sharers=parted, owners=parted,
+        stages=stages, cuts=cuts,
         bucket_bytes=int(plan.bucket_mb * 2**20), other=memory.rule_bytes(plan.strategy, trained) * own // max(1, own * plan.layout.size),
     )  # fmt: skip
     forecasts = study.forecasts(setting)
@@ -80,7 +93,7 @@ def watch(
     said = memory.refuse(most, available, memory.changes(study, setting, count), site.options.anyway)
     if said is not None:
         site.notice(said)
-    return Watch(site, forecasts[0])
+    return Watch(site, setting, forecasts[0])
 
 
 @contextmanager

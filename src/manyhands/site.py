@@ -93,7 +93,18 @@ class Site:
     def speaks(self) -> bool:
         """Whether this rank is the one that counts of those who share a model: it has the model's output."""
         where = self.plan.layout.coordinates(self.rank)
-        return where["tensor"] == 0 and where["pipe"] == self.plan.layout.pipe - 1
+        first = where["tensor"] == 0 and (where["shard"] == 0 or not self.gathers)
+        return first and where["pipe"] == self.plan.layout.pipe - 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks of the shard axis must run the model together: parameters come from peers when they are wanted."""
+        return self.axes["shard"].size > 1 and self.plan.zero == 3 and not isinstance(self.axes["shard"].group, SharedGroup)
+
+    @property
+    def evaluates(self) -> tuple[int, int]:
+        """Which part of the test data is this rank's, of how many."""
+        return (self.merging.rank, self.merging.size) if self.gathers else (self.feed, self.feeds)
 
     def sum_over_feeds(self, values: Tensors) -> None:
         for axis in ("shard", "data"):

@@ -9,25 +9,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.compute.flat import FlatParameters
+from manyhands.compute.sharded import ShardedParameters
+from manyhands.compute.sharded_update import ShardUpdate
 from manyhands.compute.update import PartUpdate, Update, WholeUpdate, can_part
 from manyhands.core import Plan
+from manyhands.exchange.parted import parted
 from manyhands.exchange.shared import SharedGroup
 from manyhands.site import Site
 
 
 def lay_out(
     site: Site, plan: Plan, agree: bool, module: nn.Module, optimizer: Optimizer, one_copy: bool
-) -> tuple[FlatParameters, Update]:
-    """Lay the parameters out and decide who updates what. On one host, replicas that always agree need only one copy of the
-    parameters, and each rank updates its part of it."""
+) -> tuple[FlatParameters | ShardedParameters, Update | ShardUpdate]:
+    """Lay the parameters out and decide who updates what: over a shard axis, every rank its slices. On one host, replicas that
+    always agree need only one copy of the parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
-    shared = site.merging.group if isinstance(site.merging.group, SharedGroup) else None
-    plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
-    agree = agree and plain_link and plan.precision != "fp16"
-    if shared is None or not agree or not can_part(optimizer):
+    if plan.layout.shard > 1:
+        group, memory, common = parted(site.axes["shard"], site.device)
+        short = torch.bfloat16 if plan.precision == "bf16" else None
+        spread = ShardedParameters(
+            module, group, plan.zero, allocate=memory, common=common, bucket_bytes=bucket_bytes, short=short
+        )
+        return spread, ShardUpdate(spread, optimizer)
+    if not updates_parts(site, plan, agree, optimizer):
         flat = FlatParameters(module, site.allocate, bucket_bytes)
         _same_start(site, flat)
         return flat, WholeUpdate(flat, module, optimizer)
+    shared = site.merging.group
+    assert isinstance(shared, SharedGroup)
     if one_copy:
         common = functools.partial(shared.allocate, common=True)
         flat = FlatParameters(module, shared.allocate, bucket_bytes, allocate_values=common, writes=shared.rank == 0)
@@ -36,6 +45,13 @@ def lay_out(
         flat = FlatParameters(module, shared.allocate, bucket_bytes)
         _same_start(site, flat)
     return flat, PartUpdate(flat, module, optimizer, shared.own)
+
+
+def updates_parts(site: Site, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
+    """Whether replicas have one copy of the parameters, of which each updates its part."""
+    plain_link = plan.encoding is None and plan.algorithm == "native"  # only that one reduces in two halves
+    agree = agree and plain_link and plan.precision != "fp16" and plan.layout.shard == 1
+    return isinstance(site.merging.group, SharedGroup) and agree and can_part(optimizer)
 
 
 def _same_start(site: Site, flat: FlatParameters) -> None:

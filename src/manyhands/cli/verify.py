@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from manyhands.compute.sharded_whole import gradient_state, parameter_state
 from manyhands.compute.tables import embeddings
 from manyhands.core import Layout, Plan, Store, Tensors
 from manyhands.errors import PlanError
@@ -65,7 +66,9 @@ class Record(Callback):
 
     def on_end(self, run: Any) -> None:
         with run.trainer.merged():
-            self._keep(run, "parameter", {p.name: p.value for p in run.trainer.replica.flat.pieces})
+            replica = run.trainer.replica
+            values = {p.name: p.value for p in replica.flat.pieces} if replica.sharded is None else parameter_state(replica.flat)
+            self._keep(run, "parameter", values)
         save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
 
     def _keep_gradients(self, run: Any, round: int, loss: Tensor) -> None:
@@ -73,6 +76,9 @@ class Record(Callback):
         self.kept[f"loss/{round}"] = torch.tensor([float(loss) * replica.own_count, replica.own_count], dtype=torch.float64)
         if replica.updates_part:
             run.trainer.merging.all_gather(replica.flat.grads).wait()
+        if replica.sharded is not None:
+            self._keep(run, f"gradient/{round}", gradient_state(replica.flat))
+            return
         grads: Tensors = {}
         for piece, used in zip(replica.flat.pieces, replica.flat.used.tolist(), strict=True):
             if used and (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:

@@ -39,7 +39,7 @@ def check(next_loss: object) -> None:
 def student(replica: ModuleReplica, next_loss: object) -> StudentReplica:
     """`replica`, whose losses are `next_loss`, able to learn from others."""
     check(next_loss)
-    assert isinstance(next_loss, forward.TaskLoss)
+    assert isinstance(next_loss, forward.TaskLoss) and isinstance(replica.flat, FlatParameters)
     return StudentReplica(replica, TaughtLoss(replica.flat, next_loss))
 
 

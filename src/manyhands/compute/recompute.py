@@ -35,7 +35,7 @@ def _wrap(block: nn.Module) -> None:
         contexts = lambda: (nullcontext(), buffers_stay(block))
         return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from manyhands.compute.sharded import ShardedParameters
 def held_bytes(flat: ShardedParameters, optimizer: Optimizer) -> int:
     """Bytes of parameters, gradients and optimizer state that this rank has now, each memory once; of what is common its share."""
     seen: dict[int, int] = {}
-    for tensor in _held(flat, optimizer):
+    for tensor in held(flat, optimizer):
         if nbytes := tensor.untyped_storage().nbytes():
             seen[tensor.untyped_storage().data_ptr()] = nbytes
     shared = {s.full.untyped_storage().data_ptr() for s in flat.spans} if flat.common_bytes else set()
@@ -31,7 +31,8 @@ class Peak:
         self.nbytes = max(self.nbytes, held_bytes(self._flat, self._optimizer))
 
 
-def _held(flat: ShardedParameters, optimizer: Optimizer) -> Iterator[Tensor]:
+def held(flat: ShardedParameters, optimizer: Optimizer) -> Iterator[Tensor]:
+    """All of it; looking changes nothing."""
     for p in flat.module.parameters():
         yield p.data
         if p.grad is not None:

@@ -66,8 +66,8 @@ class ShardUpdate:
                 for key, value in before.items():  # Adagrad has state from the start
                     alike = isinstance(value, Tensor) and value.shape == place.shape and key not in ONCE
                     optimizer.state[mine][key] = value.reshape(-1)[start:stop].clone() if alike else value
-        for group, whole in zip(optimizer.param_groups, self._groups, strict=True):
-            group["params"] = [slices[id(p)] for p in whole if id(p) in slices]
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [slices[id(p)] for p in parameters if id(p) in slices]
         self.placed: list[int] = []  # the pieces whose gradients `place` gave last
         fuse(optimizer, flat.count.device)
 
@@ -115,9 +115,9 @@ class ShardUpdate:
         mine: Tensors = {}
         for piece in self.flat.pieces:
             for key in (*PER_ELEMENT, *ONCE):
-                if (whole := tensors.get(f"{piece.name}/{key}")) is not None and piece.value.numel():
+                if (found := tensors.get(f"{piece.name}/{key}")) is not None and piece.value.numel():
                     mine[f"{piece.name}/{key}"] = (
-                        whole.reshape(-1)[slice(*runs[piece.name])].clone() if key not in ONCE else whole.clone()
+                        found.reshape(-1)[slice(*runs[piece.name])].clone() if key not in ONCE else found.clone()
                     )
         numbers = {n: v for n, v in meta["numbers"].items() if runs.get(n, (0, 0))[0] < runs.get(n, (0, 0))[1]}
         names = {id(piece.parameter): piece.name for piece in self.flat.pieces}

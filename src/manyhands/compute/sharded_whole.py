@@ -35,6 +35,11 @@ def gradient_state(flat: ShardedParameters) -> Tensors:
     return dict(whole(flat, lambda s: s.grad))
 
 
+def parameter_state(flat: ShardedParameters) -> Tensors:
+    """All that trains, whole."""
+    return dict(whole(flat, lambda s: s.value))
+
+
 def model_state(flat: ShardedParameters) -> Tensors:
     """As the module's own state_dict would be, on the CPU, if all of it were here."""
     found = {**dict(whole(flat, lambda s: s.value)), **dict(whole(flat, lambda s: s.value, flat.frozen))}

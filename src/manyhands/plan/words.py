@@ -317,6 +317,13 @@ def _check_divided(plan: Plan) -> None:
         )
     if any(rule is not None and rule.distils for rule in (plan.strategy, plan.next_strategy)):
         raise PlanError(f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule")
+    if layout.shard > 1 and plan.schedule == "interleaved":
+        raise PlanError(
+            f"schedule=interleaved gives a rank several stages, which shard={layout.shard} does not know; use schedule=1f1b"
+        )
+    if layout.shard > 1 and plan.zero == 3 and (plan.schedule == "zero_bubble" or plan.compile):
+        word = "compile=true" if plan.compile else "schedule=zero_bubble"
+        raise PlanError(f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or leave {word} out")
     if layout.pipe > 1 and plan.compile:
         raise PlanError(f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out")
 
