@@ -1,5 +1,6 @@
-"""One GPU: `manyhands.train` against hand-written loops. GPT-2-small shape in bf16 against the compiled loop; LeNet against
-the plain loop (its launches bind it) and, where installed, Lightning Fabric."""
+"""One GPU: `manyhands.train` against hand-written loops. GPT-2-small shape in bf16 against the compiled loop, and with activations
+computed again (recompute=true) against torch.utils.checkpoint around every block; LeNet against the plain loop (its launches bind
+it) and, where installed, Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from common import Claim, alternate, median
 from data_parallel import lenet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands import datasets
@@ -100,11 +102,14 @@ def ours(task: Callable[[], mh.Task], words: str, warm: int, steps: int) -> floa
 
 def by_hand(
     make: Callable[[], nn.Module], optimizer: Any, loss: Any, values: tuple[Tensor, Tensor], batch: int, warm: int, steps: int,
-    bf16: bool, compiled: bool, fabric: bool = False,
+    bf16: bool, compiled: bool, fabric: bool = False, again: bool = False,
 ) -> float:  # fmt: skip
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     model = make().cuda()
+    if again:
+        for block in cast(GPT, model).blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     opt = optimizer(model.parameters())
     net = torch.compile(model) if compiled else model
     backward = Tensor.backward
@@ -135,7 +140,8 @@ def by_hand(
 
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     if not torch.cuda.is_available():
-        return [Claim("gpt2", skipped="no GPU here", bar=1.0), Claim("lenet", skipped="no GPU here", bar=4.0)]
+        bars = {"gpt2": 1.0, "recompute": 0.99, "lenet": 4.0}
+        return [Claim(name, skipped="no GPU here", bar=bar) for name, bar in bars.items() if not only or name in only]
     torch.set_float32_matmul_precision("high")  # for both sides alike
     claims, times = [], 1 if quick else 3
     if not only or "lenet" in only:
@@ -185,5 +191,23 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
                 1.0,
                 detail,
             )
+        )
+    if not only or "recompute" in only:
+        rows, steps = tokens(), 5 if quick else 30
+
+        def again_task() -> mh.Task:
+            return mh.Task(model=GPT(), loss=token_loss, train=rows, optimizer=adamw, batch=32)
+
+        found = alternate(
+            {
+                "ours": functools.partial(ours, again_task, "precision=bf16 recompute=true", 10, steps),
+                "hand-written": functools.partial(by_hand, GPT, adamw, token_loss, rows, 32, 10, steps, True, False, again=True),
+            },
+            times,
+        )
+        rate = {k: median(v) * 32 * 1024 for k, v in found.items()}
+        detail = {"all runs": {k: [round(x * 32768) for x in v] for k, v in found.items()}}
+        claims.append(
+            Claim("recompute", rate["ours"], rate["hand-written"], "tokens/s", rate["ours"] / rate["hand-written"], 0.99, detail)
         )
     return claims

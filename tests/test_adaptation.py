@@ -200,7 +200,7 @@ def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_
     assert saved is not None and saved.meta["schedule"]["last_epoch"] == 6
 
 
-@pytest.mark.parametrize("rule", ["admm", "robust"])
+@pytest.mark.parametrize("rule", ["admm", pytest.param("robust", marks=pytest.mark.slow)])
 def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(rule: str, tmp_path: Path) -> None:
     """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop for ever."""
     for precision in ("fp32", "fp16"):

@@ -48,7 +48,9 @@ def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None
     assert "servers=2" in words and result.rounds == 5 and result.metrics["train_loss"] > 0
 
 
-@pytest.mark.parametrize(("name", "words"), [("transformer", "data=2"), ("uneven_mlp", "data=3 batch=153")])
+@pytest.mark.parametrize(
+    ("name", "words"), [pytest.param("transformer", "data=2", marks=pytest.mark.slow), ("uneven_mlp", "data=3 batch=153")]
+)
 def test_several_processes_equal_one(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(EXAMPLES / f"{name}.py", words.split(), steps=4), capsys.readouterr().out
 

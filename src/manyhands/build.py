@@ -111,7 +111,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         if plan.split == "by_feature":
             division = by_feature(site, model.to(site.device), [train] if test is None else [train, test])
         else:
-            division = divide(site, plan, model.to(site.device), train, task)
+            division = divide(site, plan, model, train, task)  # which moves what is left of it
     elif train.samples and not isinstance(train, data.StreamSource) and not plan.servers:
         watched = watch(site, plan, model, lambda: example(site, plan, train), task)
     return assemble(
@@ -155,11 +155,12 @@ def assemble(
     saved = found(site, order) if site.options.resume else None
     plan, global_batch = batch_sizes(site, plan, saved)
     model = model.to(site.device) if division is None else division.module
-    stages = [model] if division is None or division.pipeline is None else [s.module for s in division.pipeline.stages]
-    synced = _with_batchnorm(site, plan, stages, lambda: walk.counts)
+    pipeline = None if division is None else division.pipeline
+    stages = [model] if pipeline is None else [s.module for s in pipeline.stages]
+    # a pipeline draws all micro-batches of a step before it computes the first
+    synced = _with_batchnorm(site, plan, stages, lambda: walk.counts if pipeline is None else pipeline.counts)
     module = division.module if division is not None else stages[0]
     serving = open_serving(site, plan, module, ids)
-    pipeline = None if division is None else division.pipeline
     if plan.recompute and pipeline is None:
         recompute(module)
     optimizer = make_optimizer(module.parameters())
@@ -191,7 +192,8 @@ def assemble(
     )  # fmt: skip
     site.closing += [walk.close, plain.close]
     held = None if division is None else division.held(site, module, flat, update)
-    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving, *(held or ()))
+    assembled, local = (None, None) if held is None else held
+    snapshots = Snapshots(site, plan, module, plain, walk, global_batch, order, serving, parts=assembled, local=local)
     first = _first_rule(plan, saved)
     if saved is not None:
         snapshots.restore(saved, str(getattr(plan, first)))
@@ -342,8 +344,9 @@ def _check_optimizer(site: Site, plan: Plan, module: nn.Module, optimizer: Optim
         raise TaskError(
             "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over ranks; use SGD, Adam or AdamW"
         )
-    if plan.layout.shard > 1:
-        check_sharded(optimizer)
+    for axis in ("shard", "tensor"):
+        if getattr(plan.layout, axis) > 1:
+            check_sharded(optimizer, axis)
     known = {id(p) for p in module.parameters()}
     if strangers := sum(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
         raise TaskError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from manyhands.compute import batches as data
 from manyhands.compute import features as summed
@@ -36,6 +37,7 @@ from manyhands.split import tensor as matrices
 from manyhands.split.parts import Part
 from manyhands.task import Task
 
+MOST_MEASURED = 8  # samples of the batch with which stages are balanced: one rank runs the whole model for that
 CHUNKS = 2  # stages of a rank under schedule=interleaved
 
 
@@ -86,17 +88,18 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
     layout, where = plan.layout, plan.layout.coordinates(site.rank)
     _same_whole(site, model)
     looks = layout.tensor * layout.pipe > 1 or bool(train.samples)  # at a batch; slices of parameters do not need it
-    values: Any = example(site, plan, train) if looks else None
+    values: Any = _here(example(site, plan, train)) if looks else None
     inputs = forward.inputs_of(values, task.step) if looks else ()
     name, named = _named(model), dict(model.named_parameters())
     first = {id(p): name for name, p in named.items()}
     aliases = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
     cuts: dict[str, matrices.Cut] = {}
     if layout.tensor > 1:
+        few = _here(example(site, plan, train, 2))  # it may be computed for real
         if task.step is None:
-            tries = attempt(model, inputs, layout.tensor, task.loss, values[-1], plan.sequence)
+            tries = attempt(model, few[:-1], layout.tensor, task.loss, few[-1], plan.sequence)
         else:
-            tries = attempt(model, (values,), layout.tensor, sequence=plan.sequence, call=task.step)
+            tries = attempt(model, (few,), layout.tensor, sequence=plan.sequence, call=task.step)
         derived = matrices.derive(model, tries, layout.tensor, task.tensor)
         cuts = derived.cuts
         for line in derived.sentences:
@@ -113,6 +116,7 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
     for held in [s.module for s in mine] or [model]:
         if layout.tensor > 1:
             axis = tensor.apply(held, parts, site.axes["tensor"], sequence=plan.sequence)
+        held.to(site.device)
     if not found:
         return Division(name, model, parts, aliases, watched=watched)
     chunks = len(mine)
@@ -121,6 +125,7 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
         loss=task.loss, step=task.step, precision=plan.precision, device=site.device, recompute=plan.recompute, axis=axis,
         emit=site.recorder.emit, rank=site.rank,
     )  # fmt: skip
+    _let_go(model, [s.module for s in mine])
     holders = {name: len({i % layout.pipe for i in among}) for s in found for name, among in s.tied.items()}
     return Division(name, _joined([s.module for s in mine]), parts, aliases, holders, pipeline, watched)
 
@@ -165,7 +170,8 @@ def _stages(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], 
 
 def _balanced(traced: Traced, example: tuple[Any, ...], number: int) -> list[int]:
     """Where stages begin so that the slowest is as fast as can be."""
-    costs = stages.measure(traced, example)
+    few = tree_map(lambda v: v[:MOST_MEASURED] if isinstance(v, torch.Tensor) and v.ndim else v, example)
+    costs = stages.measure(traced, few)
     crossing = [float(c.crossing_bytes) if traced.cuttable(i) else float("inf") for i, c in enumerate(costs)]
     return schedules.contiguous([c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing)
 
@@ -185,6 +191,19 @@ def _joined(modules: list[nn.Module]) -> nn.Module:
     return whole
 
 
+def _here(values: Any) -> Any:
+    """A model is cut before it is moved to a device, which may not hold all of it."""
+    return tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, values)
+
+
+def _let_go(model: nn.Module, kept: list[nn.Module]) -> None:
+    """Free what other stages hold: the user's task still refers to the whole model."""
+    mine = {id(t) for m in kept for t in (*m.parameters(), *m.buffers())}
+    for held in (*model.parameters(), *model.buffers()):
+        if id(held) not in mine:
+            held.data = torch.empty(0, dtype=held.dtype)
+
+
 def _named(model: nn.Module) -> str:
     return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
@@ -192,12 +211,13 @@ def _named(model: nn.Module) -> str:
 def _same_whole(site: Site, model: nn.Module) -> None:
     """All ranks cut the same model: rank 0's, where a script forgot to seed."""
     values: Tensors = {n: v.data for n, v in [*model.named_parameters(), *model.named_buffers()]}
-    sums = torch.stack([v.double().sum() + v.double().square().sum() for v in values.values()])
+    raw = [v.contiguous().view(-1).view(torch.uint8) for v in values.values() if v.numel()]
+    sums = torch.stack([b[i::2].sum(dtype=torch.int64) for b in raw for i in range(2)]).to(site.device)
     span = torch.cat([sums, -sums])
     site.link.all_reduce({"span": span}, op="max").wait()
     if torch.equal(span[: len(sums)], -span[len(sums) :]):
         return
-    if site.rank != 0:
-        for value in values.values():
-            value.zero_()
-    site.link.all_reduce(values).wait()
+    for name, value in values.items():
+        sent = value.to(site.device) if site.rank == 0 else torch.zeros_like(value, device=site.device)
+        site.link.all_reduce({name: sent}).wait()
+        value.copy_(sent)

@@ -105,11 +105,11 @@ def _module(loss: TaskLoss, module: nn.Module) -> Iterator[None]:
         loss.module = before
 
 
-def example(site: Site, plan: Plan, train: data.Source) -> Any:
-    """One micro-batch."""
+def example(site: Site, plan: Plan, train: data.Source, most: int | None = None) -> Any:
+    """One micro-batch, or at most so many samples of it."""
     if isinstance(train, data.StreamSource) or not train.samples:
         raise PlanError(
             "a model is split by looking at what it does with a batch, but the training data is a stream; give a Dataset"
         )
-    count = min(train.samples, site.micro_batch(plan.batch or 1))
+    count = min(train.samples, most or site.micro_batch(plan.batch or 1))
     return train.fetch(torch.arange(count, device=train.device if isinstance(train, data.TensorSource) else "cpu"))

@@ -68,6 +68,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "gpt2": gpt2,
     "llama": llama,
 }
+# transformers takes seconds to load: one model of it is enough where nothing is changed that concerns them
+QUICK_AND_SLOW = [pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in MODELS]
 
 
 def model(name: str, batch: int = 6) -> tuple[nn.Module, tuple[Tensor, ...]]:

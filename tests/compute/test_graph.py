@@ -6,9 +6,12 @@ import copy
 import functools
 import weakref
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from cuttable import loss as loss_of
+from cuttable import model as model_of
 from graphs import Inception, Towers, branched, deal_of, graphed
 from piped import Dealt, alone, assert_same, gradients, share, step
 from torch import Tensor, nn
@@ -20,7 +23,7 @@ from manyhands.core import Event, Group
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
 from manyhands.observe.graph_picture import svg
-from manyhands.split.graph import Link, simulate
+from manyhands.split.graph import Link, Node, simulate
 
 CROSS = nn.functional.cross_entropy
 MODELS = ("mlp", "cnn", "gpt", "seq2seq", "towers", "inception")
@@ -105,6 +108,15 @@ def test_numbers_of_another_trace_are_refused() -> None:
     traced = traced_finely(model, (data[0][:4],), 2)
     with pytest.raises(PlanError, match="3 numbers for 7 steps"):
         dealt(traced, [1, 2, 3], 2)
+
+
+def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_blocks_are_alike() -> None:
+    model, _, data = branched("inception")
+    traced = traced_finely(model, (data[0][:4],), 2)
+    names = [s.name for s in traced.steps[True]]
+    changed = {(names[a], names[b]) for a, b in traced.together}
+    assert ("blocks_0_three_0", "blocks_0_three_1") in changed and ("blocks_1_five_1", "blocks_1_five_2") in changed
+    weigh(traced, (data[0][:4],), repeats=1)
 
 
 # -- computed once --
@@ -193,6 +205,28 @@ def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -
     torch.manual_seed(0)
     model, x, ids = Unlike().double(), torch.randn(8, 6, dtype=torch.float64), torch.arange(48).view(8, 6)
     assert len(shortened(traced_finely(model, (x, ids), 1)).steps[True]) == len(traced_finely(model, (x, ids), 1).steps[True])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "skips"])
+def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) -> None:
+    made, inputs = model_of(name, 8)
+    deal = deal_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)
+
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        options = {"use_cache": False} if model is made and hasattr(made, "generate") else {}
+        return loss_of(model(*batch, **options)) / 100
+
+    batches = [Batch(tuple(v[i : i + 4] for v in inputs), 4, i == 4) for i in (0, 4)]
+    for batch in batches:
+        share(own(made, batch.values), batch.count).backward()
+
+    def main(group: Group) -> Any:
+        graph = graphed(group, copy.deepcopy(deal), step=own)
+        graph(share, Dealt(list(batches)))
+        return gradients(graph.stages)
+
+    merged = functools.reduce(lambda a, b: a | b, World(3).run(main))
+    assert_same(merged, {n: w.grad for n, w in made.named_parameters()})
 
 
 # -- the rest of a task --
@@ -371,11 +405,19 @@ def test_every_piece_of_work_and_every_message_is_reported() -> None:
 
 
 def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
-    model, _, data = branched("towers")
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 2)
+    model, _, data = branched("inception")
+    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 3)
     where = deal.placement.where
-    picture = svg(deal.nodes, where, "towers & more")
-    cuts = sum(where[t] != where[u] for u, n in enumerate(deal.nodes) for t in n.takes)
-    assert cuts and picture.count('class="cut"') == picture.count('class="crossing"') == cuts
+    picture = svg(deal.nodes, where, "branches & more")
+    cuts = [(t, where[u]) for u, n in enumerate(deal.nodes) for t in n.takes if where[t] != where[u]]
+    assert cuts and picture.count('class="cut"') == len(cuts)
+    assert picture.count('class="crossing"') == len(set(cuts)), "a value goes to a rank once"
     assert picture.count('class="node"') == len(deal.nodes)
-    assert "towers &amp; more" in picture and "rank 1" in picture and ">8 B<" in picture
+    assert "branches &amp; more" in picture and "rank 2" in picture and ">8 B<" in picture
+    ElementTree.fromstring(picture)
+
+
+def test_a_picture_of_very_many_nodes_shows_runs_of_them() -> None:
+    nodes = [Node(f"n{i}", 1.0, (i - 1,) if i else ()) for i in range(900)]
+    picture = svg(nodes, [i // 300 for i in range(900)])
+    assert picture.count('class="node"') == 3 and picture.count('class="cut"') == 2

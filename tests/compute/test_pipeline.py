@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -50,9 +51,16 @@ def cut_in_zoo(name: str, stages: int) -> Any:
     return traced(model, tuple(v[:4] for v in data[:-1]), stages), loss, data
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "seq2seq"])
+def zoo_cases() -> list[Any]:
+    """All of them; slow are those that add neither a model nor a schedule to what the others show."""
+    found = []
+    for name, p, schedule in itertools.product(["mlp", "cnn", "gpt", "seq2seq"], [2, 4], SCHEDULES):
+        quick = name == "mlp" or (p == 2 and schedule == "1f1b") or (name, p, schedule) == ("gpt", 2, "interleaved")
+        found.append(pytest.param(name, p, schedule, marks=() if quick else (pytest.mark.slow,)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "p", "schedule"), zoo_cases())
 def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(name: str, p: int, schedule: str) -> None:
     chunks = chunks_of(schedule) if (name, p) != ("mlp", 4) else 1  # four layers make four stages
     stages, loss, data = cut_in_zoo(name, p * chunks)
@@ -77,9 +85,17 @@ def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(name: st
 SIZES = {"uneven": (3, 3, 2, 2), "empty": (4, 0, 3, 0), "one": (5,), "none": (0, 0), "many": (2,) * 11}
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("p", [1, 2, 4])
+def size_cases() -> list[Any]:
+    """All sizes on four ranks; on fewer ranks one size is quick, the others repeat it."""
+    found = []
+    for p, schedule, kind in itertools.product([1, 2, 4], SCHEDULES, SIZES):
+        quick = p == 4 or (p, kind) in ((1, "uneven"), (2, "empty"))
+        marks = () if quick else (pytest.mark.slow,)
+        found.append(pytest.param(p, schedule, SIZES[kind], marks=marks, id=f"{p}-{schedule}-{kind}"))
+    return found
+
+
+@pytest.mark.parametrize(("p", "schedule", "sizes"), size_cases())
 def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_step(
     p: int, schedule: str, sizes: tuple[int, ...]
 ) -> None:

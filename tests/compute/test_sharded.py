@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -49,9 +50,15 @@ MLP: dict[str, Any] = {"make": lambda: model_of("mlp"), "loss": loss_of("mlp")}
 # -- equality --
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "seq2seq"])
+def union_cases() -> list[Any]:
+    """One model at all sizes, all models at one size; the rest of the product is slow."""
+    found = []
+    for name, stage, size in itertools.product(["mlp", "gpt", "seq2seq"], STAGES, [1, 2, 3, 4]):
+        found.append(pytest.param(name, stage, size, marks=() if name == "mlp" or size == 3 else (pytest.mark.slow,)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "stage", "size"), union_cases())
 def test_n_ranks_are_one_process_on_the_union_batch(name: str, stage: int, size: int) -> None:
     assert_same_as_alone(
         size, stage, lambda: model_of(name), data_of(name, 3, 8), loss_of(name), even(size, 8, 3), optimizer=OPTIMIZERS["adam"]
@@ -210,9 +217,16 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
 # -- memory --
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("stage", STAGES)
+def peak_cases() -> list[Any]:
+    """Every stage once, and the one that gathers also without looking ahead and on more ranks; the rest of the product is slow."""
+    found = []
+    for stage, size, ahead in itertools.product(STAGES, [2, 4], [0, 1]):
+        quick = (size, ahead) == (2, 1) or (stage, size, ahead) == (3, 4, 0)
+        found.append(pytest.param(stage, size, ahead, marks=() if quick else (pytest.mark.slow,)))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "size", "ahead"), peak_cases())
 def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: int) -> None:
     gpt = zoo("gpt")["GPT"]
 

@@ -128,8 +128,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
+AHEAD = [
+    pytest.param(name, ahead, marks=() if ahead or name in ("stack", "again") else (pytest.mark.slow,))
+    for name in MODELS
+    for ahead in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("name", "ahead"), AHEAD)
 def test_whatever_a_model_does_with_its_blocks(name: str, ahead: int) -> None:
     assert_same_as_alone(
         3,

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cuttable import MODELS, model, through
+from cuttable import QUICK_AND_SLOW, model, through
 from torch import Tensor, nn
 
 from manyhands.compute.stages import Stage, cut, measure
@@ -22,7 +22,7 @@ def names(stage: Stage) -> list[str]:
     return [name for name, _ in stage.module.named_parameters()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_every_parameter_and_buffer_has_its_name_in_the_whole_model_and_a_stage(name: str) -> None:
     whole, inputs = model(name)
     traced = trace(whole, inputs, pieces=4)
@@ -121,8 +121,11 @@ def test_more_stages_than_pieces_are_refused_with_both_numbers() -> None:
         contiguous([1.0] * len(traced.steps[True]), 9, counts=traced.weighty)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt", "seq2seq"])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    [(2, "mlp"), (2, "cnn"), (2, "gpt"), (4, "mlp"), (4, "gpt")]
+    + [pytest.param(*c, marks=pytest.mark.slow) for c in ((4, "cnn"), (2, "seq2seq"), (4, "seq2seq"))],
+)
 def test_the_automatic_cut_is_about_as_good_as_the_best_there_is(name: str, stages: int) -> None:
     whole, inputs = model(name)
     traced = trace(whole, inputs, pieces=stages)

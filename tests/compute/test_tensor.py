@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +138,18 @@ class Among:
 MODELS = ("mlp", "cnn", "gpt", "seq2seq", "gpt2", "llama", "llama with fewer heads of k and v")
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+def whole_cases() -> list[Any]:
+    """All models of the zoo over two ranks, one over four; slow is the rest, and what has to load transformers but for one model."""
+    found = []
+    for name, size, sequence in itertools.product(MODELS, [2, 4], [False, True]):
+        own = (ZOO / f"{name}.py").exists()
+        quick = (own and (size == 2 or name == "gpt")) or (name, size, sequence) == (MODELS[-1], 2, True)
+        words = "-".join([name, str(size), *(["sequence"] if sequence else [])])
+        found.append(pytest.param(name, size, sequence, id=words, marks=() if quick else (pytest.mark.slow,)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "size", "sequence"), whole_cases())
 def test_loss_gradients_and_buffers_are_those_of_the_whole_model(name: str, size: int, sequence: bool) -> None:
     model, loss, inputs, target = made(name)
     cuts = cuts_of(model, loss, inputs, target, size, sequence)
@@ -218,7 +228,7 @@ def layers_exchange(name: str, layers: int, sequence: bool = False) -> tuple[int
     return World(2).run(main)[0]
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_layer_costs_two_all_reduces_forward_and_two_backward(name: str) -> None:
     one, two = (layers_exchange(name, layers) for layers in (1, 2))
     assert [b - a for a, b in zip(one, two, strict=True)] == [2, 0, 2, 0]

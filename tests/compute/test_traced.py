@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuttable import MODELS, model, same_as_whole, through
+from cuttable import QUICK_AND_SLOW, model, same_as_whole, through
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +30,7 @@ def line_of(text: str) -> str:
     return f"{HERE}:{next(i for i, line in enumerate(lines, 1) if line.strip() == text)}"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK_AND_SLOW)
 def test_a_traced_model_gives_what_the_model_gives_in_any_number_of_stages_and_for_any_batch(name: str) -> None:
     whole, inputs = model(name)
     before = {k: v.clone() for k, v in whole.state_dict().items()}

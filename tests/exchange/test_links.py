@@ -70,6 +70,13 @@ CASES = [
     *(Case("gloo", "a" * n) for n in (1, 2, 3)),
     *(Case("hierarchical", hosts) for hosts in ("aa", "aba", "aabb", "aaabbbcc")),
 ]
+# more ranks of what fewer show too: whoever changes a link runs these with -m slow
+LARGER = {"inproc-5", "inproc-6", "inproc-7", "shared-4", "shared-8", "hierarchical-aaabbbcc"}
+
+
+def some(wanted: Callable[[Case], bool]) -> list[Any]:
+    larger = {True: (pytest.mark.slow,), False: ()}
+    return [pytest.param(c, id=str(c), marks=larger[str(c) in LARGER]) for c in CASES if wanted(c)]
 
 
 # -- what links are checked for: each returns tensors that must have the same bits on all ranks --
@@ -485,13 +492,13 @@ def outcomes_of(case: Case) -> list[Outcomes]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(lambda c: True))
 def test_contract(case: Case, name: str) -> None:
     assert_kept(case, name, observed=False)
 
 
 @pytest.mark.parametrize("name", OBSERVED)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(lambda c: True))
 def test_contract_observed(case: Case, name: str) -> None:
     assert_kept(case, name, observed=True)
 
@@ -503,12 +510,12 @@ def assert_kept(case: Case, name: str, observed: bool) -> None:
     assert len(set(outcomes)) == 1, f"ranks hold different bits: {outcomes}"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.link not in ("solo", "inproc")], ids=str)
+@pytest.mark.parametrize("case", some(lambda c: c.link not in ("solo", "inproc")))
 def test_no_shared_memory_is_left_behind(case: Case) -> None:
     assert [mine[False, "shared memory"] for mine in outcomes_of(case)] == ["[]"] * case.size
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.link in ("solo", "inproc")], ids=str)
+@pytest.mark.parametrize("case", some(lambda c: c.link in ("solo", "inproc")))
 def test_every_link_is_a_group(case: Case) -> None:
     links: list[Any] = [SoloGroup()] if case.link == "solo" else World(case.size).run(lambda link: link)
     for rank, link in enumerate(links):

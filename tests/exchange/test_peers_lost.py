@@ -42,11 +42,12 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
     parent.recv()  # stay alive: the others must learn it from the link, not from the end of this process
 
 
-CASES = [Case("shared", "aaa"), Case("gloo", "aaa"), Case("hierarchical", "aab"), Case("hierarchical", "aabb")]
+CASES = [Case("shared", "aaa"), Case("gloo", "aaa"), Case("hierarchical", "aab")]
+CASES_AND_MORE = [*CASES, pytest.param(Case("hierarchical", "aabb"), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "swap", "transfer"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES_AND_MORE, ids=str)
 def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [start(wait_for_a_peer, (case, how, rank, store.port)) for rank in range(case.size)]

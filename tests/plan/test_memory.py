@@ -95,10 +95,15 @@ def forecast(case: Case, setting: Setting) -> Forecast:
     return Study(case.model, case.loss_of, case.values, case.optimizer(case.model.parameters()), Live).forecast(setting)
 
 
-@pytest.mark.parametrize(
-    ("batch", "micros", "overlap", "precision"), [(32, 1, False, "fp32"), (4, 1, True, "fp32"), (32, 3, True, "bf16")]
-)
-@pytest.mark.parametrize("name", MODELS)
+WAYS = [(32, 1, False, "fp32"), (4, 1, True, "fp32"), (32, 3, True, "bf16")]
+REPLICAS = [  # every model in one way, two of them in every way; the rest is slow
+    pytest.param(name, *way, marks=() if way == WAYS[0] or name in ("mlp", "gpt") else (pytest.mark.slow,))
+    for name in MODELS
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("name", "batch", "micros", "overlap", "precision"), REPLICAS)
 def test_the_forecast_of_a_replica_is_what_it_takes(name: str, batch: int, micros: int, overlap: bool, precision: str) -> None:
     made = case(name, batch, precision)
     expected = forecast(made, Setting(micros=micros, overlap=overlap))
@@ -149,7 +154,10 @@ def stage_peak(case: Case, stages: list[Any], place: int, flights: int) -> int:
     return live.peak_bytes
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("mlp", "1f1b"), ("cnn", "gpipe"), ("gpt", "1f1b"), ("seq2seq", "gpipe")])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("mlp", "1f1b"), ("cnn", "gpipe"), ("gpt", "1f1b"), pytest.param("seq2seq", "gpipe", marks=pytest.mark.slow)],
+)
 def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -> None:
     made, micros, pipe = case(name, 24), 4, 2
     inputs = made.values[:-1]

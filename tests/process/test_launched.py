@@ -36,7 +36,7 @@ def assert_nothing_left(job: Command, pids: list[int]) -> None:
 # -- somebody dies --
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_a_worker_is_killed_the_others_stop_and_the_victim_is_named(tmp_path: Path, victim: int) -> None:
     with endless(tmp_path, 3) as job:
         pids = job.pids(3)
@@ -64,7 +64,9 @@ def test_when_the_launcher_is_killed_no_worker_and_no_memory_is_left(tmp_path: P
 # -- somebody asks to stop --
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGTERM, 1)])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_and_sigterm_save_a_checkpoint_first(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
     with endless(tmp_path, ranks) as job:
         started = [*job.pids(ranks), *descendants(job.process.pid)]
@@ -266,14 +268,18 @@ print("trained", result.rounds, sorted(result.metrics))
 """
 
 
-def test_a_script_without_a_main_guard_trains_on_two_processes_as_a_file_and_as_a_notebook_would(tmp_path: Path) -> None:
-    (tmp_path / "file").mkdir()
-    (tmp_path / "file" / "job.py").write_text(UNGUARDED)
-    for folder, line, stdin in (("file", [sys.executable, "job.py"], ""), ("typed", [sys.executable, "-"], UNGUARDED)):
-        job = run(tmp_path / folder, line, stdin)
-        assert job.process.returncode == 0, job.err
-        assert "trained 6 ['accuracy', 'loss', 'train_loss']" in job.out
-        assert job.out.count("trained") == 1, "the script itself ran once"
+# typed is slow: the notebook of the examples is such a `__main__` too
+@pytest.mark.parametrize(
+    ("script", "typed"), [("job.py", ""), pytest.param("-", UNGUARDED, marks=pytest.mark.slow)], ids=["a file", "typed"]
+)
+def test_a_script_without_a_main_guard_trains_on_two_processes_as_a_file_and_as_a_notebook_would(
+    tmp_path: Path, script: str, typed: str
+) -> None:
+    (tmp_path / "job.py").write_text(UNGUARDED)
+    job = run(tmp_path, [sys.executable, script], typed)
+    assert job.process.returncode == 0, job.err
+    assert "trained 6 ['accuracy', 'loss', 'train_loss']" in job.out
+    assert job.out.count("trained") == 1, "the script itself ran once"
 
 
 def test_under_manyhands_run_such_a_script_is_told_to_guard_its_call(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
     return folder, weights(folder / "alone")
 
 
-@pytest.mark.parametrize("words", ["data=1", "data=3", "data=2 link=gloo", "data=3 accumulate=2"])
+@pytest.mark.parametrize(
+    "words", ["data=1", "data=3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data=2 link=gloo", "data=3 accumulate=2"))]
+)
 def test_a_run_goes_on_with_the_same_numbers_on_another_number_of_ranks(
     halves: tuple[Path, dict[str, Tensor]], tmp_path: Path, words: str
 ) -> None:

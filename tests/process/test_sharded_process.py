@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import tempfile
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from manyhands.exchange.parted import parted
 from manyhands.exchange.shared import SharedGroup
 
 STEPS, BATCH, LIMIT_S = 3, 12, 60.0
+STAGES = (1, 2, 3)
 
 
 class Net(nn.Module):
@@ -64,60 +66,74 @@ def alone() -> dict[str, Tensor]:
     return {k: v.detach() for k, v in model.state_dict().items()}
 
 
-def rank_main(rank: int, size: int, link: str, stage: int, store: str, pipe: Connection) -> None:
+def trained(rank: int, size: int, link: str, stage: int, store: dist.Store) -> tuple[float, dict[str, Any], list[str], int]:
+    group = (
+        SharedGroup(rank, size, store, timeout_s=LIMIT_S)
+        if link == "shared"
+        else collective.connect(rank, size, store, "gloo", LIMIT_S)
+    )
+    model, mine = Net(), [b.tensor_split(size)[rank] for b in batches()]
+    halves, memory, in_common = parted(group)
+    made = optimizer(model.parameters())
+    flat = ShardedParameters(model, halves, stage, allocate=memory, common=in_common, bucket_bytes=40_000, unit_bytes=10**6)
+
+    def next_loss() -> Micro:
+        x = mine.pop(0)
+        return Micro(loss(model, x), len(x), True)
+
+    replica = ModuleReplica(flat, ShardUpdate(flat, made), next_loss, nominal=BATCH, clip=0.5)
+    peak = Peak(flat, made)
+    for _ in range(STEPS):
+        replica.backward()
+        replica.step()
+    with replica.holding(None), torch.no_grad():
+        seen = float(loss(model, batches()[0]))
+    whole, (saved, _) = model_state(flat), replica.update.save()
+    replica.close()
+    found = seen, {k: v.numpy().copy() for k, v in whole.items()}, sorted(saved), peak.nbytes
+    group.close()
+    return found
+
+
+def rank_main(rank: int, size: int, link: str, store: str, pipe: Connection) -> None:
+    """Every stage, one after the other in the same processes: starting them costs more."""
     torch.set_num_threads(1)
     try:
         common = dist.FileStore(store, size)
-        group = (
-            SharedGroup(rank, size, common, timeout_s=LIMIT_S)
-            if link == "shared"
-            else collective.connect(rank, size, common, "gloo", LIMIT_S)
-        )
-        model, mine = Net(), [b.tensor_split(size)[rank] for b in batches()]
-        halves, memory, in_common = parted(group)
-        made = optimizer(model.parameters())
-        flat = ShardedParameters(model, halves, stage, allocate=memory, common=in_common, bucket_bytes=40_000, unit_bytes=10**6)
-
-        def next_loss() -> Micro:
-            x = mine.pop(0)
-            return Micro(loss(model, x), len(x), True)
-
-        replica = ModuleReplica(flat, ShardUpdate(flat, made), next_loss, nominal=BATCH, clip=0.5)
-        peak = Peak(flat, made)
-        for _ in range(STEPS):
-            replica.backward()
-            replica.step()
-        with replica.holding(None), torch.no_grad():
-            seen = float(loss(model, batches()[0]))
-        whole, (saved, _) = model_state(flat), replica.update.save()
-        replica.close()
-        pipe.send((seen, {k: v.numpy() for k, v in whole.items()}, sorted(saved), peak.nbytes))
-        group.close()
+        pipe.send({stage: trained(rank, size, link, stage, dist.PrefixStore(str(stage), common)) for stage in STAGES})
     except BaseException:
         pipe.send(traceback.format_exc())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("link", "size"), [("gloo", 2), ("shared", 2)])
-def test_processes_are_one_on_the_union_batch(link: str, size: int, stage: int, tmp_path: Path) -> None:
+@functools.cache
+def ran(link: str, size: int) -> list[Any]:
     started = multiprocessing.get_context("forkserver")
+    started.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     ends, processes = [], []
-    for rank in range(size):
-        ours, theirs = started.Pipe()
-        process = started.Process(target=rank_main, args=(rank, size, link, stage, str(tmp_path / "store"), theirs))
-        process.start()
-        ends.append(ours)
-        processes.append(process)
-    try:
-        got = [end.recv() if end.poll(LIMIT_S) else "did not answer" for end in ends]
-    finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-    assert not any(isinstance(g, str) for g in got), got
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(size):
+            ours, theirs = started.Pipe()
+            process = started.Process(target=rank_main, args=(rank, size, link, f"{folder}/store", theirs))
+            process.start()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            return [end.recv() if end.poll(LIMIT_S) else "did not answer" for end in ends]
+        finally:
+            for process in processes:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("link", "size"), [("gloo", 2), ("shared", 2)])
+def test_processes_are_one_on_the_union_batch(link: str, size: int, stage: int) -> None:
+    answers = ran(link, size)
+    assert not any(isinstance(a, str) for a in answers), answers
+    got = [a[stage] for a in answers]
     needed = alone()
     model = Net()
     model.load_state_dict(needed)

@@ -71,7 +71,7 @@ def several(folder: str, hosts: dict[str, str], words: Any, options: Options) ->
     return {}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_dir: Path | None) -> Any:
     size, folder = request.param, tmp_path_factory.mktemp("verified")
     with pytest.MonkeyPatch.context() as patch:

@@ -167,7 +167,8 @@ def test_a_model_that_looks_at_its_values_is_tried_with_real_ones() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.down(torch.relu(self.up(x))) if float(x.sum()) != 0.5 else x
 
-    assert len(of(Looks(), torch.zeros(200000, 4)).cuts) == 3
+    # as few samples as are too much work to be tried with real numbers first
+    assert len(of(Looks(), torch.zeros(40_000, 4)).cuts) == 3
 
 
 def test_deriving_changes_neither_the_model_nor_the_stream_of_random_numbers() -> None:

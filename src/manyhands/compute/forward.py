@@ -49,7 +49,8 @@ class TaskLoss:
         with autocast(self.precision, self.device):
             if self.step is not None:
                 got = self.step(self.module, values)
-                loss, count = got if isinstance(got, tuple) else (got, count)
+                loss, own = got if isinstance(got, tuple) else (got, count)
+                count = own if count else 0  # a borrowed sample counts nothing, however the task counts
             else:
                 assert self.loss is not None
                 *inputs, target = _pair(values)
@@ -88,7 +89,7 @@ def evaluate(
                 if predict is not None:
                     if (output := predict(values)) is None:
                         continue
-                    answers = _Answer(output)
+                    answers = _Answer(output, module)
                 if step is not None:
                     got = step(answers, values)
                     mean, n = got if isinstance(got, tuple) else (got, n)
@@ -156,11 +157,17 @@ def _call_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple
 
 
 class _Answer(nn.Module):
-    """A model whose output is known."""
+    """A model whose output is known; it may be asked for what its parts know."""
 
-    def __init__(self, output: Any):
+    def __init__(self, output: Any, parts: nn.Module):
         super().__init__()
-        self._output = output
+        self.__dict__["_output"], self.__dict__["_parts"] = output, parts
+
+    def __getattr__(self, name: str) -> Any:
+        for part in self.__dict__["_parts"].children():
+            if hasattr(part, name):
+                return getattr(part, name)
+        return super().__getattr__(name)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self._output

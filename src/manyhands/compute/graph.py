@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from manyhands.compute.batches import Batch, Batches
 from manyhands.compute.forward import TaskLoss, autocast, inputs_of
 from manyhands.compute.graph_cut import Deal, Part
 from manyhands.compute.pieced import Pieced, TensorAxis
-from manyhands.compute.pipeline import INFERRED, TRAINED, Pipeline, Scaled, _Arrival, _shapes, _Whole
+from manyhands.compute.pipeline import INFERRED, TRAINED, Pipeline, Scaled, _Arrival, _Arrive, _shapes, _Whole
 from manyhands.compute.pipeline_mail import Due, Key, Mail, Meta, Received, Values
 from manyhands.compute.recompute import buffers_stay
 from manyhands.compute.traced import resolve, run
@@ -80,7 +80,7 @@ class Graph(Pipeline):
         """`options`: those of a Pipeline."""
         share = Share(deal.modules[group.rank], deal.tied[group.rank])
         super().__init__([share], group, lambda rank, micros: [], **options)
-        self._deal, self._module = deal, share.module
+        self._deal, self._module = replace(deal, modules=[]), share.module  # what others hold is theirs
         self._mail = Mails(group, self.device, options.get("axis"))
         self._orders: dict[tuple[Any, ...], _Order] = {}
 
@@ -220,8 +220,6 @@ class Graph(Pipeline):
                 self._mail.give_grads(flow.parts[flow.wires[e].source].rank, 2 * e, micro, given, flight.metas[e], read)
 
     def _landed(self, arrivals: list[_Arrival], value: Tensor) -> Tensor:
-        from manyhands.compute.pipeline import _Arrive
-
         arrivals.append(arrival := _Arrival(value))
         return cast(Tensor, _Arrive.apply(self._anchor, arrival))
 

@@ -12,7 +12,7 @@ Steps are parted freely, but for those between which something is changed in pla
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute.graph_common import moving
+from manyhands.compute.leaves import smallest
 from manyhands.compute.pipeline_mail import _plain
 from manyhands.compute.stages import Program, StageModule, _Holding, _refuse_shared_statistics, measure
 from manyhands.compute.traced import (
@@ -41,12 +42,14 @@ from manyhands.split.graph import Link, Node, Placement, Wire, place, segments, 
 FIELDS = 3  # numbers of a step: nanoseconds, bytes of what it gives (-1: it cannot travel), bytes that it keeps
 
 
-def traced_finely(model: nn.Module, example: tuple[Any, ...], ranks: int) -> Traced:
+def traced_finely(model: nn.Module, example: tuple[Any, ...], ranks: int, call: Callable[..., Any] | None = None) -> Traced:
     """Its smallest modules as steps, so that branches inside of blocks are seen; its blocks, where those cannot be opened."""
+    from manyhands.compute.recorder import Untraceable, record
+
     try:
-        return trace(model, example, pieces=1 << 30)
-    except TaskError:
-        return trace(model, example, pieces=ranks)
+        return record(model, example, smallest(model), call)
+    except Untraceable:
+        return trace(model, example, call=call, pieces=ranks)
 
 
 # -- what it costs --

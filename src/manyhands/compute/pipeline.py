@@ -121,6 +121,7 @@ class Pipeline:
         self.loss, self.step, self.precision, self.recompute = loss, step, precision, recompute
         self.device = device or torch.device("cpu")
         self.round = 0  # the loop sets it: that of the events
+        self.counts = True  # whether the micro-batch at work has samples of its own: BatchNorm asks
         self._emit, self._clock, self._rank = emit, clock, group.rank if rank is None else rank
         self._stages = group.size * len(self.stages)  # of all ranks
         self._mail = Mail(group, self.device, axis)
@@ -197,6 +198,7 @@ class Pipeline:
 
     def _forward(self, window: _Window, number: int, micro: int, mode: str) -> None:
         stage, batch, p = self.stages[number // self.group.size], window.batches[micro], self.group.size
+        self.counts = batch.count > 0
         values: Values = {}
         flight = _Flight([], [], [], [])
         if number:
@@ -234,6 +236,7 @@ class Pipeline:
 
     def _backward(self, window: _Window, number: int, micro: int, splits: bool) -> None:
         flight, p = window.flights[number, micro], self.group.size
+        self.counts = window.batches[micro].count > 0  # what is computed again asks again
         grads: list[Tensor | None] = [flight.seed for _ in flight.outputs]
         if number < self._stages - 1:
             with self._span("receive", number, micro):

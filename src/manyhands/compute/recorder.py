@@ -211,7 +211,9 @@ class Recorder(TorchFunctionMode):
         key = alike(module, args, kwargs)
         with self._within():
             if key in self.seen:  # thirty blocks that are alike: one tells for all
-                got = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, requires_grad=t.requires_grad), self.seen[key])
+                # cloned: as what was computed, the next module may change it in place
+                made = lambda t: torch.empty_like(t, requires_grad=t.requires_grad).clone()
+                got = pytree.tree_map_only(Tensor, made, self.seen[key])
             else:
                 try:
                     got = cls.__call__(module, *args, **kwargs)
@@ -385,7 +387,7 @@ class Recorder(TorchFunctionMode):
         base = batch.node.hint if isinstance(batch, torch.SymInt) else batch
         sizes = [a if a == b else a + (b - a) * (batch - base) for a, b in zip(few.shape, many.shape, strict=True)]
         made = torch.empty(sizes, dtype=few.dtype, device=few.device)
-        return made.requires_grad_() if few.is_floating_point() else made
+        return made.requires_grad_().clone() if few.is_floating_point() else made
 
     def check(self, example: tuple[Any, ...]) -> Check:
         shapes = {}

@@ -39,12 +39,12 @@ PER_ELEMENT = (
 ONCE = ("step", "mu_product")  # and once a parameter
 
 
-def check(optimizer: Optimizer) -> None:
+def check(optimizer: Optimizer, axis: str = "shard") -> None:
     """Refuse, before training, an optimizer whose update of one element depends on others."""
     if type(optimizer) not in ELEMENTWISE:
         raise TaskError(
-            f"shard= gives each rank slices of parameters, but {type(optimizer).__name__} is not known to treat every element by itself; "
-            f"use one of {', '.join(k.__name__ for k in ELEMENTWISE)}, or data= instead of shard="
+            f"{axis}= gives each rank parts of parameters, but {type(optimizer).__name__} is not known to treat every element by itself; "
+            f"use one of {', '.join(k.__name__ for k in ELEMENTWISE)}, or data= instead of {axis}="
         )
 
 

@@ -41,10 +41,10 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
     for count in across:
         left.append(left[-1] + count * (WIDE + GAP) + 3 * GAP)
     at: dict[int, tuple[float, float]] = {}
-    for (rank, y), some in cells.items():
+    for (rank, line), some in cells.items():
         start = left[rank] + GAP + (across[rank] - len(some)) * (WIDE + GAP) / 2
         for i, u in enumerate(some):
-            at[u] = start + i * (WIDE + GAP), HEAD + y * ROW
+            at[u] = start + i * (WIDE + GAP), HEAD + line * ROW
     width, height = left[-1], HEAD + (max(row, default=0) + 1) * ROW
     made = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -78,6 +78,7 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
 
 def _lines(nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[float, float]]) -> tuple[list[str], list[str]]:
     lines, labels = [], []
+    said: set[tuple[int, int]] = set()  # a value goes to a rank once
     for u, n in enumerate(nodes):
         for t in n.takes:
             (x0, y0), (x1, y1) = at[t], at[u]
@@ -89,6 +90,9 @@ def _lines(nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[floa
                 continue
             color = COLORS[where[t] % len(COLORS)]
             lines.append(f'<path class="cut" d="{path}" fill="none" stroke="{color}" stroke-width="2.2"/>')
+            if (t, where[u]) in said:
+                continue
+            said.add((t, where[u]))
             x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3
             labels.append(
                 f'<text class="crossing" x="{x:g}" y="{y:g}" text-anchor="middle" fill="{MUTED}" stroke="white" stroke-width="3" '

@@ -324,6 +324,11 @@ def _check_divided(plan: Plan) -> None:
     if layout.shard > 1 and plan.zero == 3 and (plan.schedule == "zero_bubble" or plan.compile):
         word = "compile=true" if plan.compile else "schedule=zero_bubble"
         raise PlanError(f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or leave {word} out")
+    for word in ("at", "until"):
+        if (goal := getattr(plan, word)) is not None and goal.name == "noise":
+            raise PlanError(
+                f"{word}={goal}: the noise scale is measured on whole gradients, which {split} splits; use another goal"
+            )
     if layout.pipe > 1 and plan.compile:
         raise PlanError(f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out")
 
