@@ -111,6 +111,16 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
         [frozenset(n for n, _ in s.module.named_parameters()) for s in found] or None,
         {n: (c.dim, c.groups) for n, c in cuts.items()} or None,
     )  # fmt: skip
+    for s in found:
+        if not any(p.requires_grad for p in s.module.parameters()):
+            raise PlanError(
+                f"stage {s.index} of {len(found)} would have no parameter that trains; cut the model elsewhere (cut=auto looks for it) or "
+                f"set pipe={layout.pipe - 1}"
+            )
+    if site.gathers and any(s.tied for s in found):
+        raise PlanError(
+            f"the model ties weights over stages of pipe={layout.pipe}, whose gradients zero=3 sends away before they are summed; set zero=2"
+        )
     mine = [s for s in found if s.index % layout.pipe == where["pipe"]]
     axis = None
     for held in [s.module for s in mine] or [model]:

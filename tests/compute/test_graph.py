@@ -69,7 +69,7 @@ def test_two_towers_stand_on_two_ranks_and_begin_without_waiting_for_each_other(
     flow = deal.flows[True]
     fed = {w.sink for w in flow.wires if flow.parts[w.source].rank != flow.parts[w.sink].rank}
     assert {p.rank for s, p in enumerate(flow.parts) if s not in fed} == {0, 1}
-    held = [{n.split(".")[0] for n, _ in m.named_parameters()} for m in deal.modules]
+    held = [{n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.shares]]
     assert held[0] in ({"left"}, {"right"}) and "head" in held[1]
 
 
@@ -95,11 +95,11 @@ def test_what_cannot_fit_is_refused_with_numbers_and_what_fits_keeps_to_the_limi
     held = sum(p.nbytes for p in model.parameters())
     roomy = deal_of(model, example, 2, limit=0.7 * held)
     assert max(roomy.placement.memory) <= 0.7 * held
-    for rank, module in enumerate(roomy.modules):
-        assert sum(p.nbytes for p in module.parameters()) <= roomy.placement.memory[rank]
+    for rank, held_here in enumerate(roomy.shares):
+        assert sum(p.nbytes for p in held_here.module.parameters()) <= roomy.placement.memory[rank]
     with pytest.raises(PlanError, match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 MiB"):
         deal_of(model, example, 2, limit=0.3 * held)
-    with pytest.raises(PlanError, match="pipe=9, but the model has 4 pieces with parameters"):
+    with pytest.raises(PlanError, match="pipe=9, but the model has 4 pieces with parameters to train"):
         deal_of(*(branched("mlp")[i] if i == 0 else (branched("mlp")[2][0][:4],) for i in (0, 2)), 9)
 
 
@@ -117,6 +117,13 @@ def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_block
     changed = {(names[a], names[b]) for a, b in traced.together}
     assert ("blocks_0_three_0", "blocks_0_three_1") in changed and ("blocks_1_five_1", "blocks_1_five_2") in changed
     weigh(traced, (data[0][:4],), repeats=1)
+
+
+def test_how_torch_convolves_a_small_batch_does_not_bind_the_model_to_small_batches() -> None:
+    model, _, data = branched("cnn")
+    traced = traced_finely(model.float(), (data[0][:4].float(),), 2)
+    for check in traced.check.values():
+        check((data[0][:40].float(),))  # evaluation takes larger ones
 
 
 # -- computed once --

@@ -13,7 +13,7 @@ from test_pipeline_process import LINKS, SIZES, on_ranks
 
 from manyhands.core import Group
 
-NAMES = ("towers", "inception", "gpt")
+NAMES = ("towers", "inception")
 
 
 def every_model(group: Group) -> dict[str, Any]:

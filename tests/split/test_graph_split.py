@@ -105,6 +105,12 @@ def test_every_rank_gets_weights_and_the_same_question_the_same_answer(ranks: in
         assert found == place(nodes, ranks, 4)
 
 
+def test_a_rank_with_frozen_weights_alone_would_have_nothing_to_train() -> None:
+    nodes = [Node(n.name, n.seconds, n.takes, weights=n.weights, trains=u >= 4) for u, n in enumerate(chain(6))]
+    where = place(nodes, 2, 8, link=FAST).where
+    assert {where[4], where[5]} == {0, 1}
+
+
 # -- memory --
 
 
@@ -145,7 +151,7 @@ def test_what_cannot_fit_is_refused_with_numbers() -> None:
 
 def test_more_ranks_than_pieces_with_parameters_are_refused() -> None:
     with pytest.raises(
-        PlanError, match="pipe=4, but the model has 3 pieces with parameters that can be parted; set pipe=3 or less"
+        PlanError, match="pipe=4, but the model has 3 pieces with parameters to train that can be parted; set pipe=3 or less"
     ):
         place([*chain(3), Node("join", 1.0, (2,))], 4)
 

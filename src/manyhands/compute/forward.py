@@ -89,7 +89,7 @@ def evaluate(
                 if predict is not None:
                     if (output := predict(values)) is None:
                         continue
-                    answers = _Answer(output, module)
+                    answers = _Answer(output)
                 if step is not None:
                     got = step(answers, values)
                     mean, n = got if isinstance(got, tuple) else (got, n)
@@ -157,17 +157,11 @@ def _call_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple
 
 
 class _Answer(nn.Module):
-    """A model whose output is known; it may be asked for what its parts know."""
+    """A model whose output is known."""
 
-    def __init__(self, output: Any, parts: nn.Module):
+    def __init__(self, output: Any):
         super().__init__()
-        self.__dict__["_output"], self.__dict__["_parts"] = output, parts
-
-    def __getattr__(self, name: str) -> Any:
-        for part in self.__dict__["_parts"].children():
-            if hasattr(part, name):
-                return getattr(part, name)
-        return super().__getattr__(name)
+        self.__dict__["_output"] = output
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self._output

@@ -32,17 +32,6 @@ from manyhands.core import Group
 from manyhands.split.graph import Action, schedule
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank holds of the model, as a stage of a pipeline would be asked for it."""
-
-    module: nn.Module
-    tied: Mapping[str, Sequence[int]]
-
-    def forward(self, inputs: tuple[Any, ...], values: Values) -> Values:
-        raise AssertionError("segments are run one by one")
-
-
 @dataclass
 class _Order:
     actions: list[Action]
@@ -78,9 +67,9 @@ class Graph(Pipeline):
 
     def __init__(self, deal: Deal, group: Group, **options: Any):
         """`options`: those of a Pipeline."""
-        share = Share(deal.modules[group.rank], deal.tied[group.rank])
+        share = deal.shares[group.rank]
         super().__init__([share], group, lambda rank, micros: [], **options)
-        self._deal, self._module = replace(deal, modules=[]), share.module  # what others hold is theirs
+        self._deal, self._module = replace(deal, shares=[]), share.module  # what others hold is theirs
         self._mail = Mails(group, self.device, options.get("axis"))
         self._orders: dict[tuple[Any, ...], _Order] = {}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from manyhands.compute.graph_common import moving
 from manyhands.compute.leaves import smallest
 from manyhands.compute.pipeline_mail import _plain
-from manyhands.compute.stages import Program, StageModule, _Holding, _refuse_shared_statistics, measure
+from manyhands.compute.stages import Program, _Holding, _refuse_shared_statistics, measure
 from manyhands.compute.traced import (
     Held,
     Input,
@@ -98,18 +98,24 @@ class Flow:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What rank `index` holds of the model, as a stage of a pipeline would be asked for it."""
+
+    module: nn.Module
+    index: int
+    tied: dict[str, list[int]]  # its parameters that others hold too -> the ranks that do
+
+    def forward(self, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("segments are run one by one")
+
+
+@dataclass(frozen=True)
 class Deal:
-    ranks: int
     nodes: list[Node]  # the last one is the output
     placement: Placement
     flows: dict[bool, Flow]  # by whether the model is in training
-    modules: list[StageModule]  # by rank: what it holds
-    tied: list[dict[str, list[int]]]  # by rank: its parameters that others hold too -> the ranks that do
+    shares: list[Share]  # by rank
     link: Link
-
-    @property
-    def holders(self) -> dict[str, int]:
-        return {name: len(among) for some in self.tied for name, among in some.items()}
 
 
 def dealt(
@@ -130,12 +136,12 @@ def dealt(
     modules = [held.module({mode: _whole(flow, rank) for mode, flow in flows.items()}) for rank in range(ranks)]
     _refuse_shared_statistics(modules)
     holds = [{name for name, _ in m.named_parameters()} for m in modules]
-    tied = []
-    for mine, module in zip(holds, modules, strict=True):
+    shares = []
+    for rank, (mine, module) in enumerate(zip(holds, modules, strict=True)):
         among = {name: [r for r, other in enumerate(holds) if name in other] for name in sorted(mine)}
-        tied.append({name: some for name, some in among.items() if len(some) > 1})
+        shares.append(Share(module, rank, {name: some for name, some in among.items() if len(some) > 1}))
         module.train(traced.model.training)
-    return Deal(ranks, nodes, placement, flows, modules, tied, link)
+    return Deal(nodes, placement, flows, shares, link)
 
 
 def _units(traced: Traced) -> list[list[int]]:
@@ -182,9 +188,11 @@ def _nodes(traced: Traced, units: list[list[int]], numbers: Sequence[int], ranks
     outside = {n for some in _needs(steps, traced.output[True], units) for n in some}
     for u, some in enumerate(units):
         weights: dict[str, float] = {}
+        trains = False
         for i in some:
             for name, p in _parameters(model, steps[i]):
-                weights[name] = state * p.nbytes
+                weights[name] = (state if p.requires_grad else 1.0) * p.nbytes
+                trains = trains or p.requires_grad
         time = sum(numbers[FIELDS * i] for i in some)
         # what is taken out of a structure, and what costs nothing, stays with what it is made of
         light = some and not weights and time * ranks * 500 < total
@@ -195,7 +203,7 @@ def _nodes(traced: Traced, units: list[list[int]], numbers: Sequence[int], ranks
                 group[root(u)] = root(t)
         nbytes = sum(max(0, numbers[FIELDS * i + 1]) for i in some if steps[i].name in outside)
         name = steps[some[-1]].name if some else "output"
-        nodes.append(Node(name, time / 1e9, takes[u], nbytes, sum(numbers[FIELDS * i + 2] for i in some), weights))
+        nodes.append(Node(name, time / 1e9, takes[u], nbytes, sum(numbers[FIELDS * i + 2] for i in some), weights, trains=trains))
     return [replace(n, group=root(u)) for u, n in enumerate(nodes)]
 
 

@@ -31,6 +31,7 @@ from manyhands.compute.pipeline_mail import Due, Key, Mail, Meta, Values
 from manyhands.compute.recompute import buffers_stay
 from manyhands.compute.split_backward import Rest, backward_inputs
 from manyhands.core import Emit, Event, Group
+from manyhands.errors import TaskError
 
 Scaled = Callable[[Tensor, int], Tensor]  # (mean loss, samples of it) -> what to go back from
 TRAINED, INFERRED = "trained", "inferred"
@@ -353,16 +354,27 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Whole:
-    """Stands for the whole model in a step of the user's; it may be asked for what the stage at hand knows."""
+    """Stands for the whole model in a step of the user's, which may call it once; of the model's parts no rank has all."""
 
     def __init__(self, module: nn.Module, call: Callable[[tuple[Any, ...]], Any]):
-        self._module, self._call = module, call
+        self._module, self._call, self._called = module, call, False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if self._called:
+            raise TaskError(
+                "step=(model, batch) calls the model several times, but a pipeline computes one call a batch; make one call of them, or "
+                "put what the step does into a module"
+            )
+        self._called = True
         return self._call((*inputs, *named.values()))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        if name in ("training", "device", "dtype"):
+            return getattr(self._module, name)
+        raise TaskError(
+            f"step=(model, batch) asks the model for {name!r}, but in a pipeline no rank has the whole model; put that into the model's "
+            "forward, or use data=, tensor= or shard="
+        )
 
 
 def _copied(stage: Stage, inputs: tuple[Any, ...], values: Values) -> Values:

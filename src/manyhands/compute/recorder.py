@@ -26,13 +26,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from manyhands.compute.leaves import PLAIN, alike, by_chance, has_constants, put_before
-from manyhands.compute.sizes import Check, Evaluate, with_values
-from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, place
+from manyhands.compute.sizes import Check, Evaluate, Sizes, hold, others, with_values
+from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, one_way_to_convolve, place
 from manyhands.compute.traced import Formula, Held, Here, Input, Ref, Step, Traced, Tree, mentions, names, run, tensors
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -48,18 +48,39 @@ class Untraceable(Exception):
 
 def record(model: nn.Module, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None) -> Traced:
     """Both modes of the model, with `leaves` (paths) as steps; raises Untraceable."""
-    runs: dict[bool, Recorder] = {}
-    outputs: dict[bool, Any] = {}
-    for mode in (True, False):
-        with as_it_was(model):
-            if model.training != mode:
-                model.train(mode)
-            runs[mode] = Recorder(model)
-            outputs[mode] = runs[mode].run(example, leaves, call)
-    steps = {mode: _without_unused(r.steps, outputs[mode]) for mode, r in runs.items()}
-    at = {step.name: i for i, step in enumerate(steps[True])}
+    runs = {mode: _record(model, mode, example, leaves, call) for mode in (True, False)}
+    check = {}
+    for mode, run in runs.items():
+        _try_other_sizes(run, partial(_record, model, mode, leaves=leaves, call=call))
+        check[mode] = run.check(example)
+    at = {step.name: i for i, step in enumerate(runs[True].steps)}
     together = [(at.get(a, -1), at[b]) for a, b in runs[True].together]
-    return Traced(model, steps, outputs, together, {mode: r.check(example) for mode, r in runs.items()})
+    return Traced(model, {m: r.steps for m, r in runs.items()}, {m: r.output for m, r in runs.items()}, together, check)
+
+
+def _record(model: nn.Module, mode: bool, example: tuple[Any, ...], leaves: set[str], call: Any) -> Recorder:
+    with as_it_was(model):
+        if model.training != mode:
+            model.train(mode)
+        made = Recorder(model)
+        made.output = made.run(example, leaves, call)
+    made.steps = _without_unused(made.steps, made.output)
+    return made
+
+
+def _try_other_sizes(run: Recorder, record: Callable[[tuple[Any, ...]], Recorder]) -> None:
+    """Forget what torch asked inside of steps where the same steps, with the same formulas, are written down for sizes that answer
+    it otherwise. What then is left is refused in a batch: a size that follows from the answer may stand in a step as a constant."""
+    needed, taken = run.needed(), run.shapes.taken
+    for sizes in others(run.shapes.hints, {s for s, (_, dim) in run.symbols.items() if dim == 0}):
+        if hold(needed, sizes) and not hold(taken, sizes):
+            try:
+                again = record(run.resized(sizes))
+            except Untraceable:
+                continue
+            if repr((again.steps, again.output)) == repr((run.steps, run.output)):
+                taken = {g: at for g, at in taken.items() if hold([g], sizes)}
+    run.shapes.taken = taken
 
 
 class Recorder(TorchFunctionMode):
@@ -72,10 +93,10 @@ class Recorder(TorchFunctionMode):
         self.storages: dict[int, str] = {}  # which step made it first
         self.symbols: dict[Any, tuple[Any, int | None]] = {}  # sympy symbol -> (Input or Ref, dimension)
         self.asked: list[str] = []  # about where each guard of `shapes` comes from
-        self.hints: dict[Any, int] = {}  # the sizes of the example
         self.inside = 0  # of leaf modules and of torch itself: nothing is written down
         self.count: dict[str, int] = {"output": 1}
-        self.shapes = ShapeEnv(duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.shapes = Sizes()
+        self.output: Any = None
         self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.device: torch.device | None = None
         self.paths: dict[int, str] = {}
@@ -94,7 +115,7 @@ class Recorder(TorchFunctionMode):
         restored = list(put_before([self.model.get_submodule(path) for path in sorted(leaves)], self.leaf))
         try:
             self._hold()
-            with torch.enable_grad(), masks_by_sizes(self.by_sizes), self.fake, self:
+            with one_way_to_convolve(), torch.enable_grad(), masks_by_sizes(self.by_sizes), self.fake, self:
                 got = self.model(*inputs) if call is None else call(self.model, *inputs)
             self._note()
             self._settle()
@@ -152,7 +173,7 @@ class Recorder(TorchFunctionMode):
                 for dim, size in enumerate(fake.shape):
                     if isinstance(size, torch.SymInt):
                         self.symbols.setdefault(size.node.expr, (Input(argument, i), dim))
-                        self.hints[size.node.expr] = item.shape[dim]
+                        self.shapes.hints[size.node.expr] = item.shape[dim]
                 self._know(fake, Input(argument, i), "")
                 item = fake
             made.append(item)
@@ -192,6 +213,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(got))
         if not tensors and not changed and not self._new_symbols(got):
+            self.shapes.settle(written=False)
             return got  # a size, a dtype, a question: what follows from it is a constant or a formula
         if name == "__get__":
             self._write("function", getattr, (args[0], func.__self__.__name__), {}, got, changed)
@@ -246,10 +268,12 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _within(self) -> Iterator[None]:
         self.inside += 1
+        self.shapes.inside = True
         try:
             yield
         finally:
             self.inside -= 1
+            self.shapes.inside = self.inside > 0
 
     # -- writing it down --
 
@@ -264,6 +288,7 @@ class Recorder(TorchFunctionMode):
             self.again[name] = not mentions(given, Input, inside=False) and all(self.again[n] for n in names(given))
         self.steps.append(Step(name, op, target, *given, torch.is_grad_enabled(), line(), again))
         self._note()
+        self.shapes.settle(written=all(v is None or isinstance(v, (Tensor, *SYMBOLIC)) for v in pytree.tree_leaves(got)))
         self._made(Ref(name), got, name)
         for tensor in changed:
             self.changed.add(tensor.untyped_storage()._cdata)
@@ -358,7 +383,7 @@ class Recorder(TorchFunctionMode):
         try:
             with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(), self._with_values(module):
                 for more in (0, 1):
-                    sizes = {expr: size + more * (expr in batch) for expr, size in self.hints.items()}
+                    sizes = {expr: size + more * (expr in batch) for expr, size in self.shapes.hints.items()}
                     given = pytree.tree_map_only(Tensor, partial(with_values, sizes=sizes), (args, kwargs))
                     runs.append(pytree.tree_flatten(cls.__call__(module, *given[0], **given[1])))
             (few, spec), (many, _) = runs
@@ -389,24 +414,36 @@ class Recorder(TorchFunctionMode):
         made = torch.empty(sizes, dtype=few.dtype, device=few.device)
         return made.requires_grad_().clone() if few.is_floating_point() else made
 
+    def shapes_given(self) -> dict[Input, tuple[Any, ...]]:
+        given = [(as_, tensor.shape) for tensor, as_, _ in self.known.values() if isinstance(as_, Input)]
+        return {as_: tuple(s.node._expr if isinstance(s, torch.SymInt) else s for s in shape) for as_, shape in given}
+
+    def resized(self, sizes: dict[Any, int]) -> tuple[Any, ...]:
+        """The example with other sizes."""
+        made, given = [], self.shapes_given()
+        for i, value in enumerate(self.example):
+            flat, spec = pytree.tree_flatten(value)
+            for j, item in enumerate(flat):
+                if (shape := given.get(Input(i, j))) is not None:
+                    flat[j] = item.new_zeros([sizes.get(s, s) for s in shape])
+            made.append(pytree.tree_unflatten(flat, spec))
+        return tuple(made)
+
+    def needed(self) -> dict[Any, str]:
+        """What must hold for the model to do the same, and the code that asked for it."""
+        return {**self.shapes.needed, **{g.expr: at for g, at in zip(self.shapes.guards, self.asked, strict=True)}}
+
     def check(self, example: tuple[Any, ...]) -> Check:
-        shapes = {}
-        for tensor, as_, _ in self.known.values():
-            if isinstance(as_, Input):
-                shapes[as_] = tuple(s.node._expr if isinstance(s, torch.SymInt) else s for s in tensor.shape)
         known = {expr for expr, (of, _) in self.symbols.items() if isinstance(of, Input)}
-        guards = [
-            (g.expr, at)
-            for g, at in zip(self.shapes.guards, self.asked, strict=True)
-            if g.expr.free_symbols and g.expr.free_symbols <= known
-        ]
+        all_ = {**self.shapes.taken, **self.needed()}
+        guards = [(g, at) for g, at in all_.items() if g.free_symbols and g.free_symbols <= known]
         plain = {
             (i, j): v
             for i, value in enumerate(example)
             for j, v in enumerate(pytree.tree_leaves(value))
             if not isinstance(v, Tensor)
         }
-        return Check(shapes, guards, plain)
+        return Check(self.shapes_given(), guards, plain)
 
     def _refused(self, reason: str) -> Untraceable:
         frames = list(frames_of(sys._getframe(1)))

@@ -70,6 +70,7 @@ class ShardedParameters:
         self._pending: list[tuple[Span, Work]] = []
         self._launched = 0
         self._sending = self._sent_any = False
+        self._marked = False  # passes of this step are told of one by one
         self._used = [False] * len(self._named)
         self._dirty = False
         self.frozen: list[Span] = []
@@ -245,7 +246,7 @@ class ShardedParameters:
             self.gathering.start()
             self.gathering.open = True
         self._used = [False] * len(self._used)
-        self._sending = self._sent_any = False
+        self._sending = self._sent_any = self._marked = False
         self._start_pass()
         for s in self.spans:
             s.summed = False
@@ -255,7 +256,7 @@ class ShardedParameters:
 
     def before_backward(self, last: bool) -> None:
         """Of a pass that all ranks of the axis make together; without a word here, sums wait for the end of the step."""
-        self._sending = last or self.stage > 1
+        self._sending, self._marked = last or self.stage > 1, True
         self._start_pass()
 
     def after_backward(self, ran: bool) -> None:
@@ -313,8 +314,8 @@ class ShardedParameters:
                     f"{place.name} got its gradient twice in one backward pass, after the first part was sent; "
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
-            if s.sent or s is self._root or not (self._sending or self.stage == 1 or self.gathers):
-                return  # it stays with the parameter until the end
+            if s.sent or s is self._root or not (self._sending or (self.stage == 1 and self._marked) or self.gathers):
+                return  # it stays with the parameter until the end: stages of a pipeline may have to sum it first
             self._arrive(s)
             if s.buffer is None:
                 s.buffer = self._buffer(s)

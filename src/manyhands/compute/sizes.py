@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from manyhands.compute.surroundings import line
 from manyhands.compute.traced import Input, leaf
 from manyhands.errors import TaskError
 
@@ -73,3 +75,47 @@ def with_values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
     """A tensor with some values in it, for these sizes."""
     shape = [int(at_sizes(s.node.expr, sizes)) if isinstance(s, torch.SymInt) else s for s in tensor.shape]
     return (torch.randn if tensor.is_floating_point() else torch.zeros)(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class Sizes(ShapeEnv):
+    """Symbols for the sizes of a batch. What the model's own code asks of them must hold for later batches too. What torch asks
+    inside of a step (which kernel, which strides) it asks again when the step runs: that is answered for the example, is noted, and
+    makes no symbol a constant."""
+
+    def __init__(self) -> None:
+        super().__init__(duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.hints: dict[Any, int] = {}  # the sizes of the example
+        self.inside = False  # of a step
+        self.here: dict[Any, str] = {}  # what was taken to hold in the step that runs, and the code that called it
+        self.taken: dict[Any, str] = {}  # in the steps that are written down
+        self.needed: dict[Any, str] = {}  # in questions that were answered with a number: it may be anywhere since
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.inside or not orig_expr.free_symbols or not orig_expr.free_symbols <= self.hints.keys():
+            return super().evaluate_expr(orig_expr, *args, **kwargs)
+        if (static := self._maybe_evaluate_static(orig_expr)) is not None:
+            return static
+        value = sympy.sympify(at_sizes(orig_expr, self.hints))
+        holds = sympy.Eq(orig_expr, value) if not isinstance(value, sympy.logic.boolalg.BooleanAtom) else orig_expr
+        holds = sympy.Not(orig_expr) if value == sympy.false else holds
+        if holds not in self.here and holds not in self.needed:
+            self.here[holds] = line()
+        return value
+
+    def settle(self, written: bool) -> None:
+        """The step is done."""
+        (self.taken if written else self.needed).update(self.here)
+        self.here = {}
+
+
+def others(hints: dict[Any, int], rows: set[Any]) -> Iterator[dict[Any, int]]:
+    """Sizes other than the example's, small and large: of its rows, then of the rest."""
+    n = min((hints[s] for s in rows), default=0)
+    for m in (2 * n + 3, 97, 3, 2):
+        yield {s: m if s in rows and size == n else size for s, size in hints.items()}
+    for more in (-1, 1):
+        yield {s: size if s in rows else max(2, size + more) for s, size in hints.items()}
+
+
+def hold(guards: Any, sizes: dict[Any, int]) -> bool:
+    return all(bool(at_sizes(g, sizes)) for g in guards if g.free_symbols <= sizes.keys())

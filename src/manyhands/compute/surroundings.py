@@ -80,3 +80,17 @@ def line() -> str:
         if not is_ours(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{number}"
     return ""
+
+
+@contextmanager
+def one_way_to_convolve() -> Iterator[None]:
+    """Which library is to convolve, torch decides by how large a batch is: a question of its own, which must not be taken for one
+    of the model's."""
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_nnpack_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_nnpack_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_nnpack_enabled(before[1])

@@ -100,17 +100,18 @@ class Traced:
 
     @property
     def weighty(self) -> list[bool]:
-        """Which steps use parameters, and no cut before them is forbidden: a stage needs one of them."""
+        """Which steps use parameters that train, and no cut before them is forbidden: a stage needs one of them."""
         return [self._has_parameters(step) and self.cuttable(i) for i, step in enumerate(self.steps[True])]
 
     def cuttable(self, i: int) -> bool:
         return not any(a < i <= b for a, b in self.together)
 
     def _has_parameters(self, step: Step) -> bool:
-        if step.op == "module" and next(self.model.get_submodule(step.target).parameters(), None) is not None:
+        if step.op == "module" and any(p.requires_grad for p in self.model.get_submodule(step.target).parameters()):
             return True
         held = [a.name for a in mentions((step.args, step.kwargs), Held)]
-        return any(isinstance(found(self.model, name), nn.Parameter) for name in held)
+        used = [found(self.model, name) for name in held]
+        return any(isinstance(p, nn.Parameter) and p.requires_grad for p in used)
 
     def in_evaluation(self, where: Sequence[int]) -> list[int]:
         """The same cuts in the steps of evaluation: before the first step that both have from there on."""

@@ -35,6 +35,12 @@ class Node:
     kept: float = 0.0  # bytes that its way back needs, for each micro-batch under way
     weights: Mapping[str, float] = field(default_factory=dict)  # bytes of parameters (and what belongs to them) by name
     group: int | None = None  # nodes of one group stay together on one rank
+    trains: bool = True  # False: its weights are frozen
+
+    @property
+    def counts(self) -> bool:
+        """Whether a rank with nothing else would have something to train."""
+        return self.trains and bool(self.weights)
 
 
 class Link(NamedTuple):
@@ -72,13 +78,13 @@ class Placement:
 def place(
     nodes: Sequence[Node], ranks: int, micros: int = 1, *, limit: float | None = None, link: Link | None = None, window: int | None = None
 ) -> Placement:  # fmt: skip
-    """The last node, of which the result is, goes to the last rank. Every rank gets a node with weights. `limit`: bytes that a
+    """The last node, of which the result is, goes to the last rank. Every rank gets weights to train. `limit`: bytes that a
     rank may hold; where they are short, fewer micro-batches are under way at a time."""
     search = _Search(nodes, ranks, micros, link or Link())
-    able = sum(any(nodes[u].weights for u in g) for g in search.groups)
+    able = sum(any(nodes[u].counts for u in g) for g in search.groups)
     if able < ranks:
         raise PlanError(
-            f"pipe={ranks}, but the model has {able} pieces with parameters that can be parted; set pipe={able} or less"
+            f"pipe={ranks}, but the model has {able} pieces with parameters to train that can be parted; set pipe={able} or less"
         )
     best: Placement | None = None
     least = float("inf")
@@ -89,7 +95,7 @@ def place(
             least = min(least, max(memory))
             if limit is not None and max(memory) > limit:
                 continue
-            if len({where[u] for u, n in enumerate(nodes) if n.weights}) < ranks:
+            if len({where[u] for u, n in enumerate(nodes) if n.counts}) < ranks:
                 continue
             where = _numbered(where, ranks)
             time = simulate(nodes, where, ranks, micros, within, search.link).time
@@ -132,7 +138,7 @@ class _Search:
     # -- what a placement is worth --
 
     def worth(self, where: Sequence[int], limit: float | None, window: int) -> tuple[int, float, float]:
-        """Less is better: ranks without weights, bytes over the limit, seconds of a step."""
+        """Less is better: ranks with nothing to train, bytes over the limit, seconds of a step."""
         nodes, lasts = self.nodes, self.link.lasts
         free, load, finish = [0.0] * self.ranks, [0.0] * self.ranks, [0.0] * len(nodes)
         sent: dict[tuple[int, int], float] = {}
@@ -152,7 +158,7 @@ class _Search:
             free[r] = finish[u] = start + n.seconds
             load[r] += n.seconds
         tied = sum(2 * lasts(nbytes) for users, nbytes in self.tied if len({where[u] for u in users}) > 1)
-        missing = self.ranks - len({where[u] for u, n in enumerate(nodes) if n.weights})
+        missing = self.ranks - len({where[u] for u, n in enumerate(nodes) if n.counts})
         over = 0.0 if limit is None else sum(max(0.0, m - limit) for m in self.memory(where, window))
         return missing, over, max(finish) + (self.micros - 1) * max(load) + tied
 
