@@ -7,6 +7,7 @@ What is left here are plain parameters under their names in the whole model; `pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,9 @@ from manyhands.compute import features as summed
 from manyhands.compute import forward, stages, tensor
 from manyhands.compute.assembled import Assembled
 from manyhands.compute.flat import FlatParameters
+from manyhands.compute.graph import Graph
+from manyhands.compute.graph_common import shortened
+from manyhands.compute.graph_cut import FIELDS, Deal, Share, dealt, traced_finely, weigh
 from manyhands.compute.local_state import Local, LocalSlices, LocalState
 from manyhands.compute.module import Inside
 from manyhands.compute.pieced_probe import attempt
@@ -30,6 +34,7 @@ from manyhands.compute.update import Update
 from manyhands.core import Plan, Tensors
 from manyhands.errors import PlanError
 from manyhands.forecasting import Watch, example, watch
+from manyhands.observe.graph_picture import draw
 from manyhands.site import Site, micro_batches
 from manyhands.split import features
 from manyhands.split import pipeline as schedules
@@ -105,22 +110,16 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
         for line in derived.sentences:
             site.notice(line)
     parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
-    found = _stages(site, plan, model, inputs, forward.names_of(values, task.step)) if layout.pipe > 1 else []
+    given = forward.names_of(values, task.step) if looks else ()
+    call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
+    deal = _dealt(site, plan, model, inputs, call) if plan.cut == "graph" else None
+    found = [] if layout.pipe == 1 else _stages(site, plan, model, inputs, call) if deal is None else deal.shares
     watched = None if not looks else watch(
         site, plan, model, lambda: values, task,
         [frozenset(n for n, _ in s.module.named_parameters()) for s in found] or None,
         {n: (c.dim, c.groups) for n, c in cuts.items()} or None,
     )  # fmt: skip
-    for s in found:
-        if not any(p.requires_grad for p in s.module.parameters()):
-            raise PlanError(
-                f"stage {s.index} of {len(found)} would have no parameter that trains; cut the model elsewhere (cut=auto looks for it) or "
-                f"set pipe={layout.pipe - 1}"
-            )
-    if site.gathers and any(s.tied for s in found):
-        raise PlanError(
-            f"the model ties weights over stages of pipe={layout.pipe}, whose gradients zero=3 sends away before they are summed; set zero=2"
-        )
+    _check_stages(site, found)
     mine = [s for s in found if s.index % layout.pipe == where["pipe"]]
     axis = None
     for held in [s.module for s in mine] or [model]:
@@ -129,15 +128,50 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
         held.to(site.device)
     if not found:
         return Division(name, model, parts, aliases, watched=watched)
-    chunks = len(mine)
-    pipeline = Pipeline(
-        mine, site.axes["pipe"], lambda rank, micros: schedules.actions(plan.schedule, layout.pipe, rank, micros, chunks),
-        loss=task.loss, step=task.step, precision=plan.precision, device=site.device, recompute=plan.recompute, axis=axis,
-        emit=site.recorder.emit, rank=site.rank,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "loss": task.loss, "step": task.step, "precision": plan.precision, "device": site.device, "recompute": plan.recompute,
+        "axis": axis, "emit": site.recorder.emit, "rank": site.rank,
+    }  # fmt: skip
+    if deal is not None:
+        pipeline: Pipeline = Graph(deal, site.axes["pipe"], **options)
+    else:
+        chunks = len(mine)
+        order = lambda rank, micros: schedules.actions(plan.schedule, layout.pipe, rank, micros, chunks)
+        pipeline = Pipeline(mine, site.axes["pipe"], order, **options)
     _let_go(model, [s.module for s in mine])
     holders = {name: len({i % layout.pipe for i in among}) for s in found for name, among in s.tied.items()}
     return Division(name, _joined([s.module for s in mine]), parts, aliases, holders, pipeline, watched)
+
+
+def _check_stages(site: Site, found: Sequence[stages.Stage | Share]) -> None:
+    pipe = site.plan.layout.pipe
+    for s in found:
+        if not any(p.requires_grad for p in s.module.parameters()):
+            raise PlanError(
+                f"stage {s.index} of {len(found)} would have no parameter that trains; cut the model elsewhere (cut=auto looks for it) or "
+                f"set pipe={pipe - 1}"
+            )
+    if site.gathers and any(s.tied for s in found):
+        raise PlanError(
+            f"the model ties weights over stages of pipe={pipe}, whose gradients zero=3 sends away before they are summed; set zero=2"
+        )
+
+
+def _dealt(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None) -> Deal:
+    """The model's graph dealt out over the ranks of the pipe axis, by the costs that one rank has measured; and drawn."""
+    with forward.autocast(plan.precision, site.device):
+        traced = shortened(traced_finely(model, example, plan.layout.pipe, call))
+        numbers = torch.zeros(FIELDS * len(traced.steps[True]), dtype=torch.int64, device=site.device)
+        if site.rank == 0:
+            numbers += torch.tensor(weigh(traced, _few(example)))
+    site.link.all_reduce({"numbers": numbers}).wait()
+    deal = dealt(traced, numbers.tolist(), plan.layout.pipe, micro_batches(plan) * plan.accumulate)
+    if site.rank == 0:
+        drawn = draw(
+            deal.nodes, deal.placement.where, site.directory / "graph.svg", f"{_named(model)} on {plan.layout.pipe} ranks"
+        )
+        site.notice(f"{len(deal.nodes)} nodes of the model's graph over {plan.layout.pipe} ranks: {drawn}")
+    return deal
 
 
 def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Division:
@@ -159,14 +193,15 @@ def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Divi
     return Division(name, model, parts)
 
 
-def _stages(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], given: tuple[str, ...]) -> list[stages.Stage]:
+def _stages(
+    site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None
+) -> Sequence[stages.Stage]:
     """All stages of the model, cut where one rank says."""
     layout, chunks = plan.layout, CHUNKS if plan.schedule == "interleaved" else 1
     number, micros = layout.pipe * chunks, micro_batches(plan) * plan.accumulate
     schedules.check(plan.schedule, layout.pipe, micros, chunks)
     names = [] if plan.cut == "auto" else plan.cut.split(",")
     with forward.autocast(plan.precision, site.device):
-        call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
         traced = trace(model, example, names, call, pieces=number)
         begins = torch.zeros(number - 1, dtype=torch.int64, device=site.device)
         if site.rank == 0:  # one measures for all: times differ from rank to rank
@@ -180,10 +215,14 @@ def _stages(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], 
 
 def _balanced(traced: Traced, example: tuple[Any, ...], number: int) -> list[int]:
     """Where stages begin so that the slowest is as fast as can be."""
-    few = tree_map(lambda v: v[:MOST_MEASURED] if isinstance(v, torch.Tensor) and v.ndim else v, example)
-    costs = stages.measure(traced, few)
+    costs = stages.measure(traced, _few(example))
     crossing = [float(c.crossing_bytes) if traced.cuttable(i) else float("inf") for i, c in enumerate(costs)]
     return schedules.contiguous([c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing)
+
+
+def _few(example: tuple[Any, ...]) -> tuple[Any, ...]:
+    few: tuple[Any, ...] = tree_map(lambda v: v[:MOST_MEASURED] if isinstance(v, torch.Tensor) and v.ndim else v, example)
+    return few
 
 
 def _joined(modules: list[nn.Module]) -> nn.Module:

@@ -232,3 +232,60 @@ class Counting(nn.Module):
 def test_a_buffer_that_would_no_longer_be_updated_is_refused() -> None:
     with pytest.raises(TaskError, match=r"Counting puts a new tensor in place of its buffer seen; change it in place"):
         trace(Counting(), (torch.randn(3, 4),), pieces=2)
+
+
+class Between(nn.Module):
+    """Two layers, and between them a module, or code that calls torch."""
+
+    def __init__(self, inner: nn.Module, code: Any = None) -> None:
+        super().__init__()
+        self.first, self.inner, self.last, self.code = nn.Linear(8, 8), inner, nn.Linear(8, 8), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.first(x))
+        return self.last(self.code(y) if self.code else y[0] if isinstance(y, tuple) else y)
+
+
+CONV = nn.Conv2d(1, 1, 3, padding=1)
+ASKING = {
+    "conv": (Between(nn.Sequential(CONV, nn.GroupNorm(1, 1), nn.ConvTranspose2d(1, 1, 3, padding=1))), (1, 8, 8)),
+    "pad": (Between(nn.Identity(), lambda y: F.pad(y[..., :4], (0, 4))), (5, 8)),
+    "pad module": (Between(nn.ConstantPad1d((4, -4), 0.0)), (5, 8)),
+    "gru": (Between(nn.GRU(8, 8, batch_first=True)), (5, 8)),
+    "lstm": (Between(nn.LSTM(8, 8, batch_first=True)), (5, 8)),
+    "unfold": (Between(CONV, lambda y: F.unfold(y, (2, 4)).transpose(1, 2)), (1, 8, 8)),
+    "pool": (Between(CONV, lambda y: F.adaptive_avg_pool2d(y, (4, 8)).flatten(1).view(y.size(0), 4, 8)), (1, 8, 8)),
+    "interpolate": (Between(CONV, lambda y: F.interpolate(y, scale_factor=2)[..., :8]), (1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_what_torch_asks_of_sizes_inside_of_a_step_binds_no_later_batch(name: str) -> None:
+    torch.manual_seed(0)
+    whole, shape = ASKING[name][0].double(), ASKING[name][1]
+    traced = trace(whole, (torch.randn(2, *shape, dtype=torch.float64),), pieces=2)
+    made = cut(traced, traced.at(["last"], 2))
+    for training, batch in ((True, 2), (False, 40), (True, 3)):
+        same_as_whole(made, whole, (torch.randn(batch, *shape, dtype=torch.float64),), training)
+
+
+class Few(nn.Module):
+    """How many rows it gives depends on how many it has, and nothing but a plain number tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_ones(int(x.size(0)), 1) * x.mean() if x.size(0) < 16 else x
+
+
+def test_a_size_that_became_a_number_inside_of_a_step_binds_later_batches() -> None:
+    whole = Between(Few(), lambda y: torch.ones(y.size(0), 8) * y[:, :1])
+    made = cut(trace(whole, (torch.randn(4, 8),), pieces=2), [2])
+    through(made, (torch.randn(4, 8),))
+    for rows in (5, 40):
+        with pytest.raises(TaskError, match=rf"batch of shape \({rows}, 8\).*does not hold"):
+            through(made, (torch.randn(rows, 8),))
+
+
+def test_a_name_that_is_like_no_module_is_refused_with_those_there_are() -> None:
+    whole, inputs = model("gpt")
+    with pytest.raises(PlanError, match=r"cut=nosuch: the model has no such module; it has \w+, "):
+        trace(whole, inputs, cut=["nosuch"])

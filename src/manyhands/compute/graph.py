@@ -101,7 +101,7 @@ class Graph(Pipeline):
         where = [p.rank for p in flow.parts]
         edges = [(w.source, w.sink, n) for w, n in zip(flow.wires, flow.nbytes, strict=True)]
         lists = schedule(
-            deal.ranks,
+            self.group.size,
             where,
             [p.seconds for p in flow.parts],
             edges,

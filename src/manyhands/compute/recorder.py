@@ -30,8 +30,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from manyhands.compute import traced
 from manyhands.compute.leaves import PLAIN, alike, by_chance, has_constants, put_before
-from manyhands.compute.sizes import Check, Evaluate, Sizes, hold, others, with_values
+from manyhands.compute.sizes import Check, Evaluate, Sizes, hold, others, real_state, resized, with_values, without_values
 from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, one_way_to_convolve, place
 from manyhands.compute.traced import Formula, Held, Here, Input, Ref, Step, Traced, Tree, mentions, names, run, tensors
 
@@ -49,10 +50,10 @@ class Untraceable(Exception):
 def record(model: nn.Module, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None) -> Traced:
     """Both modes of the model, with `leaves` (paths) as steps; raises Untraceable."""
     runs = {mode: _record(model, mode, example, leaves, call) for mode in (True, False)}
-    check = {}
-    for mode, run in runs.items():
-        _try_other_sizes(run, partial(_record, model, mode, leaves=leaves, call=call))
-        check[mode] = run.check(example)
+    check: dict[bool, Callable[[tuple[Any, ...]], None]] = {}
+    for mode, made in runs.items():
+        _try_other_sizes(made, partial(_record, model, mode, leaves=leaves, call=call))
+        check[mode] = made.check(example)
     at = {step.name: i for i, step in enumerate(runs[True].steps)}
     together = [(at.get(a, -1), at[b]) for a, b in runs[True].together]
     return Traced(model, {m: r.steps for m, r in runs.items()}, {m: r.output for m, r in runs.items()}, together, check)
@@ -64,23 +65,23 @@ def _record(model: nn.Module, mode: bool, example: tuple[Any, ...], leaves: set[
             model.train(mode)
         made = Recorder(model)
         made.output = made.run(example, leaves, call)
-    made.steps = _without_unused(made.steps, made.output)
+    made.steps = traced.without_unused(made.steps, made.output)
     return made
 
 
-def _try_other_sizes(run: Recorder, record: Callable[[tuple[Any, ...]], Recorder]) -> None:
+def _try_other_sizes(first: Recorder, record: Callable[[tuple[Any, ...]], Recorder]) -> None:
     """Forget what torch asked inside of steps where the same steps, with the same formulas, are written down for sizes that answer
     it otherwise. What then is left is refused in a batch: a size that follows from the answer may stand in a step as a constant."""
-    needed, taken = run.needed(), run.shapes.taken
-    for sizes in others(run.shapes.hints, {s for s, (_, dim) in run.symbols.items() if dim == 0}):
+    needed, taken = first.needed(), first.shapes.taken
+    for sizes in others(first.shapes.hints, {s for s, (_, dim) in first.symbols.items() if dim == 0}):
         if hold(needed, sizes) and not hold(taken, sizes):
             try:
-                again = record(run.resized(sizes))
+                again = record(resized(first.example, first.shapes_given(), sizes))
             except Untraceable:
                 continue
-            if repr((again.steps, again.output)) == repr((run.steps, run.output)):
+            if repr((again.steps, again.output)) == repr((first.steps, first.output)):
                 taken = {g: at for g, at in taken.items() if hold([g], sizes)}
-    run.shapes.taken = taken
+    first.shapes.taken = taken
 
 
 class Recorder(TorchFunctionMode):
@@ -203,14 +204,17 @@ class Recorder(TorchFunctionMode):
         if self.inside:
             return func(*args, **kwargs)
         self._note()
-        before = _versions(args, kwargs)
         with self._within():
-            if getattr(func, "__name__", "") in ("__bool__", "item") and self.by_sizes(args[0]):
-                with unset_fake_temporarily():
-                    return func(self._now(args[0]))
-            got = func(*args, **kwargs)
-        changed = [t for t, version in before if t._version != version]
+            return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before = _versions(args, kwargs)
         name = getattr(func, "__name__", "")
+        if name in ("__bool__", "item") and self.by_sizes(args[0]):
+            with unset_fake_temporarily():
+                return func(self._now(args[0]))
+        got = func(*args, **kwargs)
+        changed = [t for t, version in before if t._version != version]
         tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(got))
         if not tensors and not changed and not self._new_symbols(got):
             self.shapes.settle(written=False)
@@ -229,9 +233,9 @@ class Recorder(TorchFunctionMode):
         """A leaf module is called."""
         if self.inside:
             return cls.__call__(module, *args, **kwargs)
-        before = _versions(args, kwargs)
-        key = alike(module, args, kwargs)
-        with self._within():
+        with self._within():  # what we ask here is no question of the model's either
+            before = _versions(args, kwargs)
+            key = alike(module, args, kwargs)
             if key in self.seen:  # thirty blocks that are alike: one tells for all
                 # cloned: as what was computed, the next module may change it in place
                 made = lambda t: torch.empty_like(t, requires_grad=t.requires_grad).clone()
@@ -241,10 +245,10 @@ class Recorder(TorchFunctionMode):
                     got = cls.__call__(module, *args, **kwargs)
                 except Exception as failed:
                     got = self._by_values(module, cls, args, kwargs, failed)
-        changed = [t for t, version in before if t._version != version]
-        if not changed and not any(t is a or t._is_view() for t in tensors(got) for a, _ in before):
-            self.seen.setdefault(key, got)
-        self._write("module", self.paths[id(module)], args, kwargs, got, changed)
+            changed = [t for t, version in before if t._version != version]
+            if not changed and not any(t is a or t._is_view() for t in tensors(got) for a, _ in before):
+                self.seen.setdefault(key, got)
+            self._write("module", self.paths[id(module)], args, kwargs, got, changed)
         return got
 
     def by_sizes(self, value: Any) -> bool:
@@ -357,7 +361,7 @@ class Recorder(TorchFunctionMode):
             return {k: self._argument(v) for k, v in value.items()}
         if isinstance(value, slice):
             return slice(*(self._argument(v) for v in (value.start, value.stop, value.step)))
-        if isinstance(value, (*PLAIN, torch.Generator)) or callable(value):
+        if value is ... or isinstance(value, (*PLAIN, torch.Generator)) or callable(value):
             return value
         flat, spec = pytree.tree_flatten(value)
         if len(flat) == 1 and flat[0] is value:
@@ -381,53 +385,21 @@ class Recorder(TorchFunctionMode):
         batch = {expr for expr, (of, dim) in self.symbols.items() if isinstance(of, Input) and dim == 0}
         runs = []
         try:
-            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(), self._with_values(module):
+            with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(), real_state(module, self.real):
                 for more in (0, 1):
                     sizes = {expr: size + more * (expr in batch) for expr, size in self.shapes.hints.items()}
                     given = pytree.tree_map_only(Tensor, partial(with_values, sizes=sizes), (args, kwargs))
                     runs.append(pytree.tree_flatten(cls.__call__(module, *given[0], **given[1])))
             (few, spec), (many, _) = runs
             one = next(size for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) for size in t.shape[:1])
-            made = [self._without_values(a, b, one) if isinstance(a, Tensor) else a for a, b in zip(few, many, strict=True)]
+            made = [without_values(a, b, one) if isinstance(a, Tensor) else a for a, b in zip(few, many, strict=True)]
             return pytree.tree_unflatten(made, spec)
         except Exception:
             raise failed from None
 
-    @contextmanager
-    def _with_values(self, module: nn.Module) -> Iterator[None]:
-        buffers = [(b, b.clone()) for b in (self.real[id(b)] for b in module.buffers())]
-        owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
-        fakes = [dict(own) for own in owns]
-        try:
-            for own in owns:
-                own.update({name: self.real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
-            yield
-        finally:
-            for own, fake in zip(owns, fakes, strict=True):
-                own.update(fake)  # type: ignore[arg-type]
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-    def _without_values(self, few: Tensor, many: Tensor, batch: Any) -> Tensor:
-        base = batch.node.hint if isinstance(batch, torch.SymInt) else batch
-        sizes = [a if a == b else a + (b - a) * (batch - base) for a, b in zip(few.shape, many.shape, strict=True)]
-        made = torch.empty(sizes, dtype=few.dtype, device=few.device)
-        return made.requires_grad_().clone() if few.is_floating_point() else made
-
     def shapes_given(self) -> dict[Input, tuple[Any, ...]]:
         given = [(as_, tensor.shape) for tensor, as_, _ in self.known.values() if isinstance(as_, Input)]
         return {as_: tuple(s.node._expr if isinstance(s, torch.SymInt) else s for s in shape) for as_, shape in given}
-
-    def resized(self, sizes: dict[Any, int]) -> tuple[Any, ...]:
-        """The example with other sizes."""
-        made, given = [], self.shapes_given()
-        for i, value in enumerate(self.example):
-            flat, spec = pytree.tree_flatten(value)
-            for j, item in enumerate(flat):
-                if (shape := given.get(Input(i, j))) is not None:
-                    flat[j] = item.new_zeros([sizes.get(s, s) for s in shape])
-            made.append(pytree.tree_unflatten(flat, spec))
-        return tuple(made)
 
     def needed(self) -> dict[Any, str]:
         """What must hold for the model to do the same, and the code that asked for it."""
@@ -475,14 +447,3 @@ class Recorder(TorchFunctionMode):
 
 def _versions(args: Any, kwargs: Any) -> list[tuple[Tensor, int]]:
     return [(t, t._version) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-
-
-def _without_unused(steps: list[Step], output: Any) -> list[Step]:
-    used, kept = set(names(output)), []
-    for step in reversed(steps):
-        taken_out = step.target is operator.getitem and not step.line  # of a structure, by us
-        if (taken_out or step.again) and step.name not in used:
-            continue
-        used.update(names((step.args, step.kwargs)))
-        kept.append(step)
-    return kept[::-1]

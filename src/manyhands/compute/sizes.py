@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -119,3 +121,40 @@ def others(hints: dict[Any, int], rows: set[Any]) -> Iterator[dict[Any, int]]:
 
 def hold(guards: Any, sizes: dict[Any, int]) -> bool:
     return all(bool(at_sizes(g, sizes)) for g in guards if g.free_symbols <= sizes.keys())
+
+
+def resized(example: tuple[Any, ...], shapes: dict[Input, tuple[Any, ...]], sizes: dict[Any, int]) -> tuple[Any, ...]:
+    """The example with other sizes in place of the symbols in its shapes."""
+    made = []
+    for i, value in enumerate(example):
+        flat, spec = pytree.tree_flatten(value)
+        for j, item in enumerate(flat):
+            if (shape := shapes.get(Input(i, j))) is not None:
+                flat[j] = item.new_zeros([sizes.get(s, s) for s in shape])
+        made.append(pytree.tree_unflatten(flat, spec))
+    return tuple(made)
+
+
+@contextmanager
+def real_state(module: nn.Module, real: dict[int, Tensor]) -> Iterator[None]:
+    """The module with its parameters and buffers in place of what stands for them (by id); the buffers are as before afterwards."""
+    buffers = [(b, b.clone()) for b in (real[id(b)] for b in module.buffers())]
+    owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
+    fakes = [dict(own) for own in owns]
+    try:
+        for own in owns:
+            own.update({name: real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
+        yield
+    finally:
+        for own, fake in zip(owns, fakes, strict=True):
+            own.update(fake)  # type: ignore[arg-type]
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def without_values(few: Tensor, many: Tensor, batch: Any) -> Tensor:
+    """What stands for a tensor of which two are known: for the size `batch`, and for one row more."""
+    base = batch.node.hint if isinstance(batch, torch.SymInt) else batch
+    sizes = [a if a == b else a + (b - a) * (batch - base) for a, b in zip(few.shape, many.shape, strict=True)]
+    made = torch.empty(sizes, dtype=few.dtype, device=few.device)
+    return made.requires_grad_().clone() if few.is_floating_point() else made

@@ -8,6 +8,7 @@ the smallest modules. Python branches run as written; one that asks for a value 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
@@ -178,11 +179,11 @@ def trace(
                     continue
                 if (chained := chain(model, example, cut, call)) is not None:
                     return chained
-                raise TaskError(_untraceable(model, first)) from first
+                raise TaskError(_untraceable(model, first, cut)) from first
         if sum(made.weighty) >= pieces:
             return made
     if first is not None:
-        raise TaskError(_untraceable(model, first)) from first
+        raise TaskError(_untraceable(model, first, cut)) from first
     return made
 
 
@@ -190,8 +191,11 @@ def check_names(model: nn.Module, cut: Sequence[str]) -> None:
     known = [name for name, _ in model.named_modules() if name]
     for name in cut:
         if name not in known:
-            near = get_close_matches(name, known, 1, 0.0)
-            raise PlanError(f"cut={name}: the model has no such module" + (f"; did you mean {near[0]}?" if near else ""))
+            near = get_close_matches(name, known, 1, 0.5)
+            said = (
+                f"did you mean {near[0]}?" if near else f"it has {', '.join(known[:6]) or 'none'}{', ...' if known[6:] else ''}"
+            )
+            raise PlanError(f"cut={name}: the model has no such module; {said}")
 
 
 def chain(model: nn.Module, example: tuple[Any, ...], cut: Sequence[str], call: Any) -> Traced | None:
@@ -225,15 +229,16 @@ def chain(model: nn.Module, example: tuple[Any, ...], cut: Sequence[str], call: 
     return Traced(model, {True: steps, False: steps}, {True: last, False: last}, together)
 
 
-def _untraceable(model: nn.Module, failed: Any) -> str:
+def _untraceable(model: nn.Module, failed: Any, cut: Sequence[str]) -> str:
     offered = [name for name, child in model.named_children() if next(child.parameters(), None) is not None]
     for name, child in model.named_children():  # a list cannot be called: its members can
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name in offered:
             offered[offered.index(name) : offered.index(name) + 1] = [f"{name}.{n}" for n, _ in child.named_children()]
-    return (
-        f"the forward pass of {type(model).__name__} cannot be cut into stages by itself: {failed}. Move that line into a module "
-        f"of its own, or name the modules at which stages begin, which then run as wholes: cut={','.join(offered[1:4]) or '<modules>'}"
-    )
+    why = f"the forward pass of {type(model).__name__} cannot be cut into stages by itself: {failed}. Move that line into a module of its own"
+    if cut:
+        return f"{why}, inside of which no stage begins (cut={','.join(cut)})"
+    named = f"cut={','.join(offered[1:4]) or '<modules>'}"
+    return f"{why}, or name the modules at which stages begin, which then run as wholes: {named}"
 
 
 def mentions(value: Any, kind: type, inside: bool = True) -> list[Any]:
@@ -312,3 +317,15 @@ def found(root: nn.Module, path: str) -> Any:
     for name in path.split("."):
         at = getattr(at, name)
     return at
+
+
+def without_unused(steps: list[Step], output: Any) -> list[Step]:
+    """Without what was made for nothing: parts of structures, and what could be made again."""
+    used, kept = set(names(output)), []
+    for step in reversed(steps):
+        taken_out = step.target is operator.getitem and not step.line  # of a structure, by us
+        if (taken_out or step.again) and step.name not in used:
+            continue
+        used.update(names((step.args, step.kwargs)))
+        kept.append(step)
+    return kept[::-1]

@@ -317,6 +317,8 @@ def _check_divided(plan: Plan) -> None:
         )
     if any(rule is not None and rule.distils for rule in (plan.strategy, plan.next_strategy)):
         raise PlanError(f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule")
+    if plan.cut == "graph" and plan.schedule != Plan.__dataclass_fields__["schedule"].default:
+        raise PlanError(f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the graph; leave it out")
     if layout.shard > 1 and plan.schedule == "interleaved":
         raise PlanError(
             f"schedule=interleaved gives a rank several stages, which shard={layout.shard} does not know; use schedule=1f1b"
