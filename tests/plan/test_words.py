@@ -120,7 +120,10 @@ def test_a_word_like_no_other_gets_the_list() -> None:
         ("shard=2 zero=4", "zero=4: one of 1, 2, 3 is needed"),
         ("pipe=2 schedule=2f2b", "schedule=2f2b: one of gpipe, 1f1b, interleaved, zero_bubble is needed"),
         ("micro=0", "micro=0, but more than 0"),
-        ("tensor=2 precision=fp16", "precision=fp16 needs one loss scale for all parts of the model, which tensor=2 does not have"),
+        (
+            "tensor=2 precision=fp16",
+            "precision=fp16 needs one loss scale for all parts of the model, which tensor=2 does not have",
+        ),
         ("shard=2 merge=downpour servers=1", "servers hold whole models, and shard=2 splits the model over ranks"),
         ("pipe=2 compile=true", "compile=true compiles a whole model, and pipe=2 cuts it into stages"),
         ("merge=allreduce", r"unknown merge='allreduce'; did you mean all_reduce\?"),

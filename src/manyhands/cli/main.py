@@ -192,7 +192,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="allreduce, data-parallel, exchange, gpu, model-parallel, overhead, robust, rules, server, slow-network, sparse, store, stragglers, wires, or all."
+            help="allreduce, data-parallel, exchange, gpu, model-parallel, overhead, robust, rules, server, slow-network, sparse, "
+            "store, stragglers, wires, or all."
         ),
     ],
     json: Annotated[Path | None, typer.Option("--json", help="Also write the claims as JSON.")] = None,

@@ -111,7 +111,9 @@ class SharedGroup:
         shares = self._owners * (BLOCKS_PER_OWNER if self._between is None else 1)
         least, most = OWNED_BYTES
         block = max(least, min(most, math.ceil(nbytes / shares))) if self._between is None else math.ceil(nbytes / shares)
-        self._segments.append(_Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, 0 if even else math.ceil(block / 64) * 64))
+        self._segments.append(
+            _Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, 0 if even else math.ceil(block / 64) * 64)
+        )
         return mine[: numel * dtype.itemsize].view(dtype)
 
     def own(self, tensor: Tensor) -> list[slice]:
