@@ -199,7 +199,7 @@ def train(rule: Ensemble, size: int, rounds: int, **options: Any) -> list[tuple[
         sent = link.nbytes
         model = rule.consensus(w.replica, link, state)  # type: ignore[arg-type]
         assert model is not None
-        link.nbytes = sent
+        link.account.nbytes = sent
         return w, model, state, link
 
     return World(size).run(main)
