@@ -15,6 +15,8 @@ import manyhands as mh
 from manyhands.core import Goal
 from manyhands.errors import PlanError
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.run import start, work
+from manyhands.site import Options
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(120, 6, generator=G)
@@ -203,9 +205,15 @@ def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_
 @pytest.mark.parametrize("rule", ["admm", pytest.param("robust", marks=pytest.mark.slow)])
 def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(rule: str, tmp_path: Path) -> None:
     """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop for ever."""
-    for precision in ("fp32", "fp16"):
-        words = f"data=3 merge={rule} steps=24 precision={precision} timeout_s=30 threads=1"
-        mh.train(steep, words, directory=tmp_path / precision, quiet=True)
+
+    def both(words: dict[str, Any], options: Options) -> dict[str, Any]:
+        """One after the other in the same three processes."""
+        for precision in ("fp32", "fp16"):
+            here = dataclasses.replace(options, directory=str(tmp_path / precision))
+            found = work(steep, {**words, "precision": precision}, here)
+        return found
+
+    start(both, f"data=3 merge={rule} steps=24 timeout_s=30 threads=1", Options(quiet=True))
     full, half = weights(tmp_path / "fp32"), weights(tmp_path / "fp16")
     moved = float((full - weights_at_start()).norm())
     assert moved > 0.01 and float((half - full).norm()) < 0.5 * moved

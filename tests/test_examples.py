@@ -32,12 +32,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path | None)
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["lenet", "transformer"])
+@pytest.mark.parametrize("name", ["lenet", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_example_runs_on_two_processes(name: str, here: Path) -> None:
     body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [])
     result = running.start(body, "data=2 steps=5", Options(name, quiet=True))
     assert result.rounds == 5 and result.metrics["train_loss"] > 0
     assert (here / result.directory / "curves.png").exists() and result.checkpoint is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("gpt", "data=2 tensor=2 pipe=2"), ("resnet", "pipe=2 micro=4"), ("tied", "pipe=2 shard=2 zero=1")],
+)
+def test_the_examples_of_split_models_run_as_they_say(name: str, words: str, here: Path) -> None:
+    assert f"examples/{name}.py {words}" in (EXAMPLES / f"{name}.py").read_text()
+    body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [])
+    result = running.start(body, f"{words} steps=2", Options(name, quiet=True))
+    assert result.rounds == 2 and result.metrics["train_loss"] > 0 and result.checkpoint is not None
 
 
 def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None:

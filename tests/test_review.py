@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import manyhands as mh
 from manyhands.recover.checkpoint import Checkpoints, load, read_manifest
+from manyhands.run import start, work
+from manyhands.site import Options
 
 
 def data(samples: int = 96, width: int = 8) -> tuple[Tensor, Tensor]:
@@ -46,9 +49,14 @@ def test_adam_resumes_over_ranks_that_own_several_slices_of_a_parameter(tmp_path
     def make() -> mh.Task:
         return task(wide(), optimizer=adamw)
 
-    mh.train(make, "data=2 steps=10 save=5", directory=tmp_path / "whole", quiet=True)
-    mh.train(make, "data=2 steps=5 save=5", directory=tmp_path / "half", quiet=True)
-    mh.train(make, "data=2 steps=10 save=5", directory=tmp_path / "half", resume=True, quiet=True)
+    def runs(words: dict[str, Any], options: Options) -> dict[str, Any]:
+        """One after the other in the same two processes."""
+        whole, half = (dataclasses.replace(options, directory=str(tmp_path / name)) for name in ("whole", "half"))
+        work(make, {**words, "steps": 10}, whole)
+        work(make, {**words, "steps": 5}, half)
+        return work(make, {**words, "steps": 10}, dataclasses.replace(half, resume=True))
+
+    start(runs, "data=2 save=5", Options(quiet=True))
     for key, value in weights(tmp_path / "whole").items():
         assert torch.equal(weights(tmp_path / "half")[key], value), key
     steps = {k: float(v) for k, v in load(tmp_path / "half/checkpoints/step-00000010").optimizer.items() if k.endswith("/step")}

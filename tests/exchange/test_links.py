@@ -21,6 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PRELOAD
 from torch import Tensor
 
 from manyhands.core import Group, Op, PartGroup, Tensors
@@ -71,7 +72,7 @@ CASES = [
     *(Case("hierarchical", hosts) for hosts in ("aa", "aba", "aabb", "aaabbbcc")),
 ]
 # more ranks of what fewer show too: whoever changes a link runs these with -m slow
-LARGER = {"inproc-5", "inproc-6", "inproc-7", "shared-4", "shared-8", "hierarchical-aaabbbcc"}
+LARGER = {"inproc-5", "inproc-6", "inproc-7", "inproc-8", "shared-4", "shared-8", "hierarchical-aaabbbcc"}
 
 
 def some(wanted: Callable[[Case], bool]) -> list[Any]:
@@ -460,7 +461,7 @@ def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
 
 def start(target: Callable[..., None], args: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*args, theirs), daemon=True)
     process.start()

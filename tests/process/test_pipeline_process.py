@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PRELOAD
 from piped import Dealt, alone, assert_same, chain, gradients, in_zoo, piped, share, step, traced
 from torch import Tensor, nn
 
@@ -54,7 +55,7 @@ def be_a_rank(link: str, rank: int, size: int, port: int, main: Callable[[Group]
 def on_ranks(link: str, size: int, main: Callable[[Group], Any]) -> list[Any]:
     """What `main` returns on every rank, each a process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(size):

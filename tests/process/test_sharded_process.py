@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PRELOAD
 from torch import Tensor, nn
 
 from manyhands.compute.module import Micro, ModuleReplica
@@ -108,7 +109,7 @@ def rank_main(rank: int, size: int, link: str, store: str, pipe: Connection) -> 
 @functools.cache
 def ran(link: str, size: int) -> list[Any]:
     started = multiprocessing.get_context("forkserver")
-    started.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    started.set_forkserver_preload(PRELOAD)
     ends, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):

@@ -143,13 +143,20 @@ def test_the_command_says_equal_for_one_batch_statistics_and_different_with_name
     assert {"norm", "last"} <= set(modules)
 
 
-def test_ranks_that_wait_for_each_other_at_servers_equal_one_process_and_others_do_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = NORMED.replace("nn.BatchNorm1d(8)", "nn.Tanh()").replace("lr=0.1", "lr=0.1, momentum=0.9")
-    (tmp_path / "job.py").write_text(plain)
+PLAIN = NORMED.replace("nn.BatchNorm1d(8)", "nn.Tanh()").replace("lr=0.1", "lr=0.1, momentum=0.9")
+
+
+def test_ranks_that_wait_for_each_other_at_servers_equal_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.py").write_text(PLAIN)
     assert verify(tmp_path / "job.py", ["data=2", "servers=1", "staleness=0"], steps=3)
     assert "EQUAL up to the order of summation (bound 1e-12)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_wait_for_each_other_at_servers_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.py").write_text(PLAIN)
     assert not verify(tmp_path / "job.py", ["data=2", "servers=1", "merge=downpour"], steps=3)
     said = capsys.readouterr().out
     assert "DIFFERENT" in said and "staleness=0 waits for all and equals one process" in said

@@ -1,0 +1,10 @@
+"""What the server from which tests fork their ranks has loaded, so that no rank loads it again: the first test to fork starts it."""
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "manyhands",
+    "manyhands.compute.traced",
+    "torch.fx.experimental.validator",
+]
