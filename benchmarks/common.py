@@ -6,8 +6,10 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,15 @@ def alternate(runs: dict[str, Callable[[], Any]], times: int) -> dict[str, list[
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def median_round(turn: Callable[[int], object], seconds: float) -> float:
+    """Median seconds of a turn; the first few only warm up."""
+    at = [time.perf_counter()]
+    while at[-1] < at[0] + seconds or len(at) < 8:
+        turn(len(at) - 1)
+        at.append(time.perf_counter())
+    return median([b - a for a, b in pairwise(at[3:])])
 
 
 def cores() -> int:

@@ -2,7 +2,7 @@
 
 Ids are uniform (about 1% repeat) and, in the table, Zipf's (half of them). Leaving repeats out, summing and parting by shard are part
 of our rounds and of the peers'. Every pull sees the push before it; while the server pushes, the worker prepares the next ids.
-Server and worker have a core each.
+Server and worker have a core each. The RPC peer, which polls, is stopped while others are measured.
 
     tcp_vs_rpc, shm_vs_rpc    rounds a second through TCP and through shared memory, against a torch.distributed.rpc server (TensorPipe)
     shm_vs_kernels            against the same tables called directly, in one process: what no transport at all would give
@@ -18,14 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
-from common import Claim, alternate, cores, median
+from common import Claim, alternate, cores, median, median_round
 from torch import Tensor
 
 from manyhands.core import Table
@@ -97,7 +95,8 @@ class Bench:
             self.table.pull(np.arange(first, first + 50_000), room)
         from peers import rows_redis, rows_rpc
 
-        self.rpc = rows_rpc.Rows(ROWS, DIM, core) if need("tcp_vs_rpc", "shm_vs_rpc") else None
+        pair = (usable[0], core) if core is not None else (None, None)
+        self.rpc = rows_rpc.Rows(ROWS, DIM, pair) if need("tcp_vs_rpc", "shm_vs_rpc") else None
         reason = rows_redis.missing()
         self.redis = rows_redis.Rows(ROWS, DIM, core) if need("vs_redis") and reason is None else None
         if reason is not None:
@@ -113,14 +112,6 @@ class Bench:
         if self._usable:
             os.sched_setaffinity(0, self._usable)
 
-    def _timed(self, turn: Callable[[int], object]) -> float:
-        """Median seconds of a round; the first few only warm up."""
-        at = [time.perf_counter()]
-        while at[-1] < at[0] + self.seconds or len(at) < 8:
-            turn(len(at) - 1)
-            at.append(time.perf_counter())
-        return median([b - a for a, b in pairwise(at[3:])])
-
     def ours(self, name: str, ids: list[Tensor]) -> float:
         store = self.stores[name]
         # gradients stand where the store wants them, as they do for the kernels; a model would write them there
@@ -132,7 +123,7 @@ class Bench:
             store.push({"rows": ids[i % len(ids)]}, {"rows": grads[i % 4]})
             coming.append(store.pull_async({"rows": ids[(i + 1) % len(ids)]}))
 
-        found = self._timed(turn)
+        found = median_round(turn, self.seconds)
         coming.pop().result()
         store.flush()
         return found
@@ -145,19 +136,16 @@ class Bench:
             self.table.pull(numbers[i % len(ids)], room)
             self.table.push(numbers[i % len(ids)], grads[i % 4])
 
-        return self._timed(turn)
+        return median_round(turn, self.seconds)
 
     def by_rpc(self, ids: list[Tensor]) -> float:
         assert self.rpc is not None
-        peer = self.rpc
-        found = self._timed(lambda i: peer.round(ids[i % len(ids)], self.grads[i % 4], ids[(i + 1) % len(ids)]))
-        peer.finish()
-        return found
+        return self.rpc.median_round(ids, self.grads, self.seconds)
 
     def by_redis(self, ids: list[Tensor]) -> float:
         assert self.redis is not None
         peer = self.redis
-        return self._timed(lambda i: peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy()))
+        return median_round(lambda i: peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy()), self.seconds)
 
     def runs(self, ids: list[Tensor]) -> dict[str, Callable[[], float]]:
         found = {name: lambda name=name: self.ours(name, ids) for name in self.stores}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import socket
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from common import median_round
 from torch import Tensor
 
 LR, EPS = 0.01, 1e-10
@@ -41,31 +43,44 @@ def _join(name: str, rank: int, port: int) -> None:
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def _serve(port: int, core: int | None, ends: Connection) -> None:
+def _serve(port: int, core: int | None) -> None:
+    _settle(core)
+    _join("server", 1, port)
+    signal.pause()
+
+
+def _work(port: int, core: int | None, rows: int, dim: int, asked: Connection) -> None:
+    _settle(core)
+    _join("worker", 0, port)
+    rpc.rpc_sync("server", _make, args=(rows, dim))
+    asked.send(None)
+    while True:
+        ids, grads, seconds = asked.recv()
+        asked.send(_median_round(ids, grads, seconds))
+
+
+def _median_round(ids: list[Tensor], grads: list[Tensor], seconds: float) -> float:
+    rounds = Rounds()
+    turn = lambda i: rounds.turn(ids[i % len(ids)], grads[i % len(grads)], ids[(i + 1) % len(ids)])
+    found = median_round(turn, seconds)
+    rounds.finish()
+    return found
+
+
+def _settle(core: int | None) -> None:
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    _join("server", 1, port)
-    ends.recv()
-    os._exit(0)  # rpc.shutdown would wait for a worker that is measuring something else
 
 
-class Rows:
-    """The worker's side; the server is a process of its own."""
+class Rounds:
+    """Pull, push, and while the server is at it prepare the next ids."""
 
-    def __init__(self, rows: int, dim: int, core: int | None):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._ends, theirs = mp.Pipe()
-        self._server = mp.get_context("spawn").Process(target=_serve, args=(port, core, theirs), daemon=True)
-        self._server.start()
-        _join("worker", 0, port)
-        rpc.rpc_sync("server", _make, args=(rows, dim))
+    def __init__(self) -> None:
         self._pushed: Any = None
         self._next: tuple[Tensor, Tensor] | None = None
 
-    def round(self, ids: Tensor, grads: Tensor, following: Tensor) -> Tensor:
-        """Pull, push, and while the server is at it prepare the next ids."""
+    def turn(self, ids: Tensor, grads: Tensor, following: Tensor) -> Tensor:
         distinct, where = self._next if self._next is not None else torch.unique(ids, return_inverse=True)
         if self._pushed is not None:
             self._pushed.wait()
@@ -78,10 +93,40 @@ class Rows:
     def finish(self) -> None:
         if self._pushed is not None:
             self._pushed.wait()
-        self._pushed = self._next = None
+
+
+class Rows:
+    """A worker and a server, processes of their own. TensorPipe polls: idle, each of them takes a whole core from whatever else is
+    measured. So they are stopped except in their turns."""
+
+    def __init__(self, rows: int, dim: int, cores: tuple[int | None, int | None]):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._asks, asked = mp.Pipe()
+        spawn = mp.get_context("spawn")
+        self._processes = [
+            spawn.Process(target=_work, args=(port, cores[0], rows, dim, asked), daemon=True),
+            spawn.Process(target=_serve, args=(port, cores[1]), daemon=True),
+        ]
+        for process in self._processes:
+            process.start()
+        asked.close()  # so that the end of a worker ends the wait for it
+        self._asks.recv()
+        self._signal(signal.SIGSTOP)
+
+    def median_round(self, ids: list[Tensor], grads: list[Tensor], seconds: float) -> float:
+        self._signal(signal.SIGCONT)
+        self._asks.send((ids, grads, seconds))
+        found = self._asks.recv()
+        self._signal(signal.SIGSTOP)
+        return float(found)
+
+    def _signal(self, which: int) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, which)
 
     def close(self) -> None:
-        self.finish()
-        self._ends.send(None)
-        self._server.join(10)
-        rpc.shutdown(graceful=False)
+        for process in self._processes:
+            process.kill()
+            process.join(10)
