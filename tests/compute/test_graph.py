@@ -36,8 +36,15 @@ def whole(name: str) -> tuple[list[tuple[float, int]], dict[str, Tensor | None],
     return got, {n: w.grad for n, w in model.named_parameters()}, dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+# every model over three ranks; over other numbers the largest ones are slow
+OVER = [
+    pytest.param(name, ranks, marks=() if ranks == 3 or name in ("mlp", "towers", "inception") else (pytest.mark.slow,))
+    for name in MODELS
+    for ranks in (2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "ranks"), OVER)
 def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(name: str, ranks: int) -> None:
     model, loss, data = branched(name)
     deal = deal_of(model, tuple(v[:4] for v in data[:-1]), ranks)
@@ -214,7 +221,7 @@ def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -
     assert len(shortened(traced_finely(model, (x, ids), 1)).steps[True]) == len(traced_finely(model, (x, ids), 1).steps[True])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "skips"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "skips"])
 def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) -> None:
     made, inputs = model_of(name, 8)
     deal = deal_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)

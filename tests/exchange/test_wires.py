@@ -18,7 +18,10 @@ from manyhands.exchange.wires import WIRES, Bf16, Compressed, Fp16, Int8, OneBit
 # -- every wire, any number of ranks, any length --
 
 
-@pytest.mark.parametrize("size", range(1, 18))
+QUICK = (1, 2, 3, 4, 5, 8)  # alone, powers of two and others
+
+
+@pytest.mark.parametrize("size", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)])
 @pytest.mark.parametrize("name", ALL)
 def test_all_ranks_end_with_the_same_finite_bits(name: str, size: int) -> None:
     def body(link: Compressed) -> list[Tensor]:

@@ -104,7 +104,7 @@ def test_every_rule_has_its_case_here_and_its_name_in_its_file() -> None:
 
 
 @every_rule
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_it_converges_to_the_optimum_over_all_ranks_data(name: str, size: int) -> None:
     case, problem = CASES[name], problem_of(name, size)
     outcomes = run(rule_of(name), problem, case.rounds, make=case.make)
@@ -163,7 +163,10 @@ def test_it_survives_shares_that_change_from_step_to_step_down_to_nobody_having_
 
 
 @every_rule
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["momentum", "adam", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS if o not in ("momentum", "adam"))],
+)
 def test_it_works_over_any_optimizer(name: str, optimizer: str) -> None:
     problem = problem_of(name, 3)
     steps = run(rule_of(name), problem, 1)[0].steps

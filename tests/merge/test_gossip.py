@@ -64,7 +64,7 @@ def near(a: Tensor, b: Tensor, rtol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("rule", GOSSIP, ids=str)
-@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("size", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_mixing_alone_brings_all_ranks_to_the_mean_they_began_with(rule: Any, size: int) -> None:
     seen = mixed_only(rule, size, 120)
     start = mean([rank[0][0] for rank in seen])
@@ -294,7 +294,7 @@ def test_what_the_optimizer_remembers_is_kept_averaged_or_forgotten_as_asked(rul
         near(reset[r], problem.A[r] @ before[r].x - problem.b[r])
 
 
-@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize("make", [adam, pytest.param(momentum, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", GOSSIP, ids=str)
 def test_any_optimizer_works_underneath(rule: Any, make: Any) -> None:
     problem = Problem(4, spread=0.1)  # ranks that differ much pull Adam, which is not linear, off the optimum

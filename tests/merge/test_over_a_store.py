@@ -405,7 +405,7 @@ def test_with_all_ranks_and_no_delay_it_is_the_synchronous_method_in_the_order_x
     torch.testing.assert_close(outcomes[0].consensus, z, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(("quorum", "delay"), [(1, 3), (2, 2), (2, 10), (4, 1)])
+@pytest.mark.parametrize(("quorum", "delay"), [(1, 3), (4, 1), *(pytest.param(2, d, marks=pytest.mark.slow) for d in (2, 10))])
 def test_it_reaches_the_optimum_under_any_quorum_and_delay_and_leaves_nobody_out_for_longer(quorum: int, delay: int) -> None:
     problem = Problem(4, mixed=1.0)
     outcomes = run(AsyncADMM(period=8, rho=1.0, quorum=quorum, delay=delay), problem, 120, pace=jitter)
