@@ -16,7 +16,7 @@ demo: $(VENV)/.sklearn ## LeNet on two processes of this machine: accuracy, meas
 	$(BIN)/manyhands demo
 
 test: $(VENV)/.dev ## all tests that need neither a GPU nor minutes; PYTEST_ARGS="-k shared" narrows
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(if $(PYTEST_ARGS),,-n 2 --dist loadfile) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev ## style (ruff), types (mypy), who imports whom (import-linter)
 	@failed=; for tool in "ruff check ." "ruff format --check ." mypy "lint-imports --no-logo"; do \

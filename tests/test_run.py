@@ -144,7 +144,7 @@ def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
         ("epochs=1", {"train": DataLoader(Rows(), batch_size=13), "batch": None}, 2, 1.0),
         ("epochs=2 loaders=2", {"train": Rows()}, 14, 2.0),
     ],
-    ids=str,
+    ids=lambda x: str({k: v if isinstance(v, int) else type(v).__name__ for k, v in x.items()} if isinstance(x, dict) else x),
 )
 def test_a_run_stops_after_its_epochs_or_steps(
     tmp_path: Path, words: str, changed: dict[str, Any], rounds: int, epochs: float

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from cuttable import QUICK_AND_SLOW, model, same_as_whole, through
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from manyhands.compute.sizes import Check, others
 from manyhands.compute.stages import cut
-from manyhands.compute.traced import Traced, trace
+from manyhands.compute.traced import Input, Traced, trace
 from manyhands.errors import PlanError, TaskError
 from manyhands.split.pipeline import contiguous
 
@@ -289,3 +291,23 @@ def test_a_name_that_is_like_no_module_is_refused_with_those_there_are() -> None
     whole, inputs = model("gpt")
     with pytest.raises(PlanError, match=r"cut=nosuch: the model has no such module; it has \w+, "):
         trace(whole, inputs, cut=["nosuch"])
+
+
+def test_sizes_are_found_that_answer_a_question_otherwise() -> None:
+    rows, length = sympy.symbols("rows length", positive=True, integer=True)
+    left = {sympy.Ne(rows, 48), sympy.Ne(rows * length, 24), sympy.Ne(rows, 1)}
+    tried = list(others({rows: 4, length: 12}, {rows}, lambda: left))
+    assert any(sizes[rows] == 48 for sizes in tried)
+    assert any(sizes[rows] * sizes[length] == 24 for sizes in tried)
+    assert all(size > 1 for sizes in tried for size in sizes.values())  # torch takes that for a constant
+    assert all(tried.count(sizes) == 1 for sizes in tried)
+
+
+def test_one_row_is_bound_by_what_the_model_asked_and_not_by_what_torch_asked_inside_of_a_step() -> None:
+    rows = sympy.Symbol("rows", positive=True, integer=True)
+    one = (torch.zeros(1, 7),)
+    Check({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 7), "there")], {})(one)
+    with pytest.raises(TaskError, match=r"batch of shape \(1, 7\).*asked for near there"):
+        Check({Input(0, 0): (rows, 7)}, [(sympy.Ne(7 * rows, 7), "there")], [], {})(one)
+    with pytest.raises(TaskError, match=r"batch of shape \(3, 7\).*asked for near there"):
+        Check({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 21), "there")], {})((torch.zeros(3, 7),))

@@ -90,7 +90,7 @@ def own(
         ("", lambda: (X, Y)), ("accumulate=2", lambda: (X, Y)), ("clip=0.1 precision=bf16", lambda: (X, Y)), ("precision=fp16", lambda: (X, Y)),
         ("", Rows), ("", lambda: DataLoader(Rows(), batch_size=4, shuffle=True)), ("split=ordered", Stream),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
 )  # fmt: skip
 def test_it_ends_with_the_bits_of_train(tmp_path: Path, words: str, data: Any) -> None:
     own(tmp_path / "own", words, data=data())

@@ -32,23 +32,26 @@ from torch.utils import _pytree as pytree
 
 from manyhands.compute import traced
 from manyhands.compute.leaves import PLAIN, alike, by_chance, has_constants, put_before
-from manyhands.compute.sizes import Check, Evaluate, Sizes, hold, others, real_state, resized, with_values, without_values
-from manyhands.compute.surroundings import as_it_was, frames_of, is_ours, line, masks_by_sizes, one_way_to_convolve, place
+from manyhands.compute.sizes import Check, Evaluate, Sizes, hold, others, resized, several, with_values, without_values
+from manyhands.compute.surroundings import (
+    Untraceable,
+    as_it_was,
+    frames_of,
+    is_ours,
+    line,
+    masks_by_sizes,
+    one_way_to_convolve,
+    place,
+    real_state,
+)
 from manyhands.compute.traced import Formula, Held, Here, Input, Ref, Step, Traced, Tree, mentions, names, run, tensors
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Untraceable(Exception):
-    """What the forward pass does at some line cannot be written down; `inside` is the path of the module whose code it is."""
-
-    def __init__(self, message: str, inside: str = "", by_value: bool = False):
-        super().__init__(message)
-        self.inside, self.by_value = inside, by_value
-
-
 def record(model: nn.Module, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None) -> Traced:
     """Both modes of the model, with `leaves` (paths) as steps; raises Untraceable."""
+    example = pytree.tree_map_only(Tensor, several, example)
     runs = {mode: _record(model, mode, example, leaves, call) for mode in (True, False)}
     check: dict[bool, Callable[[tuple[Any, ...]], None]] = {}
     for mode, made in runs.items():
@@ -72,16 +75,15 @@ def _record(model: nn.Module, mode: bool, example: tuple[Any, ...], leaves: set[
 def _try_other_sizes(first: Recorder, record: Callable[[tuple[Any, ...]], Recorder]) -> None:
     """Forget what torch asked inside of steps where the same steps, with the same formulas, are written down for sizes that answer
     it otherwise. What then is left is refused in a batch: a size that follows from the answer may stand in a step as a constant."""
-    needed, taken = first.needed(), first.shapes.taken
-    for sizes in others(first.shapes.hints, {s for s, (_, dim) in first.symbols.items() if dim == 0}):
-        if hold(needed, sizes) and not hold(taken, sizes):
+    needed = first.needed()
+    for sizes in others(first.shapes.hints, {s for s, (_, dim) in first.symbols.items() if dim == 0}, lambda: first.shapes.taken):
+        if hold(needed, sizes) and not hold(first.shapes.taken, sizes):
             try:
                 again = record(resized(first.example, first.shapes_given(), sizes))
             except Untraceable:
                 continue
             if repr((again.steps, again.output)) == repr((first.steps, first.output)):
-                taken = {g: at for g, at in taken.items() if hold([g], sizes)}
-    first.shapes.taken = taken
+                first.shapes.taken = {g: at for g, at in first.shapes.taken.items() if hold([g], sizes)}
 
 
 class Recorder(TorchFunctionMode):
@@ -162,10 +164,6 @@ class Recorder(TorchFunctionMode):
         for i, item in enumerate(flat):
             if isinstance(item, Tensor):
                 self.device = self.device or item.device
-                if item.ndim and item.shape[0] == 1:  # torch takes a size of 1 for a constant
-                    item = (
-                        item.expand(2, *item.shape[1:]) if item.device.type == "meta" else item.repeat(2, *[1] * (item.ndim - 1))
-                    )
                 ids = not item.is_floating_point()
                 free = [d == 0 or ids or (d == 1 and item.ndim == 3) for d in range(item.ndim)]
                 context: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC if f else DimDynamic.STATIC for f in free])
@@ -407,15 +405,16 @@ class Recorder(TorchFunctionMode):
 
     def check(self, example: tuple[Any, ...]) -> Check:
         known = {expr for expr, (of, _) in self.symbols.items() if isinstance(of, Input)}
-        all_ = {**self.shapes.taken, **self.needed()}
-        guards = [(g, at) for g, at in all_.items() if g.free_symbols and g.free_symbols <= known]
+        of_inputs = lambda asked: [(g, at) for g, at in asked.items() if g.free_symbols and g.free_symbols <= known]
         plain = {
             (i, j): v
             for i, value in enumerate(example)
             for j, v in enumerate(pytree.tree_leaves(value))
             if not isinstance(v, Tensor)
         }
-        return Check(self.shapes_given(), guards, plain)
+        needed = self.needed()
+        taken = {g: at for g, at in self.shapes.taken.items() if g not in needed}
+        return Check(self.shapes_given(), of_inputs(needed), of_inputs(taken), plain)
 
     def _refused(self, reason: str) -> Untraceable:
         frames = list(frames_of(sys._getframe(1)))

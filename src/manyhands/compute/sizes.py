@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
@@ -26,6 +25,7 @@ class Check:
 
     shapes: dict[Input, tuple[Any, ...]]
     guards: list[tuple[Any, str]]  # what must hold, and the code that asked for it
+    inside: list[tuple[Any, str]]  # the same, asked by torch inside of steps
     plain: dict[tuple[int, int], Any]
     _seen: set[Any] = field(default_factory=set)
 
@@ -48,8 +48,10 @@ class Check:
                     f"input {at.argument} of the batch has shape {tuple(tensor.shape)}, but the model was cut into stages for ({said}); "
                     "give batches of one shape, or pad them"
                 )
-        for guard, asked in self.guards:
-            if guard.free_symbols <= sizes.keys() and not at_sizes(guard, sizes):
+        # no question about a size of 1 is in what was written down, since torch takes that for a constant; inside of a step it asks anew
+        several = {symbol: max(2, size) for symbol, size in sizes.items()}
+        for guard, asked, which in [(*g, sizes) for g in self.guards] + [(*g, several) for g in self.inside]:
+            if guard.free_symbols <= sizes.keys() and not at_sizes(guard, which):
                 shapes = ", ".join(str(tuple(t.shape)) for t in given.values())
                 raise TaskError(
                     f"for a batch of shape {shapes} the model does not do what it did when it was cut into stages "
@@ -110,17 +112,41 @@ class Sizes(ShapeEnv):
         self.here = {}
 
 
-def others(hints: dict[Any, int], rows: set[Any]) -> Iterator[dict[Any, int]]:
-    """Sizes other than the example's, small and large: of its rows, then of the rest."""
+TRIES = 12  # of sizes that are chosen so that a question is answered otherwise
+LARGEST = 4096  # number in a question from which sizes are chosen
+
+
+def others(hints: dict[Any, int], rows: set[Any], left: Callable[[], Iterable[Any]]) -> Iterator[dict[Any, int]]:
+    """Sizes other than the example's: of its rows, small and large, of the rest, then such that each of `left` does not hold."""
     n = min((hints[s] for s in rows), default=0)
-    for m in (2 * n + 3, 97, 3, 2):
-        yield {s: m if s in rows and size == n else size for s, size in hints.items()}
-    for more in (-1, 1):
-        yield {s: size if s in rows else max(2, size + more) for s, size in hints.items()}
+    with_rows = lambda m: {s: m if s in rows and size == n else size for s, size in hints.items()}
+    tried = [with_rows(m) for m in (2 * n + 3, 97, 3, 2)]
+    tried += [{s: size if s in rows else max(2, size + more) for s, size in hints.items()} for more in (-1, 1)]
+    yield from tried
+    for _ in range(TRIES):
+        numbers = {int(a) for g in left() for a in g.atoms(sympy.Integer) if 0 < a <= LARGEST}
+        near = sorted({m for a in numbers for m in (*_divisors(a), a + 1) if m > 1})  # torch takes a size of 1 for a constant
+        choices = [with_rows(m) for m in near] + [{**hints, s: m} for s in hints if s not in rows for m in near]
+        sizes = next((c for g in left() for c in choices if c not in tried and not hold([g], c)), None)
+        if sizes is None:
+            return
+        tried.append(sizes)
+        yield sizes
+
+
+def _divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]
 
 
 def hold(guards: Any, sizes: dict[Any, int]) -> bool:
     return all(bool(at_sizes(g, sizes)) for g in guards if g.free_symbols <= sizes.keys())
+
+
+def several(rows: Tensor) -> Tensor:
+    """One row is taken twice, since torch takes a size of 1 for a constant."""
+    if not rows.ndim or rows.shape[0] != 1:
+        return rows
+    return rows.expand(2, *rows.shape[1:]) if rows.device.type == "meta" else rows.repeat(2, *[1] * (rows.ndim - 1))
 
 
 def resized(example: tuple[Any, ...], shapes: dict[Input, tuple[Any, ...]], sizes: dict[Any, int]) -> tuple[Any, ...]:
@@ -133,23 +159,6 @@ def resized(example: tuple[Any, ...], shapes: dict[Input, tuple[Any, ...]], size
                 flat[j] = item.new_zeros([sizes.get(s, s) for s in shape])
         made.append(pytree.tree_unflatten(flat, spec))
     return tuple(made)
-
-
-@contextmanager
-def real_state(module: nn.Module, real: dict[int, Tensor]) -> Iterator[None]:
-    """The module with its parameters and buffers in place of what stands for them (by id); the buffers are as before afterwards."""
-    buffers = [(b, b.clone()) for b in (real[id(b)] for b in module.buffers())]
-    owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
-    fakes = [dict(own) for own in owns]
-    try:
-        for own in owns:
-            own.update({name: real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
-        yield
-    finally:
-        for own, fake in zip(owns, fakes, strict=True):
-            own.update(fake)  # type: ignore[arg-type]
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 def without_values(few: Tensor, many: Tensor, batch: Any) -> Tensor:

@@ -11,10 +11,18 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _ONE_AT_A_TIME = Lock()
+
+
+class Untraceable(Exception):
+    """What the forward pass does at some line cannot be written down; `inside` is the path of the module whose code it is."""
+
+    def __init__(self, message: str, inside: str = "", by_value: bool = False):
+        super().__init__(message)
+        self.inside, self.by_value = inside, by_value
 
 
 @contextmanager
@@ -94,3 +102,20 @@ def one_way_to_convolve() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(before[0])
         torch._C._set_nnpack_enabled(before[1])
+
+
+@contextmanager
+def real_state(module: nn.Module, real: dict[int, Tensor]) -> Iterator[None]:
+    """The module with its parameters and buffers in place of what stands for them (by id); the buffers are as before afterwards."""
+    buffers = [(b, b.clone()) for b in (real[id(b)] for b in module.buffers())]
+    owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
+    fakes = [dict(own) for own in owns]
+    try:
+        for own in owns:
+            own.update({name: real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
+        yield
+    finally:
+        for own, fake in zip(owns, fakes, strict=True):
+            own.update(fake)  # type: ignore[arg-type]
+        for buffer, value in buffers:
+            buffer.copy_(value)

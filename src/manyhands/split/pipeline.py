@@ -241,7 +241,7 @@ def contiguous(
         if possible[stages] == np.inf:
             most = max((s for s in range(1, stages) if possible[s] < np.inf), default=1)
             raise PlanError(
-                f"{stages} stages are wanted, but the model can be cut into {most} pieces only; set pipe={most} or less"
+                f"{stages} stages are wanted, but no more than {most} can be cut out of this model; set pipe={most} or less"
             )
         assert limit is not None
         raise PlanError(
