@@ -107,7 +107,8 @@ def start(body: Callable[[Words, Options], dict[str, Any]], words: Words, option
         _draw(finished, quiet=options.quiet)
     if finished.stopped and here.started_by != "manyhands":  # whatever comes after training must not run on half a model
         by = signal.Signals(finished.stopped).name
-        raise LaunchError(f"stopped by {by}; go on with --resume --dir {finished.directory}", 128 + finished.stopped)
+        after = "nothing was saved (save=off)" if plan.save == "off" else f"go on with --resume --dir {finished.directory}"
+        raise LaunchError(f"stopped by {by}; {after}", 128 + finished.stopped)
     return finished
 
 

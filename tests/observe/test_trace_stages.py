@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from observed_runs import ZERO_S, record, whole_run
 
 from manyhands.cli.trace import describe, trace
 from manyhands.core import Event, Layout
+from manyhands.observe.pipeline_picture import draw, typical_step
 from manyhands.observe.trace import pipelines
 from manyhands.split.pipeline import simulate
 
@@ -105,7 +107,8 @@ def test_the_bubble_is_printed_against_the_formula(schedule: str, m: int, tmp_pa
     trace(a_run(tmp_path, events))
     share = f"{(p - 1) / (m + p - 1):.1%}"
     said = f"bubble {share} over 2 steps, (p-1)/(m+p-1) = {share} with p=2 stages, m={m} micro-batches"
-    assert capsys.readouterr().out.splitlines() == [f"pipeline of ranks 0, 1: {said}", f"pipeline of ranks 2, 3: {said}"]
+    lines = [f"pipeline of ranks 0, 1: {said}", f"pipeline of ranks 2, 3: {said}", str(tmp_path / "trace.png")]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_other_schedules_have_their_own_formula() -> None:
@@ -136,3 +139,14 @@ def test_forward_passes_of_an_evaluation_are_drawn_but_are_no_bubble(tmp_path: P
 def test_a_run_without_a_pipeline_prints_nothing_more(tmp_path: Path, capsys: Any) -> None:
     trace(whole_run(tmp_path))
     assert capsys.readouterr().out == ""
+
+
+def test_the_picture_shows_a_typical_step_with_a_box_for_all_that_was_done(tmp_path: Path) -> None:
+    slow = [
+        replace(e, seconds=9 * e.seconds, time_s=ZERO_S + 9 * (e.time_s - ZERO_S)) for e in step("1f1b", 2, 4, 0, Layout(pipe=2))
+    ]
+    (pipeline,) = pipelines([*slow, *step("1f1b", 2, 4, 1, Layout(pipe=2)), *step("1f1b", 2, 4, 2, Layout(pipe=2))])
+    shown = typical_step(pipeline)
+    assert {e.round for e in shown} == {2} and len(shown) == 2 * 4 * 2
+    out = draw([(pipeline, "what is said")] * 12, "a run that costs $5 and $6", tmp_path / "step.png")
+    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000

@@ -1,9 +1,10 @@
-"""manyhands trace RUN: one picture of what every rank did, for ui.perfetto.dev; of a pipeline also how much of its time was lost."""
+"""manyhands trace RUN: what every rank did, for ui.perfetto.dev; of a pipeline also a picture, and how much of its time was lost."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from manyhands.observe import pipeline_picture
 from manyhands.observe.bubble import bubble
 from manyhands.observe.events import read
 from manyhands.observe.trace import Pipeline, pipelines, write_trace
@@ -11,11 +12,13 @@ from manyhands.split.pipeline import share
 
 
 def trace(run: Path, out: Path | None = None) -> Path:
-    """Write the trace of a run, by default into its own directory; returns where."""
+    """Write the trace of a run, by default into its own directory, and of a pipeline a picture beside it; returns where."""
     written = write_trace(run, out or run / "trace.json")
-    for pipeline in pipelines(read(run)):
-        if (said := describe(pipeline)) is not None:
-            print(said)
+    said = [(pipeline, words) for pipeline in pipelines(read(run)) if (words := describe(pipeline)) is not None]
+    for _, words in said:
+        print(words)
+    if said:
+        print(pipeline_picture.draw(said, Path(run).resolve().name, written.with_suffix(".png")))
     return written
 
 

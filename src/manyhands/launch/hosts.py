@@ -169,9 +169,7 @@ class HostsLauncher:
                 return
             if stop.requested and not forwarded:
                 forwarded = time.monotonic()
-                print(
-                    "\nstopping after this round and saving a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True
-                )
+                print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
                 for w in workers:
                     w.process.send_signal(signal.SIGTERM)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
