@@ -3,7 +3,8 @@
     static        parameters + the flat gradient vector + optimizer state        from shapes, cut as the layout cuts them
     one micro     retained r: what its forward pass leaves for backward;  peak e: the most it has alive at once, gradients apart
     in flight k   micro-batches whose forward is done and whose backward is not, by the schedule (`split.pipeline.most_kept`)
-    needed        static + (k - 1) r + e
+    mail          of a pipeline: the batch of a step, messages on their way
+    needed        static + (k - 1) r + e + mail
 
 Nothing of it is guessed where it can be tried: a step is run once on tensors without memory (`trial`), and so is the optimizer.
 """
@@ -120,7 +121,8 @@ class Study:
         chunks = [trial.chunk(s, passing, share) for s in mine]
         most = max(chunks, key=lambda c: c.activations + c.gradients)
         held = (self._in_flight(setting, place, len(chunks)) - 1) * sum(map(self._kept(setting), chunks)) / len(chunks)
-        activations = int((held + most.activations) * setting.scale)
+        mail = self._mail(setting, trial, chunks)
+        activations = int((held + most.activations + mail) * setting.scale)
         values, flat, grads = trained, trained, int(most.gradients)
         if self._accumulates(setting):
             grads += trained
@@ -150,6 +152,13 @@ class Study:
             return 1
         schedule = "1f1b" if setting.schedule == "interleaved" and chunks == 1 else setting.schedule
         return most_kept(schedule, setting.layout.pipe, place, setting.micros, chunks)
+
+    def _mail(self, setting: Setting, trial: Trial, chunks: list[Chunk]) -> float:
+        """What a rank of a pipeline has besides: the batch of a step, and with each neighbour one message on its way out, one that is
+        received ahead and, of gradients, the one that is worked on."""
+        if setting.layout.pipe == 1:
+            return 0.0
+        return (setting.micros - 1) * trial.batch + sum(2 * chunk.taken + 3 * chunk.given for chunk in chunks)
 
     def _kept(self, setting: Setting) -> Callable[[Chunk], float]:
         """What a micro-batch leaves behind until its way back."""

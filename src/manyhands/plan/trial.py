@@ -50,6 +50,8 @@ class Chunk:
     received: float  # of it, what the stages before gave
     activations: float  # at its peak
     gradients: float
+    taken: float = 0.0  # what crosses into it
+    given: float = 0.0  # and out of it
 
 
 @dataclass
@@ -58,6 +60,11 @@ class Trial:
     turn: int  # when forward was over
     parameters: Mapping[str, nn.Parameter]
     notes: tuple[str, ...] = ()
+    batch: int = 0  # bytes of what one micro-batch is given
+
+    def _crossing(self, stage: int) -> float:
+        """Bytes that come into `stage`."""
+        return sum(span.nbytes for span in self.spans if span.received and span.stage == stage)
 
     def chunk(self, stage: int, passing: bool, share: Callable[[str, Tensor], float]) -> Chunk:
         """`passing`: gradients are added to or moved into what is there, so each lives for a moment only."""
@@ -80,7 +87,7 @@ class Trial:
         for _, more, more_grads in sorted(moments, key=lambda m: (m[0], m[1] + m[2] > 0)):
             alive, grads = alive + more, grads + more_grads
             best = max(best, (alive, grads), key=sum)
-        return Chunk(retained, received, *best)
+        return Chunk(retained, received, *best, self._crossing(stage), self._crossing(stage + 1))
 
 
 def trial(
@@ -163,7 +170,7 @@ def _run(
                 for span in tape.open.get(p.grad.untyped_storage()._cdata, [])[:1]:
                     span.gradient_of = name
                     span.stage = max((s for s, names in enumerate(stages) if name in names), default=span.stage)
-        return Trial(tape.spans, turn, named)
+        return Trial(tape.spans, turn, named, batch=sum(_bytes(inputs)))
     finally:
         counter.stop()
 
@@ -207,6 +214,12 @@ def _copy(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     memo: dict[int, Any] = {id(p): nn.Parameter(make(p.detach()), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): make(b.detach()) for b in module.buffers()}
     return copy.deepcopy(module, memo)
+
+
+def _bytes(values: Any) -> list[int]:
+    found: list[int] = []
+    _map(values, lambda tensor: found.append(tensor.nbytes) or tensor)  # type: ignore[func-returns-value]
+    return found
 
 
 def _map(values: Any, make: Callable[[Tensor], Tensor]) -> Any:
