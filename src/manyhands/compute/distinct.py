@@ -24,8 +24,8 @@ def _place(id_, mask):
 
 @compiled
 def _distinct(ids, found, inverse):
-    size = 1024  # grows by what is found more than by what is given: ids repeat, and a small index stays in the cache
-    while 4 * size < ids.size:
+    size = 1024
+    while size < ids.size:  # beyond it only where few repeat
         size *= 2
     mask, n = np.uint64(size - 1), 0
     slots = np.full(size, -1, np.int32)

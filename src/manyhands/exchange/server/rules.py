@@ -142,6 +142,8 @@ def _ftrl(w, g, a, b, p):
         w[j] = -shrunk / ((beta + new) / lr + l2) if n > zero else w[j]
 
 
+BLOCK = 64  # rows of one number that are worked on together
+
 SUM, SGD, MOMENTUM, ADAGRAD, ROWWISE_ADAGRAD, ADAM, LAZY_ADAM, FTRL = range(8)
 
 
@@ -168,12 +170,43 @@ def _step(kind, w, g, a, b, c, p, q):
 def _kernels(kind: int) -> tuple[Any, Any]:
     # `kind` is a constant of the closures, so of _step one branch is left in each; numba's cache tells them apart by it
 
+    keeps_a, keeps_b = kind in (ADAGRAD, ADAM, FTRL), kind in (ADAM, FTRL)
+    by_blocks = keeps_a or kind == SGD
+
+    @compiled
+    def scatter_numbers(slab, rows, grads, first, stride, p, q):
+        """The same for rows of one number, some at a time side by side: one instruction does several of them."""
+        w, g, a, b = np.empty((4, BLOCK), slab.dtype)
+        n, none, one, two = rows.size, slab[:0], U64(1), U64(2)
+        for start in range(0, n, BLOCK):
+            m, at_start = U64(min(BLOCK, n - start)), U64(start)
+            for i in range(U64(min(BLOCK, max(0, n - start - BLOCK)))):
+                prefetch_far(slab, U64(rows[at_start + U64(BLOCK) + i]) * stride, 0)
+            for i in range(m):
+                at = U64(rows[at_start + i]) * stride
+                w[i], g[i] = slab[at], grads[U64(first[at_start + i])]
+                if keeps_a:
+                    a[i] = slab[at + one]
+                if keeps_b:
+                    b[i] = slab[at + two]
+            _step(kind, w[:m], g[:m], a[:m], b[:m], none, p, q)
+            for i in range(m):
+                at = U64(rows[at_start + i]) * stride
+                slab[at] = w[i]
+                if keeps_a:
+                    slab[at + one] = a[i]
+                if keeps_b:
+                    slab[at + two] = b[i]
+
     @compiled
     def scatter(slab, rows, grads, first, dim, stride, wide, narrow, p, q):
         """Apply the equation to rows of a table. `wide`: how long a and b are together; `narrow`: c."""
         n, lines = rows.size, lines_of(slab, stride, stride)
         dim, stride = U64(dim), U64(stride)
         la, lb = min(U64(wide), dim), U64(wide) - min(U64(wide), dim)
+        if by_blocks and dim == U64(1):
+            scatter_numbers(slab, rows, grads, first, stride, p, q)
+            return
         for i in range(n):
             if i + AHEAD_PUSH < n:
                 later = U64(rows[i + AHEAD_PUSH]) * stride
