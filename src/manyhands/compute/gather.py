@@ -50,6 +50,18 @@ def _add_bags(index, starts, grads, out, dim, mean):
                 target[d] += source[d]
 
 
+@compiled
+def _sum_numbers(index, starts, rows, out, mean):
+    """Bags of rows of one number."""
+    for b in range(starts.size):
+        first = starts[b]
+        last = starts[b + 1] if b + 1 < starts.size else index.size
+        total = rows.dtype.type(0)
+        for i in range(first, last):
+            total += rows[np.uint64(index[i])]
+        out[b] = total / rows.dtype.type(last - first) if mean and last > first else total
+
+
 class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
@@ -67,6 +79,10 @@ class Bags(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, starts: Tensor, mean: bool) -> Tensor:
         ctx.index, ctx.starts, ctx.mean, ctx.shape = index, starts, mean, rows.shape
+        if rows.shape[1] == 1:
+            out = rows.new_empty(starts.numel(), 1)
+            _sum_numbers(index.numpy(), starts.contiguous().numpy(), rows.view(-1).numpy(), out.view(-1).numpy(), mean)
+            return out
         return F.embedding_bag(index, rows, starts, mode="mean" if mean else "sum")
 
     @staticmethod
