@@ -8,12 +8,14 @@ What is left here are plain parameters under their names in the whole model; `pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhands.compute import batches as data
 from manyhands.compute import features as summed
@@ -33,7 +35,7 @@ from manyhands.compute.traced import Traced, trace
 from manyhands.compute.update import Update
 from manyhands.core import Plan, Tensors
 from manyhands.errors import PlanError
-from manyhands.forecasting import Watch, example, watch
+from manyhands.forecasting import Watch, example, room, watch
 from manyhands.observe.graph_picture import draw
 from manyhands.site import Site, micro_batches
 from manyhands.split import features
@@ -112,8 +114,8 @@ def divide(site: Site, plan: Plan, model: nn.Module, train: data.Source, task: T
     parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
     given = forward.names_of(values, task.step) if looks else ()
     call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
-    deal = _dealt(site, plan, model, inputs, call) if plan.cut == "graph" else None
-    found = [] if layout.pipe == 1 else _stages(site, plan, model, inputs, call) if deal is None else deal.shares
+    deal = _dealt(site, plan, model, inputs, call, task) if plan.cut == "graph" else None
+    found = [] if layout.pipe == 1 else _stages(site, plan, model, inputs, call, task) if deal is None else deal.shares
     watched = None if not looks else watch(
         site, plan, model, lambda: values, task,
         [frozenset(n for n, _ in s.module.named_parameters()) for s in found] or None,
@@ -157,15 +159,22 @@ def _check_stages(site: Site, found: Sequence[stages.Stage | Share]) -> None:
         )
 
 
-def _dealt(site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None) -> Deal:
-    """The model's graph dealt out over the ranks of the pipe axis, by the costs that one rank has measured; and drawn."""
+def _dealt(
+    site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None, task: Task
+) -> Deal:
+    """The model's graph dealt out over the ranks of the pipe axis, by the costs and the memory that one rank has measured; and drawn."""
     with forward.autocast(plan.precision, site.device):
         traced = shortened(traced_finely(model, example, plan.layout.pipe, call))
-        numbers = torch.zeros(FIELDS * len(traced.steps[True]), dtype=torch.int64, device=site.device)
+        said = torch.zeros(FIELDS * len(traced.steps[True]) + 2, dtype=torch.int64, device=site.device)
         if site.rank == 0:
-            numbers += torch.tensor(weigh(traced, _few(example)))
-    site.link.all_reduce({"numbers": numbers}).wait()
-    deal = dealt(traced, numbers.tolist(), plan.layout.pipe, micro_batches(plan) * plan.accumulate)
+            limit, state = room(site, model, task)
+            few = _few(example)
+            costs = [round(x * _rows(example) / _rows(few)) for x in weigh(traced, few)]
+            said += torch.tensor([*costs, limit, round(state * 1000)])
+    site.link.all_reduce({"numbers": said}).wait()
+    *numbers, limit, thousandths = said.tolist()
+    deal_out = partial(dealt, traced, numbers, plan.layout.pipe, micro_batches(plan) * plan.accumulate, state=thousandths / 1000)
+    deal = _within(deal_out, None if site.options.anyway else limit)
     if site.rank == 0:
         drawn = draw(
             deal.nodes, deal.placement.where, site.directory / "graph.svg", f"{_named(model)} on {plan.layout.pipe} ranks"
@@ -193,8 +202,16 @@ def by_feature(site: Site, model: nn.Module, sources: list[data.Source]) -> Divi
     return Division(name, model, parts)
 
 
+def _within(cut: Callable[..., Any], limit: float | None) -> Any:
+    """Within the memory that there is, if that can be. If not, what is forecast of the result says so, in numbers and with what to do."""
+    if limit is not None:
+        with suppress(PlanError):
+            return cut(limit=limit)
+    return cut(limit=None)
+
+
 def _stages(
-    site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None
+    site: Site, plan: Plan, model: nn.Module, example: tuple[Any, ...], call: Callable[..., Any] | None, task: Task
 ) -> Sequence[stages.Stage]:
     """All stages of the model, cut where one rank says."""
     layout, chunks = plan.layout, CHUNKS if plan.schedule == "interleaved" else 1
@@ -205,7 +222,7 @@ def _stages(
         traced = trace(model, example, names, call, pieces=number)
         begins = torch.zeros(number - 1, dtype=torch.int64, device=site.device)
         if site.rank == 0:  # one measures for all: times differ from rank to rank
-            begins += torch.tensor(traced.at(names, number) if names else _balanced(traced, example, number))
+            begins += torch.tensor(traced.at(names, number) if names else _balanced(site, plan, traced, example, number, task))
     site.link.all_reduce({"begins": begins}).wait()
     found = stages.cut(traced, begins.tolist())
     said = ", ".join(f"{i}: {sum(p.numel() for p in s.module.parameters()):,} parameters" for i, s in enumerate(found))
@@ -213,11 +230,24 @@ def _stages(
     return found
 
 
-def _balanced(traced: Traced, example: tuple[Any, ...], number: int) -> list[int]:
-    """Where stages begin so that the slowest is as fast as can be."""
-    costs = stages.measure(traced, _few(example))
+def _balanced(site: Site, plan: Plan, traced: Traced, example: tuple[Any, ...], number: int, task: Task) -> list[int]:
+    """Where stages begin so that the slowest is as fast as can be, and each has the memory that it needs."""
+    few = _few(example)
+    costs, pipe = stages.measure(traced, few), plan.layout.pipe
     crossing = [float(c.crossing_bytes) if traced.cuttable(i) else float("inf") for i, c in enumerate(costs)]
-    return schedules.contiguous([c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing)
+    chunks, micros = number // pipe, micro_batches(plan) * plan.accumulate
+    limit, state = room(site, traced.model, task)
+    cut = partial(
+        schedules.contiguous, [c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing,
+        memory=[c.parameter_bytes * state for c in costs],
+        kept=[0.0 if plan.recompute else c.kept_bytes * _rows(example) / _rows(few) for c in costs],
+        in_flight=[max(1, schedules.most_kept(plan.schedule, pipe, s % pipe, micros, chunks) // chunks) for s in range(number)],
+    )  # fmt: skip
+    return _within(cut, None if site.options.anyway else limit / chunks)
+
+
+def _rows(example: tuple[Any, ...]) -> int:
+    return max((len(v) for v in tree_leaves(example) if isinstance(v, torch.Tensor) and v.ndim), default=0) or 1
 
 
 def _few(example: tuple[Any, ...]) -> tuple[Any, ...]:

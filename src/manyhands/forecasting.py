@@ -96,6 +96,13 @@ def watch(
     return Watch(site, setting, forecasts[0])
 
 
+def room(site: Site, model: nn.Module, task: Task) -> tuple[int, float]:
+    """Bytes that a rank has, and how many times the bytes of its parameters it holds, with gradients and the optimizer's state."""
+    own = sum(p.nbytes for p in model.parameters())
+    state, _, _ = memory.optimizer_bytes(model, task.optimizer(model.parameters()))
+    return available_bytes(site.device, site.place.local_size, own), 2 + sum(state.values()) / max(1, own)
+
+
 @contextmanager
 def _module(loss: TaskLoss, module: nn.Module) -> Iterator[None]:
     before, loss.module = loss.module, module
