@@ -40,12 +40,12 @@ def nothing_is_left_behind() -> Iterator[None]:
         dist.destroy_process_group()
         leaks.append("an initialised torch.distributed process group: call destroy_process_group")
     deadline = time.monotonic() + GRACE_S
-    while ((living := _children()).keys() - children.keys() or _threads() - threads) and time.monotonic() < deadline:
+    # segments: of a process killed on purpose by a test that runs beside this
+    while time.monotonic() < deadline and (_children().keys() - children.keys() or _threads() - threads or _segments() - shared):
         time.sleep(0.01)
+    living = _children()
     leaks += [f"child process {pid}: {line}" for pid, line in living.items() if pid not in children]
     leaks += [f"thread {thread.name!r}, which is no daemon" for thread in _threads() - threads]
-    while _segments() - shared and time.monotonic() < deadline:  # of a process killed on purpose by a test that runs beside this
-        time.sleep(0.01)
     for path in _segments() - shared:
         path.unlink(missing_ok=True)
         leaks.append(f"shared memory {path}")

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from manyhands.compute import sparse, tables
+from manyhands.compute.gather import bags_of
 from manyhands.compute.sparse import Embedding, EmbeddingBag
 from manyhands.compute.tables import Tables
 from manyhands.errors import CheckpointError, StoreError, TaskError
@@ -404,3 +406,16 @@ def test_rows_of_another_model_and_a_model_in_a_run_are_refused() -> None:
         sparse.load_rows(Both(dim=2, second="ones/more"), saved)
     with pytest.raises(TaskError, match="'ones': it is part of a run, but a model of its own is needed"):
         sparse.load_rows(model, saved)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("dim", [1, 3])
+def test_bags_are_torchs_also_empty_ones_and_of_one_number(mode: str, dim: int) -> None:
+    chance = torch.Generator().manual_seed(2)
+    index, starts = torch.randint(9, (40,), generator=chance), torch.tensor([0, 5, 5, 30, 40])
+    rows = [torch.randn(9, dim, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    ours, theirs = bags_of(rows[0], index, starts, mode, None), F.embedding_bag(index, rows[1], starts, mode=mode)
+    assert torch.equal(ours, theirs)
+    for out in (ours, theirs):
+        (out * torch.arange(1.0, 6.0)[:, None]).sum().backward()
+    torch.testing.assert_close(rows[0].grad, rows[1].grad)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.core import Event
 from manyhands.observe.curves import GRID, INK, MUTED
-from manyhands.observe.trace import STAGED, WORK, Pipeline
+from manyhands.observe.trace import STAGED, WORK, Pipeline, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ def _lanes(axes: Axes, pipeline: Pipeline, step: Sequence[Event], longest: float
     for event in step:
         lane, work = pipeline.ranks.index(event.rank), event.name in WORK
         start, low, high = (event.time_s - zero) * 1e3, lane + (-0.42 if work else 0.24), lane + 0.42
-        shade = 0.35 if _value(event, "stage") != min(_stages(step, event.rank)) else 0.0  # the second stage of a rank
+        shade = 0.35 if number(event, "stage") != min(_stages(step, event.rank)) else 0.0  # the second stage of a rank
         axes.broken_barh(
             [(start, event.seconds * 1e3)],
             (low, high - low),
@@ -89,7 +89,7 @@ def _lanes(axes: Axes, pipeline: Pipeline, step: Sequence[Event], longest: float
         )
         if work and event.seconds > NARROW * longest:
             at = start + event.seconds * 5e2
-            axes.text(at, lane, str(_value(event, "micro")), size=8, color="white", ha="center", va="center")
+            axes.text(at, lane, str(number(event, "micro")), size=8, color="white", ha="center", va="center")
     axes.set_xlim(0, longest * 1e3)
     axes.set_ylim(len(pipeline.ranks) - 0.5, -0.5)
     axes.set_yticks(range(len(pipeline.ranks)), [_title(rank, _stages(step, rank)) for rank in pipeline.ranks], size=9, color=INK)
@@ -108,11 +108,7 @@ def _title(rank: int, stages: Sequence[int]) -> str:
 
 
 def _stages(step: Sequence[Event], rank: int) -> list[int]:
-    return sorted({_value(e, "stage") for e in step if e.rank == rank})
-
-
-def _value(event: Event, key: str) -> int:
-    return int(event.value.get(key, 0)) if isinstance(event.value, dict) else 0
+    return sorted({number(e, "stage") for e in step if e.rank == rank})
 
 
 def _square(figure: Any, x: float, y: float, color: str, height: float, width: float) -> Any:

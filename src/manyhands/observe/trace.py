@@ -82,7 +82,7 @@ def _rows(events: list[Event], run: str) -> Iterator[Json]:
     for pipeline in pipelines(events):  # below all ranks: the stages of one pipeline stand under each other
         for rank in pipeline.ranks:
             tid += 1
-            stages = sorted({_number(e, "stage") for e in by_rank[rank] if _staged(e)})
+            stages = sorted({number(e, "stage") for e in by_rank[rank] if _staged(e)})
             yield from _track(f"rank {rank} stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}", tid)
             for event in (e for e in by_rank[rank] if _staged(e)):
                 row = {"ph": "X", "name": event.name, "cat": "stage", "pid": PID, "tid": tid, "args": _args(event)}
@@ -108,7 +108,7 @@ class Pipeline:
         """Of a step; of most steps, where the last batch of an epoch is smaller."""
         seen: dict[int, set[int]] = defaultdict(set)
         for event in self.events:
-            seen[event.round].add(_number(event, "micro"))
+            seen[event.round].add(number(event, "micro"))
         counts = [len(micros) for micros in seen.values()]
         return max(counts, key=counts.count)
 
@@ -135,7 +135,7 @@ def pipelines(events: Iterable[Event]) -> list[Pipeline]:
     """The pipelines of a run, by what their stages did. Ranks lie on data x shard x pipe x tensor, tensor fastest, so that
     those of one pipeline are as far apart as the tensor axis is long; forward passes of evaluations are no training steps."""
     steps = _training([e for e in events if _staged(e)])
-    places = {rank: min(_number(e, "stage") for e in steps if e.rank == rank) for rank in sorted({e.rank for e in steps})}
+    places = {rank: min(number(e, "stage") for e in steps if e.rank == rank) for rank in sorted({e.rank for e in steps})}
     if not places:
         return []
     length = len(set(places.values()))
@@ -147,7 +147,7 @@ def pipelines(events: Iterable[Event]) -> list[Pipeline]:
     made = []
     for ranks in found.values():
         own = tuple(e for e in steps if e.rank in ranks)
-        chunks = len({_number(e, "stage") for e in own}) // len(ranks)
+        chunks = len({number(e, "stage") for e in own}) // len(ranks)
         made.append(Pipeline(tuple(sorted(ranks, key=lambda r: places[r])), max(1, chunks), own))
     return made
 
@@ -170,7 +170,7 @@ def _staged(event: Event) -> bool:
     return event.name in STAGED and isinstance(event.value, dict) and "stage" in event.value
 
 
-def _number(event: Event, key: str) -> int:
+def number(event: Event, key: str) -> int:
     return int(event.value.get(key, 0)) if isinstance(event.value, dict) else 0
 
 

@@ -295,3 +295,10 @@ def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
 def test_options_that_cannot_be_are_refused(rule: str, options: dict[str, float], message: str) -> None:
     with pytest.raises(StoreError, match=message):
         SparseTable(Table("t", rule=rule, options=options))
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rows_of_one_number_are_worked_on_together_to_the_bits_of_one_long_row(rule: str, dtype: str) -> None:
+    w, grads = dice(3).standard_normal(203).astype(dtype), gradients(203, dtype)  # more than a block, and no multiple of it
+    np.testing.assert_array_equal(sparse_run(rule, w[:, None], grads)[:, 0], dense_run(rule, w, grads).values)
