@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
-inlined = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False, forceinline=True)
+from manyhands.compiling import compiled, inlined
 
 
 @inlined

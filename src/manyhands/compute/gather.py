@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+from manyhands.compiling import compiled
 
 
 @compiled

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyhands.compiling import compiled, inlined
 from manyhands.core import Late, Rows, Store, Table, Tensors, Tick, Work
 from manyhands.errors import PlanError
-from manyhands.exchange.server.kernels import compiled, inlined, mix
+from manyhands.exchange.server.kernels import mix
 
 WAYS = 8  # places that a row may stand in
 FORGET_AFTER = 16  # lookups a place before all counts are halved: what was hot once cools down

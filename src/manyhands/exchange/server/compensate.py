@@ -8,7 +8,7 @@ Elementwise, in place. With lambda = 0, or where nothing has changed since, g is
 
 import numpy as np
 
-from manyhands.exchange.server.kernels import compiled
+from manyhands.compiling import compiled
 
 EPS = 1e-7
 MEAN_SQUARE = "compensate/mean_square"  # its name beside what the rule of a table keeps

@@ -9,29 +9,24 @@ from numba.core import cgutils
 intrinsic: Any = extending.intrinsic  # its types know the generator, not what is called
 
 
-def _prefetcher(locality: int) -> Any:
-    @intrinsic
-    def ask(typing, array, index, line):
-        """Ask for the cache line of array[index], or so many lines after it."""
+@intrinsic
+def prefetch(typing, array, index, line):
+    """Ask for the cache line of array[index], or so many lines after it: into the second-level cache, which waits for more lines at
+    a time than the first."""
 
-        def generate(context, builder, signature, arguments):
-            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-            call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-            step = 64 // context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
-            index = builder.add(arguments[1], builder.mul(arguments[2], arguments[2].type(step)))
-            where = builder.bitcast(builder.gep(data, [index]), byte)
-            builder.call(call, [where, i32(0), i32(locality), i32(1)])
-            return context.get_dummy_value()
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        step = 64 // context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        index = builder.add(arguments[1], builder.mul(arguments[2], arguments[2].type(step)))
+        where = builder.bitcast(builder.gep(data, [index]), byte)
+        read, second_level, data_not_code = i32(0), i32(2), i32(1)
+        builder.call(call, [where, read, second_level, data_not_code])
+        return context.get_dummy_value()
 
-        return types.void(array, index, line), generate
-
-    return ask
-
-
-prefetch = _prefetcher(3)
-prefetch_far = _prefetcher(2)  # into the second-level cache, which waits for more lines at a time: better for long rows
+    return types.void(array, index, line), generate
 
 
 @intrinsic

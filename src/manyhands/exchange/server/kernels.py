@@ -13,20 +13,18 @@ signed indices and 2-D indexing cost numba a check for negative numbers in every
 
 import hashlib
 
-import numba
 import numpy as np
 
+from manyhands.compiling import compiled, inlined
 from manyhands.exchange.server.instructions import copy, lowest, match, prefetch
 
 U64, U32 = np.uint64, np.uint32
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
-inlined = numba.njit(nogil=True, cache=True, error_model="numpy", boundscheck=False, forceinline=True)
 
 NOWHERE = np.int64(-1)  # the row of an id that has none
 COUNT_BITS, LAST_BITS = 12, 20
 MOST_COUNTED = (1 << COUNT_BITS) - 1
 LATEST = (1 << LAST_BITS) - 1
-AHEAD_INDEX, AHEAD_ROWS, AHEAD_PUSH = 32, 16, 16  # how many ids before their use lines are asked for
+AHEAD_INDEX, AHEAD_ROWS, AHEAD_PUSH = 64, 32, 16  # how many ids before their use lines are asked for
 
 # `head`: the few numbers of a table that its kernels share, by position
 TOP, FREE, LIVE, REFUSED, UNADMITTED, SIGHTED, ROOM, MOST, NOW, ADMIT_AFTER, INIT, HEAD = range(12)

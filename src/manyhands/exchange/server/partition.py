@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manyhands.compiling import compiled
 from manyhands.exchange.server.found import same
-from manyhands.exchange.server.kernels import U64, compiled, mix, seed_of
+from manyhands.exchange.server.kernels import U64, mix, seed_of
 
 
 @compiled

@@ -8,17 +8,17 @@
 What is not finite stays so, and is refused where it arrives.
 """
 
-import numba
 import numpy as np
 import torch
 
+from manyhands.compiling import compiling
 from manyhands.exchange.server.messages import Code
 from manyhands.exchange.server.wire import aligned
 from manyhands.exchange.wires import kernels
 
 BLOCK = 1024  # elements of a dense part with one scale; parts begin at multiples of it, so cutting differently changes nothing
 
-compiled = numba.njit(nogil=True, cache=True)
+compiled = compiling()
 
 
 @compiled

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from manyhands.compiling import compiled, inlined
 from manyhands.errors import StoreError
-from manyhands.exchange.server.instructions import fma, prefetch_far
-from manyhands.exchange.server.kernels import AHEAD_PUSH, U64, compiled, inlined, lines_of
+from manyhands.exchange.server.instructions import fma, prefetch
+from manyhands.exchange.server.kernels import AHEAD_PUSH, U64, lines_of
 
 # -- the equations: p are the numbers of this push in the table's dtype, q the same in float64 --
 
@@ -181,7 +182,7 @@ def _kernels(kind: int) -> tuple[Any, Any]:
         for start in range(0, n, BLOCK):
             m, at_start = U64(min(BLOCK, n - start)), U64(start)
             for i in range(U64(min(BLOCK, max(0, n - start - BLOCK)))):
-                prefetch_far(slab, U64(rows[at_start + U64(BLOCK) + i]) * stride, 0)
+                prefetch(slab, U64(rows[at_start + U64(BLOCK) + i]) * stride, 0)
             for i in range(m):
                 at = U64(rows[at_start + i]) * stride
                 w[i], g[i] = slab[at], grads[U64(first[at_start + i])]
@@ -211,7 +212,7 @@ def _kernels(kind: int) -> tuple[Any, Any]:
             if i + AHEAD_PUSH < n:
                 later = U64(rows[i + AHEAD_PUSH]) * stride
                 for j in range(lines):
-                    prefetch_far(slab, later, j)
+                    prefetch(slab, later, j)
             at, grad = U64(rows[i]) * stride, U64(first[i]) * dim
             ia = at + dim
             ib, ic = ia + la, ia + la + lb

@@ -9,8 +9,9 @@ Magnitudes are compared as integers (the bits of |x| order like |x|), which vect
 above everything: it is found, never lost. A block that holds NaN or infinity goes out as NaN and leaves no residual behind.
 """
 
-import numba
 import numpy as np
+
+from manyhands.compiling import compiling
 
 MAGNITUDE = np.uint32(0x7FFFFFFF)  # all but the sign
 INFINITE = np.uint32(0x7F800000)  # and above: NaN
@@ -19,8 +20,8 @@ ZERO, ONE = np.float32(0), np.float32(1)
 LEVELS = np.float32(127)
 CHUNK = 32  # of which the largest is looked at before each
 
-compiled = numba.njit(nogil=True, cache=True)
-summing = numba.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})  # sums in vector order; NaN stays NaN
+compiled = compiling()
+summing = compiling(fastmath={"reassoc", "nsz"})  # sums in vector order; NaN stays NaN
 
 
 @compiled
