@@ -23,7 +23,7 @@ import torch
 from common import Claim, alternate, cores, median
 
 from manyhands.core import Table
-from manyhands.exchange.server.instructions import copy, prefetch
+from manyhands.instructions import copy, prefetch
 from manyhands.exchange.server.table import SparseTable, warm_up
 
 BATCH, BATCHES = 20_000, 16

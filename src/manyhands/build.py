@@ -89,8 +89,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         return forward.TaskLoss(module, walk, task.loss, task.step, plan.precision, site.device)
 
     def evaluate(module: nn.Module) -> dict[str, float]:
-        if test is None:
-            return {}
+        assert test is not None
         predict = None if division is None or division.pipeline is None else division.pipeline.infer
         sums = forward.evaluate(
             module, test, *site.evaluates, 4 * (plan.batch or DEFAULT_BATCH), task.loss, task.step, task.metrics, plan.precision, site.device, predict
@@ -122,7 +121,7 @@ def task_trainer(site: Site, task: Task, model: nn.Module, seed: int, stop_reque
         task.schedule,
         train,
         losses,
-        evaluate,
+        None if test is None else evaluate,
         stop_requested,
         run,
         tuple(task.callbacks),
@@ -140,7 +139,7 @@ def assemble(
     make_schedule: Callable[[Optimizer], LRScheduler] | None,
     train: data.Source,
     losses: Callable[[nn.Module, data.Batches], NextLoss],
-    evaluate: Callable[[nn.Module], dict[str, float]],
+    evaluate: Callable[[nn.Module], dict[str, float]] | None,
     stop_requested: Callable[[], int],
     run: Any,
     callbacks: tuple[Callback, ...] = (),
@@ -243,7 +242,7 @@ def assemble(
         position=lambda: walk.position, samples=lambda: walk.samples,
         epochs=math.inf if plan.epochs is None else plan.epochs, steps=math.inf if plan.steps is None else plan.steps,
         emit=site.recorder.emit, flush=site.recorder.flush, snapshot=snapshot, save=save,
-        evaluate=lambda: evaluate(computing if pipeline is None else nn.ModuleList(stages)),
+        evaluate=evaluate and (lambda: evaluate(computing if pipeline is None else nn.ModuleList(stages))),
         last_good=lambda: _last_good(site.checkpoints), save_evaluated=plan.best is not None,
         save_every={"epoch": 0, "off": None}.get(plan.save, int(plan.save) if plan.save.isdigit() else 0),
         stop_requested=stop_requested, directory=str(site.directory), device=site.device,

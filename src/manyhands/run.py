@@ -228,7 +228,7 @@ class Run:
         optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
         self.trainer, walk, module, _ = build.assemble(
             site, plan, model, lambda _: optimizer, None if schedule is None else lambda _: schedule, train, lambda *_: self._ask,
-            lambda _: {}, lambda: 0 if self._stop is None else self._stop.requested, self,
+            None, lambda: 0 if self._stop is None else self._stop.requested, self,
             one_copy=False,  # a loop of one's own may change parameters itself (clamp, average), on every rank
         )  # fmt: skip
         return _Cast(module, plan.precision, site.device) if plan.precision != "fp32" else module, optimizer, LoopData(self, walk)

@@ -61,7 +61,7 @@ class Trainer:
     samples: Callable[[], int | None]  # of one epoch; None while a stream has not ended once
     emit: Callable[[Event], None]
     flush: Callable[[], None]
-    evaluate: Callable[[], dict[str, float]]
+    evaluate: Callable[[], dict[str, float]] | None  # None: there is nothing to evaluate on
     snapshot: Callable[[int, Rule], Snapshot]
     save: Callable[[Snapshot, dict[str, float]], None]
     last_good: Callable[[], str | None]
@@ -354,8 +354,9 @@ class Trainer:
     def _evaluate(self) -> None:
         started, clock = time.time(), time.perf_counter()
         self._evaluated = self.round
-        with self.merged():
-            self.metrics = self.evaluate() or self.metrics
+        if self.evaluate is not None:
+            with self.merged():
+                self.metrics = self.evaluate() or self.metrics
         self._reached = self._reached or (self.until is not None and self.until.reached(self._known()))
         if self.metrics:
             where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}

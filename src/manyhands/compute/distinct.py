@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from manyhands.compiling import compiled, inlined
+from manyhands.instructions import prefetch
+
+ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+AHEAD = 24  # ids before their use, places are asked for
 
 
 @inlined
@@ -28,7 +32,11 @@ def _distinct(ids, found, inverse):
     mask, n = np.uint64(size - 1), 0
     slots = np.full(size, -1, np.int32)
     for i in range(ids.size):
-        at = _place(ids[i], mask)
+        inverse[i] = np.int64(_place(ids[i], ALL))  # until it is replaced by the index
+    for i in range(ids.size):
+        if i + AHEAD < ids.size:
+            prefetch(slots, np.uint64(inverse[i + AHEAD]) & mask, 0)
+        at = np.uint64(inverse[i]) & mask
         while True:
             j = slots[at]
             if j < 0:

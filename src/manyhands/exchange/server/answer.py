@@ -23,7 +23,7 @@ from manyhands.exchange.server.wire import Channel, Closed, Cursor, Malformed, e
 if TYPE_CHECKING:
     from manyhands.exchange.server.serve import Server
 
-PIECE_BYTES = 1 << 20  # of a pull, read and sent at a time
+PIECE_BYTES = 1 << 21  # of a pull, read and sent at a time
 KEPT_LISTS, KEPT_IDS = 16, 1 << 22  # key lists that both ends of a connection remember
 SEGMENTS = 8  # of shared memory that one connection may have at a time
 

@@ -6,7 +6,7 @@ Entries move only when the index grows or rows are forgotten; a table counts tha
 import numpy as np
 
 from manyhands.compiling import compiled
-from manyhands.exchange.server.instructions import prefetch
+from manyhands.instructions import prefetch
 from manyhands.exchange.server.kernels import AHEAD_INDEX, MOST_COUNTED, U32, U64
 
 

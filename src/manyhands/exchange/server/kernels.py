@@ -16,7 +16,7 @@ import hashlib
 import numpy as np
 
 from manyhands.compiling import compiled, inlined
-from manyhands.exchange.server.instructions import copy, lowest, match, prefetch
+from manyhands.instructions import copy, lowest, match, prefetch
 
 U64, U32 = np.uint64, np.uint32
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from manyhands.compiling import compiled, inlined
 from manyhands.errors import StoreError
-from manyhands.exchange.server.instructions import fma, prefetch
+from manyhands.instructions import fma, prefetch
 from manyhands.exchange.server.kernels import AHEAD_PUSH, U64, lines_of
 
 # -- the equations: p are the numbers of this push in the table's dtype, q the same in float64 --
