@@ -168,14 +168,15 @@ class Bench:
                 "-e",
                 "cpu-clock",
                 "-F",
-                "1999",
+                "4999",
                 "-p",
                 str(self.server.process.pid),
                 "-o",
                 f"{folder}/perf",
             ]
             perf = subprocess.Popen(record, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            self.ours(name, ids)
+            for _ in range(2):  # some ten thousand samples, or the share would be known to a percent only
+                self.ours(name, ids)
             perf.send_signal(2)
             _, words = perf.communicate(timeout=30)
             if not Path(f"{folder}/perf").exists():
