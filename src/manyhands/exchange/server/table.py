@@ -22,11 +22,11 @@ from manyhands.exchange.server.rules import RULES
 
 __all__ = ["DenseTable", "SparseTable", "warm_up"]
 
-FULLEST, GROWTH = 0.8, 1.25  # of the index: at most so full, and it becomes so much larger
+FULLEST, GROWTH = 0.65, 1.25  # of the index: at most so full, and it becomes so much larger: 25 to 31 bytes a row
 SMALL = 1 << 14  # buckets up to which it doubles
 FOUND = 4  # pulls whose rows are remembered
 MOST_PLACES = 1 << 26  # that sightings are counted in
-INDEX_SHARE = 40  # bytes a row that an index may take while it grows: the new one, at its fullest, and the old
+INDEX_SHARE = 45  # bytes a row that an index may take while it grows: the new one, at its fullest, and the old
 
 MAP_NORESERVE = 0x4000  # of Linux; Python knows it from 3.13 on
 
