@@ -14,7 +14,8 @@ from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.exchange.server.counts import since, together
 from manyhands.exchange.server.kernels import seed_of, slot_of
-from manyhands.exchange.server.shard import How, Part, Shard, Want
+from manyhands.exchange.server.messages import How
+from manyhands.exchange.server.shard import Part, Shard, Want
 from manyhands.exchange.server.slots import SLOTS, even, ranges
 
 DENSE = Table("w", length=6, dtype="float64", rule="sum")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.exchange.server import messages as m
 from manyhands.exchange.server import payload, plane
-from manyhands.exchange.server.shard import How, Part, Shard, Want
+from manyhands.exchange.server.shard import Part, Shard, Want
 from manyhands.exchange.server.wire import Channel, Closed, Cursor, Malformed, encode
 
 if TYPE_CHECKING:
@@ -64,12 +64,20 @@ class Desk:
     def __init__(self, server: Server, shard: Shard):
         self.server, self.shard = server, shard
         self.specs: dict[str, tuple[Table, int]] = {}  # with the elements that are here of a dense one
-        self.requests = self.waiting = 0
-        self.received_bytes = self.sent_bytes = 0
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._conversations: set[_Conversation] = set()
+        self._ended: Counter[str] = Counter()  # what was counted in others
 
     def attend(self, channel: Channel, proof: m.Proof) -> None:
-        _Conversation(self, channel, proof).run()
+        conversation = _Conversation(self, channel, proof)
+        with self._lock:
+            self._conversations.add(conversation)
+        try:
+            conversation.run()
+        finally:
+            with self._lock:
+                self._conversations.remove(conversation)
+                self._ended.update(conversation.counted())
 
     def create(
         self, table: Table, part: tuple[int, int] | None, values: np.ndarray | None, state: dict[str, np.ndarray] | None
@@ -79,9 +87,12 @@ class Desk:
 
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()
-        with self.lock:
-            found |= {"server_requests": self.requests, "server_received_bytes": self.received_bytes}
-            found |= {"server_sent_bytes": self.sent_bytes, "now/queue": max(0, self.waiting - 1)}
+        with self._lock:
+            counted = self._ended.copy()
+            for conversation in self._conversations:
+                counted.update(conversation.counted())
+            found |= counted
+            found["now/queue"] = max(0, sum(conversation.busy for conversation in self._conversations) - 1)
         if self.shard.index == 0:
             found |= {f"refused/{reason}": n for reason, n in list(self.server.refused.items())}
         return found
@@ -96,9 +107,16 @@ class _Conversation:
         self._in = self._out = self._piece = self._plain = np.empty(0, np.uint8)
         self._used = 0  # of `_plain`
         self._ignoring = False  # what was sent before the other side heard that one must come again
+        self._requests, self.busy = 0, False
+
+    def counted(self) -> Counter[str]:
+        channel = self._channel
+        return Counter(
+            server_requests=self._requests, server_received_bytes=channel.received_bytes, server_sent_bytes=channel.sent_bytes
+        )
 
     def run(self) -> None:
-        channel, desk = self._channel, self._desk
+        channel = self._channel
         while True:
             head, message = channel.receive()
             memory = self._receive(head.payload_bytes)
@@ -110,9 +128,8 @@ class _Conversation:
                 continue
             if self._ignoring:
                 continue
-            with desk.lock:
-                desk.requests += 1
-                desk.waiting += 1
+            self._requests += 1
+            self.busy = True
             try:
                 self._answer(head.number, message, memory)
             except _Unknown:
@@ -125,11 +142,7 @@ class _Conversation:
             except Exception as e:  # a fault of ours, or no memory: the one who asked must hear of it, the others must not
                 channel.send(m.Failed("internal", f"{type(e).__name__}: {e}"), head.number)
             finally:
-                with desk.lock:
-                    desk.waiting -= 1
-                    desk.received_bytes += channel.received_bytes
-                    desk.sent_bytes += channel.sent_bytes
-                channel.received_bytes = channel.sent_bytes = 0
+                self.busy = False
 
     def _again(self, number: int, message: m.Again) -> None:
         self._ignoring = True
@@ -172,9 +185,9 @@ class _Conversation:
         if x.epoch != self._desk.server.epoch:
             self._again(number, m.Again("epoch", self._desk.server.epoch))
             return
-        answer, self._used = None, 0
+        self._used = 0
         if x.place is not None:
-            memory, answer = self._shared(x.place)
+            memory = self._piece_of(x.place.segment, x.place.at, x.place.nbytes)
         cursor = Cursor(memory)
         parts = [self._part(keyed, x.code, cursor) for keyed in x.push]
         wants = [Want(keyed.table, self._ids(keyed, cursor)) for keyed in x.pull]
@@ -182,13 +195,11 @@ class _Conversation:
             self._shard.commit(version, members)
         applied = True
         if x.how is not None:
-            h = x.how
-            how = How(h.clock, h.lr, h.hold, h.weight, h.adapt, h.compensate, h.decay)
-            applied = self._shard.push(self._worker, self._incarnation, x.sequence, parts, how)
+            applied = self._shard.push(self._worker, self._incarnation, x.sequence, parts, x.how)
         if not wants:
             self._channel.send(m.Rows(0, applied), number)
         else:
-            self._rows(number, x, wants, applied, answer)
+            self._rows(number, x, wants, applied)
 
     def _spec(self, name: str) -> tuple[Table, int]:
         found = self._desk.specs.get(name)
@@ -237,13 +248,15 @@ class _Conversation:
         self._used += nbytes
         return self._plain[self._used - nbytes :][: count * dtype.itemsize].view(dtype)
 
-    def _rows(self, number: int, x: m.Exchange, wants: list[Want], applied: bool, answer: np.ndarray | None) -> None:
+    def _rows(self, number: int, x: m.Exchange, wants: list[Want], applied: bool) -> None:
         shapes = [self._numbers(keyed) for keyed in x.pull]
         sizes = [payload.nbytes(x.code, count, dtype.itemsize, width) for dtype, count, width, _ in shapes]
-        if answer is None and x.code == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
+        if x.place is not None:
+            answer = self._piece_of(x.place.segment, x.place.answer_at, x.place.answer_bytes)
+        elif x.code == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
             self._rows_in_pieces(number, wants, shapes, applied)
             return
-        if answer is None:
+        else:
             total = sum(map(plane.aligned, sizes))
             if total > self._out.size:
                 self._out = np.empty(total, np.uint8)
@@ -310,12 +323,6 @@ class _Conversation:
         except ValueError as e:
             raise Malformed("garbage", str(e)) from e
         self._channel.send(m.Done(), number)
-
-    def _shared(self, place: m.Place) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            self._piece_of(place.segment, place.at, place.nbytes),
-            self._piece_of(place.segment, place.answer_at, place.answer_bytes),
-        )
 
     def _piece_of(self, number: int, at: int, nbytes: int) -> np.ndarray:
         segment = self._segments.get(number)

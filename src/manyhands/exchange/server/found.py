@@ -6,8 +6,8 @@ Entries move only when the index grows or rows are forgotten; a table counts tha
 import numpy as np
 
 from manyhands.compiling import compiled
-from manyhands.instructions import prefetch
 from manyhands.exchange.server.kernels import AHEAD_INDEX, MOST_COUNTED, U32, U64
+from manyhands.instructions import prefetch
 
 
 @compiled

@@ -19,8 +19,9 @@ from manyhands.exchange.server import kernels
 from manyhands.exchange.server.clock import Clock
 from manyhands.exchange.server.counts import since, together
 from manyhands.exchange.server.given import block_of, dtype_of, ids_of, no_ids, not_finite, part_of, vector_of
+from manyhands.exchange.server.messages import How
 from manyhands.exchange.server.partition import Partition, partition
-from manyhands.exchange.server.shard import How, Part, Shard, Want
+from manyhands.exchange.server.shard import Part, Shard, Want
 from manyhands.exchange.server.slots import even, ranges
 
 

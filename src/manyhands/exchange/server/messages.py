@@ -96,7 +96,7 @@ class Keyed(Message):
 class How(Message):
     """The words of one push; see `core.Store.push`."""
 
-    clock: int
+    clock: int = 0
     lr: float | None = None
     hold: bool = False
     weight: float | None = None

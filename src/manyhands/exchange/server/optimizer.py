@@ -32,6 +32,7 @@ class Optimizer:
         self.planes = self.rule.planes(self.options)
         self.starts = self.rule.starts(self.options)
         self.step = 0
+        self._numbers: tuple[Sequence[float], np.ndarray, np.ndarray] = (), np.empty(0), np.empty(0)
         none: tuple[Any, Any] = (None, None)
         self.scatter, self.spread = KERNELS[self.rule.kind] if self.rule.user is None else none
 
@@ -40,8 +41,11 @@ class Optimizer:
 
     def numbers(self, lr: float | None) -> tuple[np.ndarray, np.ndarray]:
         """p and q of the push that is being made."""
-        q = np.array((*self.rule.numbers(self.options, self.lr(lr), self.step), 0.0), np.float64)
-        return q.astype(self.dtype), q
+        numbers = self.rule.numbers(self.options, self.lr(lr), self.step)
+        if numbers != self._numbers[0]:  # most rules use the same ones until the learning rate changes
+            q = np.array((*numbers, 0.0), np.float64)
+            self._numbers = numbers, q.astype(self.dtype), q
+        return self._numbers[1:]
 
 
 def check_spec(table: Table) -> None:

@@ -26,8 +26,8 @@ import numpy as np
 
 from manyhands.compiling import compiled, inlined
 from manyhands.errors import StoreError
-from manyhands.instructions import fma, prefetch
 from manyhands.exchange.server.kernels import AHEAD_PUSH, U64, lines_of
+from manyhands.instructions import fma, prefetch
 
 # -- the equations: p are the numbers of this push in the table's dtype, q the same in float64 --
 

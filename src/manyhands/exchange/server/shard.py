@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -26,6 +26,7 @@ from manyhands.exchange.server.counts import Counts
 from manyhands.exchange.server.given import not_finite
 from manyhands.exchange.server.held import Held, combine, shares_of, united
 from manyhands.exchange.server.marks import Marks
+from manyhands.exchange.server.messages import How
 from manyhands.exchange.server.slots import SLOTS
 from manyhands.exchange.server.table import INDEX_SHARE, DenseTable, SparseTable
 
@@ -41,19 +42,6 @@ class Part(NamedTuple):
     table: str
     ids: np.ndarray | None
     updates: np.ndarray  # scratch: a push may change it
-
-
-@dataclass(frozen=True)
-class How:
-    """The words of one push; see `core.Store.push`."""
-
-    clock: int = 0
-    lr: float | None = None
-    hold: bool = False
-    weight: float | None = None
-    adapt: bool = False
-    compensate: float | None = None
-    decay: float | None = None
 
 
 class Shard:

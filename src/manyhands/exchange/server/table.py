@@ -57,6 +57,8 @@ class SparseTable:
         self.dtype, self.dim = np.dtype(table.dtype), table.dim
         self._widths = {name: self.dim if plane == "full" else 1 for name, plane in self.optimizer.planes.items()}
         self.stride = self.dim + sum(self._widths.values())
+        self._wide = self.dim * sum(plane == "full" for plane in self.optimizer.planes.values())
+        self._narrow = self.stride - self.dim - self._wide
         self.row_bytes = self.stride * self.dtype.itemsize
         self.version = 0
         self._huge = huge
@@ -236,11 +238,8 @@ class SparseTable:
             first, rows = first[rows != k.NOWHERE], rows[rows != k.NOWHERE]
         optimizer.step += 1
         if optimizer.scatter is not None:
-            wide = self.dim * sum(plane == "full" for plane in optimizer.planes.values())
             p, q = optimizer.numbers(lr)
-            optimizer.scatter(
-                self._slab, rows, self._flat, first, self.dim, self.stride, wide, self.stride - self.dim - wide, p, q
-            )
+            optimizer.scatter(self._slab, rows, self._flat, first, self.dim, self.stride, self._wide, self._narrow, p, q)
         else:
             self._apply_own(rows, first, lr)
         self._flat, self._count = np.empty(0, self.dtype), 0
