@@ -23,8 +23,8 @@ import torch
 from common import Claim, alternate, cores, median
 
 from manyhands.core import Table
-from manyhands.instructions import copy, prefetch
 from manyhands.exchange.server.table import SparseTable, warm_up
+from manyhands.instructions import copy, prefetch
 
 BATCH, BATCHES = 20_000, 16
 LR, EPS = 0.01, 1e-10
