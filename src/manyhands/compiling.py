@@ -37,7 +37,8 @@ def _sources() -> str:
 class _Cache(caching.FunctionCache):
     def __init__(self, function: Any):
         super().__init__(function)
-        self._cache_file = caching.IndexDataCacheFile(self._cache_path, self._impl.filename_base, _sources())
+        stamp = self._impl.locator.get_source_stamp(), _sources()  # numba's own, of the function's file, and ours
+        self._cache_file = caching.IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
 
 
 def compiling(**options: Any) -> Callable[[Any], Any]:

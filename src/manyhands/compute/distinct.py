@@ -13,7 +13,7 @@ from manyhands.compiling import compiled, inlined
 from manyhands.instructions import prefetch
 
 ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
-AHEAD = 24  # ids before their use, places are asked for
+AHEAD = 24  # so many ids before their use, places are asked for
 
 
 @inlined

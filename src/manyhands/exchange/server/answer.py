@@ -185,9 +185,10 @@ class _Conversation:
         if x.epoch != self._desk.server.epoch:
             self._again(number, m.Again("epoch", self._desk.server.epoch))
             return
-        self._used = 0
-        if x.place is not None:
+        answer, self._used = None, 0
+        if x.place is not None:  # both are looked at before anything is applied
             memory = self._piece_of(x.place.segment, x.place.at, x.place.nbytes)
+            answer = self._piece_of(x.place.segment, x.place.answer_at, x.place.answer_bytes)
         cursor = Cursor(memory)
         parts = [self._part(keyed, x.code, cursor) for keyed in x.push]
         wants = [Want(keyed.table, self._ids(keyed, cursor)) for keyed in x.pull]
@@ -199,7 +200,7 @@ class _Conversation:
         if not wants:
             self._channel.send(m.Rows(0, applied), number)
         else:
-            self._rows(number, x, wants, applied)
+            self._rows(number, x, wants, applied, answer)
 
     def _spec(self, name: str) -> tuple[Table, int]:
         found = self._desk.specs.get(name)
@@ -248,15 +249,13 @@ class _Conversation:
         self._used += nbytes
         return self._plain[self._used - nbytes :][: count * dtype.itemsize].view(dtype)
 
-    def _rows(self, number: int, x: m.Exchange, wants: list[Want], applied: bool) -> None:
+    def _rows(self, number: int, x: m.Exchange, wants: list[Want], applied: bool, answer: np.ndarray | None) -> None:
         shapes = [self._numbers(keyed) for keyed in x.pull]
         sizes = [payload.nbytes(x.code, count, dtype.itemsize, width) for dtype, count, width, _ in shapes]
-        if x.place is not None:
-            answer = self._piece_of(x.place.segment, x.place.answer_at, x.place.answer_bytes)
-        elif x.code == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
+        if answer is None and x.code == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
             self._rows_in_pieces(number, wants, shapes, applied)
             return
-        else:
+        if answer is None:
             total = sum(map(plane.aligned, sizes))
             if total > self._out.size:
                 self._out = np.empty(total, np.uint8)
