@@ -1,4 +1,4 @@
-"""The doctor really tries things on this machine; only cgroup files and measurements are laid out for it."""
+"""Tests of `manyhands doctor`: real checks of this machine; cgroup files and timings are given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli import doctor
+from manyhands.cli.doctor import (
+    cgroup,
+    cores,
+    disk,
+    doctor,
+    free_memory,
+    host_name,
+    leftover_segments,
+    network_cards,
+    ports,
+    python_version,
+    report,
+    two_processes,
+)
+from manyhands.cli.doctor.finding import Finding
 from manyhands.exchange import segments
 
 
@@ -17,7 +31,7 @@ def test_a_healthy_machine_gets_exit_code_0_and_a_row_for_every_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert doctor.doctor({"HOME": str(tmp_path)}) == 0
+    assert doctor({"HOME": str(tmp_path)}) == 0
     printed = capsys.readouterr().out
     for row in (
         "python",
@@ -33,19 +47,29 @@ def test_a_healthy_machine_gets_exit_code_0_and_a_row_for_every_check(
         "two processes",
     ):
         assert row in printed
-    assert "0 to mend" in printed and "shared" in printed and "gloo" in printed and "failed" not in printed
+    assert "0 fail" in printed and "failed" not in printed
+    assert "shared" in printed and "gloo" in printed
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_check_gives_exit_code_1_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.show([doctor.python(), doctor.host_name({"GLOO_SOCKET_IFNAME": "nosuchcard0"})]) == 1
+def test_a_failed_check_gives_exit_code_1_and_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bad = host_name.check({"GLOO_SOCKET_IFNAME": "nosuchcard0"})
+    assert report.show({"python": python_version.check(), "host name": bad}) == 1
     printed = capsys.readouterr().out
-    assert "unset it" in printed and "1 ok, 0 to know, 1 to mend" in printed
+    assert "unset it" in printed and "1 ok, 0 warn, 1 fail" in printed
 
 
 def test_a_check_that_cannot_be_made_is_a_finding_and_not_a_crash() -> None:
-    check = doctor._safely("clock", lambda: [][0])
-    assert (check.name, check.verdict) == ("clock", "fail") and "IndexError" in check.found
+    finding = report.safely(lambda: [][0])
+    assert finding.verdict == "fail" and "IndexError" in finding.found
+
+
+def test_square_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show({"packages": Finding("warn", "no [1] and no [sklearn]", "pip install x[sklearn]")})
+    printed = capsys.readouterr().out
+    assert "no [1] and no [sklearn]" in printed and "pip install x[sklearn]" in printed
 
 
 @pytest.mark.parametrize(
@@ -58,10 +82,24 @@ def test_a_check_that_cannot_be_made_is_a_finding_and_not_a_crash() -> None:
         ({"shared": "no space", "gloo": "no address"}, "fail", "data=1"),
     ],
 )
-def test_the_link_is_judged_by_what_was_measured(measured: dict[str, float | str], verdict: str, words: str) -> None:
-    check = doctor.judge_link(measured)
-    assert check.verdict == verdict and words in check.do
-    assert all(word in check.found for word in measured.values() if isinstance(word, str))
+def test_the_link_is_judged_by_what_was_measured(
+    measured: dict[str, float | str], verdict: str, words: str
+) -> None:
+    finding = two_processes.judge(measured)
+    assert finding.verdict == verdict and words in finding.do
+    assert all(word in finding.found for word in measured.values() if isinstance(word, str))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [("raise ValueError('no memory')", "no memory"), ("raise SystemExit(3)", "exit code 3")],
+)
+def test_a_probe_that_ends_with_an_error_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, code: str, found: str
+) -> None:
+    monkeypatch.setattr(two_processes, "PROBE", [sys.executable, "-c", code])
+    finding = two_processes.check()
+    assert finding.verdict == "fail" and found in finding.found
 
 
 def test_segments_of_dead_processes_are_removed_and_those_of_the_living_stay() -> None:
@@ -71,7 +109,7 @@ def test_segments_of_dead_processes_are_removed_and_those_of_the_living_stay() -
     left.touch()
     path, memory = segments.create(64)
     try:
-        assert left.name in doctor.leftovers().found
+        assert left.name in leftover_segments.check().found
         assert not left.exists() and path.exists()
     finally:
         path.unlink()
@@ -97,10 +135,10 @@ def test_the_tightest_cgroup_above_us_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/kubepods/memory.max": "max\n",
         },
     )
-    assert doctor.cpu_quota(root) == 1.5
-    assert doctor.memory_left(root) == 2**29
-    assert doctor.memory(root).verdict == "warn"
-    assert "cgroup" in doctor.cores(root).found
+    assert cgroup.cpu_quota(root) == 1.5
+    assert cgroup.memory_left(root) == 2**29
+    assert free_memory.check(root).verdict == "warn"
+    assert "cgroup" in cores.check(root).found
 
 
 def test_a_cgroup_of_version_1_and_a_path_that_only_the_host_knows_are_read(tmp_path: Path) -> None:
@@ -114,33 +152,37 @@ def test_a_cgroup_of_version_1_and_a_path_that_only_the_host_knows_are_read(tmp_
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
         },
     )
-    assert doctor.cpu_quota(root) == 0.5
-    assert doctor.memory_left(root) is None
-    assert doctor.cores(root).verdict == "warn"
+    assert cgroup.cpu_quota(root) == 0.5
+    assert cgroup.memory_left(root) is None
+    assert cores.check(root).verdict == "warn"
 
 
 def test_no_cgroup_is_no_limit(tmp_path: Path) -> None:
-    assert doctor.cpu_quota(tmp_path) is None and doctor.memory_left(tmp_path) is None
+    assert cgroup.cpu_quota(tmp_path) is None and cgroup.memory_left(tmp_path) is None
 
 
-@pytest.mark.skipif(not doctor.addresses(), reason="network cards can be listed on Linux only")
+@pytest.mark.skipif(
+    not network_cards.addresses(), reason="network cards can be listed on Linux only"
+)
 def test_the_card_named_in_the_variable_is_the_one_that_is_used() -> None:
-    assert doctor.addresses()["lo"] == "127.0.0.1"
-    assert doctor.host_address({"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
-    assert "127.0.0.1 (lo)" in doctor.host_name({"GLOO_SOCKET_IFNAME": "lo"}).found
+    assert network_cards.addresses()["lo"] == "127.0.0.1"
+    assert network_cards.host_address({"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+    assert "127.0.0.1 (lo)" in host_name.check({"GLOO_SOCKET_IFNAME": "lo"}).found
 
 
 def test_a_port_that_nobody_answers_is_an_error() -> None:
     with pytest.raises(OSError):
-        doctor._reach("192.0.2.1")  # of the range kept for documentation: no machine has it, so it cannot be bound
-    assert doctor._reach("127.0.0.1") > 0
+        ports.reach("192.0.2.1")  # reserved for documentation: no machine has it to bind
+    assert ports.reach("127.0.0.1") > 0
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to"
+)
 def test_a_folder_that_cannot_be_written_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/proc")
-    assert doctor.disk().verdict == "fail"
+    assert disk.check().verdict == "fail"
 
 
 def test_a_host_name_is_found_for_this_machine() -> None:
-    assert socket.gethostname() in doctor.host_name({}).found
+    assert socket.gethostname() in host_name.check({}).found
