@@ -13,7 +13,7 @@ from manyhands.cli.doctor.finding import Finding
 
 PROBE_BYTES = 25_000_000  # gradients of a ResNet-18 in half precision, of a small ResNet in full
 PROBE_S = 12.0  # importing torch twice on a busy core takes a few seconds; more is a failure
-# a process of its own, not an import: where the exchange cannot be imported, that is a finding
+# -P: a file in the current folder (say, torch.py) must not hide a package
 PROBE = [sys.executable, "-P", "-m", "manyhands.cli.doctor.all_reduce_probe"]
 
 
