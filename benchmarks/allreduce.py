@@ -46,10 +46,16 @@ def body(sizes: tuple[int, ...], quick: bool) -> dict[str, Any]:
     from manyhands.exchange import algorithms, collective
     from manyhands.launch import environment
 
-    here = environment.place()
-    link = collective.connect(here.rank, here.size, dist.PrefixStore("bench", environment.store(here, 60)), "gloo", 60)
+    here = environment.process_info()
+    link = collective.connect(
+        here.rank, here.size, dist.PrefixStore("bench", environment.store(here, 60)), "gloo", 60
+    )
     measured = algorithms.measure(link)
-    options = {"double_tree": {"latency_bytes": measured.alpha / measured.beta}} if measured.beta > 0 else {}
+    options = (
+        {"double_tree": {"latency_bytes": measured.alpha / measured.beta}}
+        if measured.beta > 0
+        else {}
+    )
     ways: dict[str, Any] = {PEER: link} | {
         name: algorithms.wrap(link, name, **options.get(name, {})) for name in algorithms.ALGORITHMS
     }
@@ -67,9 +73,14 @@ def body(sizes: tuple[int, ...], quick: bool) -> dict[str, Any]:
                 over.all_reduce({"x": x}).wait()
                 seconds[i, turn] = time.perf_counter() - start
                 assert x[0] == total and x[-1] == total
-        link.all_reduce({"seconds": seconds}, "max").wait()  # an all-reduce is over when the last rank has the sum
+        link.all_reduce(
+            {"seconds": seconds}, "max"
+        ).wait()  # an all-reduce is over when the last rank has the sum
         row = {name: median(seconds[i, 1:].tolist()) for i, name in enumerate(ways)}
-        predicted = {name: algorithms.cost(name, here.size, nbytes, *measured) for name in algorithms.ALGORITHMS}
+        predicted = {
+            name: algorithms.cost(name, here.size, nbytes, *measured)
+            for name in algorithms.ALGORITHMS
+        }
         found["sizes"][nbytes] = {
             "seconds": row,
             "predicted": predicted,
@@ -87,7 +98,13 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         names = {kind: f"{kind}_of_{world}" for kind in BARS}
         if only and not set(names.values()) & set(only):
             continue
-        job = Job(world, bytes(cloudpickle.dumps(functools.partial(body, QUICK_SIZES if quick else SIZES, quick))), threads=1)
+        job = Job(
+            world,
+            bytes(
+                cloudpickle.dumps(functools.partial(body, QUICK_SIZES if quick else SIZES, quick))
+            ),
+            threads=1,
+        )
         found = LocalLauncher().launch(job)
         rows = list(found["sizes"].values())
         table(world, found)
@@ -96,9 +113,22 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         gloo = mean(rows, lambda row: row["seconds"][PEER])
         # the figures once, with the first claim: the picture is drawn from them
         made = [
-            Claim(names["best"], best * 1e3, gloo * 1e3, "ms", gloo / best, BARS["best"], {"figures": Quiet(found)}),
             Claim(
-                names["choice"], chosen * 1e3, best * 1e3, "ms", best / chosen, BARS["choice"] if world <= cores() else CROWDED
+                names["best"],
+                best * 1e3,
+                gloo * 1e3,
+                "ms",
+                gloo / best,
+                BARS["best"],
+                {"figures": Quiet(found)},
+            ),
+            Claim(
+                names["choice"],
+                chosen * 1e3,
+                best * 1e3,
+                "ms",
+                best / chosen,
+                BARS["choice"] if world <= cores() else CROWDED,
             ),
         ]
         claims += [claim for claim in made if not only or claim.name in only]
@@ -119,7 +149,9 @@ def mean(rows: list[Any], seconds: Callable[[Any], float]) -> float:
 
 def table(world: int, found: dict[str, Any]) -> None:
     alpha, beta, gamma = found["link"].values()
-    print(f"\n{world} ranks over gloo: alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.2f} ns/B, gamma {gamma * 1e9:.3f} ns/B")
+    print(
+        f"\n{world} ranks over gloo: alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.2f} ns/B, gamma {gamma * 1e9:.3f} ns/B"
+    )
     print(f"  {'bytes':>8}  {'fastest measured':<26}{'chosen by the model':<34}{'gloo itself':>12}")
     for nbytes, row in found["sizes"].items():
         s, p = row["seconds"], row["predicted"]
@@ -142,21 +174,48 @@ def draw(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    worlds = {c["name"].split("_of_")[1]: c["detail"]["figures"] for c in report["claims"] if "figures" in c.get("detail", {})}
+    worlds = {
+        c["name"].split("_of_")[1]: c["detail"]["figures"]
+        for c in report["claims"]
+        if "figures" in c.get("detail", {})
+    }
     if not worlds:
         return
     figure, axes = plt.subplots(
-        2, len(worlds), figsize=(6.2 * len(worlds), 6.4), height_ratios=[4, 1], squeeze=False, layout="constrained"
+        2,
+        len(worlds),
+        figsize=(6.2 * len(worlds), 6.4),
+        height_ratios=[4, 1],
+        squeeze=False,
+        layout="constrained",
     )
     for column, (world, found) in enumerate(worlds.items()):
         lines, strip = axes[0][column], axes[1][column]
         sizes = [int(n) for n in found["sizes"]]
         rows = list(found["sizes"].values())
         for name, colour in COLOURS.items():
-            lines.plot(sizes, [r["seconds"][name] * 1e3 for r in rows], color=colour, marker="o", markersize=3, label=name)
-            lines.plot(sizes, [r["predicted"][name] * 1e3 for r in rows], color=colour, linewidth=0.8, linestyle=":")
+            lines.plot(
+                sizes,
+                [r["seconds"][name] * 1e3 for r in rows],
+                color=colour,
+                marker="o",
+                markersize=3,
+                label=name,
+            )
+            lines.plot(
+                sizes,
+                [r["predicted"][name] * 1e3 for r in rows],
+                color=colour,
+                linewidth=0.8,
+                linestyle=":",
+            )
         lines.plot(
-            sizes, [r["seconds"][PEER] * 1e3 for r in rows], color="black", linestyle="--", linewidth=2, label="gloo's own"
+            sizes,
+            [r["seconds"][PEER] * 1e3 for r in rows],
+            color="black",
+            linestyle="--",
+            linewidth=2,
+            label="gloo's own",
         )
         lines.set(xscale="log", yscale="log", ylabel="milliseconds" if column == 0 else "")
         lines.set_title(f"{world} ranks    (dotted: predicted)", fontsize=11)
@@ -166,8 +225,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for y, key in enumerate(("best", "chosen")):
             for x, row in enumerate(rows):
                 strip.barh(y, 0.96, left=x - 0.48, height=0.9, color=COLOURS[row[key]])
-                words = row[key].replace("halving_doubling", "halving-\ndoubling").replace("_", "\n")
-                strip.text(x, y, words, ha="center", va="center", fontsize=7, color="white", fontweight="bold")
+                words = (
+                    row[key].replace("halving_doubling", "halving-\ndoubling").replace("_", "\n")
+                )
+                strip.text(
+                    x,
+                    y,
+                    words,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
+                    fontweight="bold",
+                )
         strip.set(xlim=(-0.5, len(rows) - 0.5), ylim=(1.5, -0.5))
         strip.set_xticks(range(len(rows)), [length(n) for n in sizes])
         strip.set_yticks([0, 1], ["fastest", "chosen"])
@@ -176,7 +246,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
             edge.set_visible(False)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.suptitle(f"All-reduce over point to point, {report['machine'].split(',')[0]}, {report['commit']}", fontsize=10)
+    figure.suptitle(
+        f"All-reduce over point to point, {report['machine'].split(',')[0]}, {report['commit']}",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
     print(f"  drawn in {path}")

@@ -58,11 +58,19 @@ def cores() -> int:
 
 def report(name: str, claims: list[Claim], repository: Path) -> dict[str, Any]:
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=repository, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     cpu = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor()
+        (
+            line.split(":")[1].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
+        platform.processor(),
     )
     machine = f"{cores()} cores ({cpu}){gpu}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
     rows = [{k: v for k, v in asdict(c).items() if v is not None} for c in claims]

@@ -30,7 +30,14 @@ def lenet() -> nn.Module:
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 10),
+    )
 
 
 MODELS = {"lenet": lenet, "mlp": mlp}
@@ -55,7 +62,9 @@ class Timed(mh.Callback):
             run.trainer.metrics = self.found
 
     def on_epoch(self, run: Any, epoch: int, metrics: Any) -> None:
-        run.trainer.metrics = getattr(self, "found", {})  # where the last round ends an epoch, its evaluation came after
+        run.trainer.metrics = getattr(
+            self, "found", {}
+        )  # where the last round ends an epoch, its evaluation came after
 
 
 def peak_mb() -> float:
@@ -64,11 +73,23 @@ def peak_mb() -> float:
 
 def ours(model: str, batch: int, workers: int, steps: int) -> tuple[float, float]:
     def task() -> mh.Task:
-        return mh.Task(model=MODELS[model](), loss=cross_entropy, train=datasets.images()[1], optimizer=optimizer, batch=batch)
+        return mh.Task(
+            model=MODELS[model](),
+            loss=cross_entropy,
+            train=datasets.images()[1],
+            optimizer=optimizer,
+            batch=batch,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         words = f"data={workers} threads=1 steps={WARM + steps} save=off device=cpu"
-        result = mh.train(task, words, directory=f"{folder}/run", quiet=True, callbacks=(Timed(WARM, WARM + steps),))
+        result = mh.train(
+            task,
+            words,
+            directory=f"{folder}/run",
+            quiet=True,
+            callbacks=(Timed(WARM, WARM + steps),),
+        )
     return steps * batch * workers / result.metrics["seconds"], result.metrics["peak_mb"]
 
 
@@ -132,7 +153,11 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             "ddp": functools.partial(peer, model, batch, workers, steps, True),
         }
         # starting many processes takes long: the limit, which is no claim, is then measured once
-        found = alternate({**runs, "limit": limit}, times) if workers < 16 else {**alternate(runs, times), "limit": [limit()]}
+        found = (
+            alternate({**runs, "limit": limit}, times)
+            if workers < 16
+            else {**alternate(runs, times), "limit": [limit()]}
+        )
         speed = {k: median([s for s, _ in v]) for k, v in found.items()}
         peak = {k: median([m for _, m in v]) for k, v in found.items()}
         detail = {
@@ -140,7 +165,17 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             "peak memory of rank 0": f"ours {peak['ours']:.0f} MB, DDP {peak['ddp']:.0f} MB",
             "all runs": {k: [round(s) for s, _ in v] for k, v in found.items()},
         }
-        claims.append(Claim(name, speed["ours"], speed["ddp"], "samples/s", speed["ours"] / speed["ddp"], bar, detail))
+        claims.append(
+            Claim(
+                name,
+                speed["ours"],
+                speed["ddp"],
+                "samples/s",
+                speed["ours"] / speed["ddp"],
+                bar,
+                detail,
+            )
+        )
         if workers == 2:
             memory.append((peak["ddp"] / peak["ours"], peak["ours"], peak["ddp"]))
     if memory:

@@ -20,9 +20,11 @@ def body(times: int) -> dict[str, float]:
     from manyhands.exchange.shared import SharedGroup
     from manyhands.launch import environment
 
-    here = environment.place()
+    here = environment.process_info()
     store = environment.store(here, 60)
-    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=here.rank, world_size=here.size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("gloo", store), rank=here.rank, world_size=here.size
+    )
     group = SharedGroup(here.rank, here.size, dist.PrefixStore("shared", store))
     found = {}
     for size, mb in (("1mb", 1), ("25mb", 25)):
@@ -54,7 +56,14 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     s = {k: median([r[k] for r in runs]) * 1e3 for k in runs[0]}
     bars = {"inplace_25mb": 5.0, "copy_25mb": 3.0, "inplace_1mb": 3.0}
     return [
-        Claim(name, s[name], s[f"gloo_{name.split('_')[1]}"], "ms", s[f"gloo_{name.split('_')[1]}"] / s[name], bar)
+        Claim(
+            name,
+            s[name],
+            s[f"gloo_{name.split('_')[1]}"],
+            "ms",
+            s[f"gloo_{name.split('_')[1]}"] / s[name],
+            bar,
+        )
         for name, bar in bars.items()
         if not only or name in only
     ]

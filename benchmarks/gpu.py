@@ -32,15 +32,27 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, w = x.shape
-        q, k, v = (z.view(b, t, self.heads, w // self.heads).transpose(1, 2) for z in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w))
+        q, k, v = (
+            z.view(b, t, self.heads, w // self.heads).transpose(1, 2)
+            for z in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
+        )
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
     """GPT-2 small: 12 blocks of width 768, 12 heads, context 1024, vocabulary rounded up to a multiple of 64."""
 
-    def __init__(self, vocabulary: int = 50304, width: int = 768, heads: int = 12, depth: int = 12, context: int = 1024) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 50304,
+        width: int = 768,
+        heads: int = 12,
+        depth: int = 12,
+        context: int = 1024,
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
@@ -141,7 +153,11 @@ def by_hand(
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     if not torch.cuda.is_available():
         bars = {"gpt2": 1.0, "recompute": 0.99, "lenet": 4.0}
-        return [Claim(name, skipped="no GPU here", bar=bar) for name, bar in bars.items() if not only or name in only]
+        return [
+            Claim(name, skipped="no GPU here", bar=bar)
+            for name, bar in bars.items()
+            if not only or name in only
+        ]
     torch.set_float32_matmul_precision("high")  # for both sides alike
     claims, times = [], 1 if quick else 3
     if not only or "lenet" in only:
@@ -151,7 +167,9 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         def lenet_task() -> mh.Task:
             return mh.Task(model=lenet(), loss=cross_entropy, train=images, optimizer=sgd, batch=64)
 
-        hand = functools.partial(by_hand, lenet, sgd, cross_entropy, images, 64, 50, steps, False, False)
+        hand = functools.partial(
+            by_hand, lenet, sgd, cross_entropy, images, 64, 50, steps, False, False
+        )
         runs = {"ours": functools.partial(ours, lenet_task, "", 50, steps), "hand-written": hand}
         if importlib.util.find_spec("lightning") is not None:
             runs["Lightning Fabric"] = functools.partial(hand, fabric=True)
@@ -159,7 +177,15 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         rate = {k: median(v) for k, v in found.items()}
         detail = {"all runs": {k: [round(x) for x in v] for k, v in found.items()}}
         claims.append(
-            Claim("lenet", rate["ours"], rate["hand-written"], "steps/s", rate["ours"] / rate["hand-written"], 4.0, detail)
+            Claim(
+                "lenet",
+                rate["ours"],
+                rate["hand-written"],
+                "steps/s",
+                rate["ours"] / rate["hand-written"],
+                4.0,
+                detail,
+            )
         )
     if not only or "gpt2" in only:
         rows, steps = tokens(), 5 if quick else 30
@@ -200,14 +226,26 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
 
         found = alternate(
             {
-                "ours": functools.partial(ours, again_task, "precision=bf16 recompute=true", 10, steps),
-                "hand-written": functools.partial(by_hand, GPT, adamw, token_loss, rows, 32, 10, steps, True, False, again=True),
+                "ours": functools.partial(
+                    ours, again_task, "precision=bf16 recompute=true", 10, steps
+                ),
+                "hand-written": functools.partial(
+                    by_hand, GPT, adamw, token_loss, rows, 32, 10, steps, True, False, again=True
+                ),
             },
             times,
         )
         rate = {k: median(v) * 32 * 1024 for k, v in found.items()}
         detail = {"all runs": {k: [round(x * 32768) for x in v] for k, v in found.items()}}
         claims.append(
-            Claim("recompute", rate["ours"], rate["hand-written"], "tokens/s", rate["ours"] / rate["hand-written"], 0.99, detail)
+            Claim(
+                "recompute",
+                rate["ours"],
+                rate["hand-written"],
+                "tokens/s",
+                rate["ours"] / rate["hand-written"],
+                0.99,
+                detail,
+            )
         )
     return claims

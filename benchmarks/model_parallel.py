@@ -25,7 +25,11 @@ import manyhands as mh
 PEER = Path(__file__).resolve().parent / "peers" / "gpt.py"
 LAYERS, DIM, BLOCK, BATCH, MICRO = 4, 256, 64, 16, 8
 BAR = 0.97
-WORDS = {"tensor": "tensor=2", "pipe": f"pipe=2 micro={MICRO} schedule=1f1b", "shard": "shard=2 zero=3"}
+WORDS = {
+    "tensor": "tensor=2",
+    "pipe": f"pipe=2 micro={MICRO} schedule=1f1b",
+    "shard": "shard=2 zero=3",
+}
 DEADLINE_S = 300
 
 
@@ -63,7 +67,9 @@ def task(kind: str, warm: int, steps: int) -> mh.Task:
 def ours(kind: str, warm: int, steps: int) -> float:
     plan = f"{WORDS[kind]} threads=1 steps={warm + steps} save=off device=cpu"
     with tempfile.TemporaryDirectory() as folder:
-        found = mh.train(functools.partial(task, kind, warm, steps), plan, directory=f"{folder}/run", quiet=True)
+        found = mh.train(
+            functools.partial(task, kind, warm, steps), plan, directory=f"{folder}/run", quiet=True
+        )
     return found.metrics["seconds"]
 
 
@@ -91,9 +97,17 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     warm, steps, times = (2, 4, 1) if quick else (5, 40, 5)
     claims = []
     for kind in wanted:
-        runs = {"ours": functools.partial(ours, kind, warm, steps), "torch": functools.partial(by_hand, kind, warm, steps)}
+        runs = {
+            "ours": functools.partial(ours, kind, warm, steps),
+            "torch": functools.partial(by_hand, kind, warm, steps),
+        }
         found = alternate(runs, times)
         mine, theirs = median(found["ours"]), median(found["torch"])
-        detail = {"words": WORDS[kind], "all runs, ms": {k: [round(1e3 * s, 1) for s in v] for k, v in found.items()}}
-        claims.append(Claim(kind, 1e3 * mine, 1e3 * theirs, "ms a step", theirs / mine, BAR, detail))
+        detail = {
+            "words": WORDS[kind],
+            "all runs, ms": {k: [round(1e3 * s, 1) for s in v] for k, v in found.items()},
+        }
+        claims.append(
+            Claim(kind, 1e3 * mine, 1e3 * theirs, "ms a step", theirs / mine, BAR, detail)
+        )
     return claims

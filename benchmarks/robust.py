@@ -63,7 +63,11 @@ def task(lie: str | None, momentum: float, steps: int) -> mh.Task:
 
 def accuracy(how: str | None, lie: str | None, steps: int) -> float:
     """On the test data at the end; a run that breaks down with NaN has learnt nothing."""
-    words = "merge=all_reduce" if how is None else f"merge=robust merge.how={how} merge.momentum={MOMENTUM}"
+    words = (
+        "merge=all_reduce"
+        if how is None
+        else f"merge=robust merge.how={how} merge.momentum={MOMENTUM}"
+    )
     make = functools.partial(task, lie, MOMENTUM if how is None else 0.0, steps)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -80,10 +84,15 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     hows = [how for how in get_args(How) if not only or how in only]
     hows = hows[:1] if quick and not only else hows
     plain_too = not only or "plain_fails" in only
-    runs: list[tuple[str | None, str | None]] = [(None, None), *((how, lie) for how in hows for lie in LIES)]
+    runs: list[tuple[str | None, str | None]] = [
+        (None, None),
+        *((how, lie) for how in hows for lie in LIES),
+    ]
     runs += [(None, lie) for lie in LIES if plain_too]
     # accuracy is counted, not time: where there are cores, several runs go on at once, each started by a process of its own
-    with ProcessPoolExecutor(max(1, cores() // WORKERS), multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        max(1, cores() // WORKERS), multiprocessing.get_context("spawn")
+    ) as pool:
         found = dict(zip(runs, pool.map(_accuracy_of, runs, [steps] * len(runs)), strict=True))
     honest = found[None, None]
     bar = honest - MARGIN
@@ -91,11 +100,23 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     if plain_too:
         plain = {lie: found[None, lie] for lie in LIES}
         kindest = max(plain.values())
-        claims.append(Claim("plain_fails", bar, kindest, "accuracy", bar / max(kindest, 1e-9), 1.0, shown(honest, plain)))
+        claims.append(
+            Claim(
+                "plain_fails",
+                bar,
+                kindest,
+                "accuracy",
+                bar / max(kindest, 1e-9),
+                1.0,
+                shown(honest, plain),
+            )
+        )
     for how in hows:
         with_liar = {lie: found[how, lie] for lie in LIES}
         worst = min(with_liar.values())
-        claims.append(Claim(how, worst, bar, "accuracy", worst / bar, 1.0, shown(honest, with_liar)))
+        claims.append(
+            Claim(how, worst, bar, "accuracy", worst / bar, 1.0, shown(honest, with_liar))
+        )
     return claims
 
 
@@ -104,4 +125,7 @@ def _accuracy_of(run: tuple[str | None, str | None], steps: int) -> float:
 
 
 def shown(honest: float, found: dict[str, float]) -> dict[str, Any]:
-    return {"honest": f"{honest:.4f}", **{f"with {lie} gradients": f"{value:.4f}" for lie, value in found.items()}}
+    return {
+        "honest": f"{honest:.4f}",
+        **{f"with {lie} gradients": f"{value:.4f}" for lie, value in found.items()},
+    }

@@ -25,14 +25,24 @@ from manyhands.merge import STRATEGIES
 
 LENET = Path(__file__).resolve().parents[1] / "examples" / "lenet.py"
 WORKERS, TARGET, EPOCHS = 4, 0.87, 10
-WIRES = {"fp32": "", "int8": "wire=int8", "powersgd": "wire=powersgd"}
+CODECS = {"fp32": "", "int8": "compress=int8", "powersgd": "compress=powersgd"}
 
 
 def evaluations(words: str, seed: int, epochs: int) -> list[dict[str, float]]:
     """Train once, as a user would; what was found at each evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         plan = f"data={WORKERS} threads=1 device=cpu save=off epochs={epochs} seed={seed} {words}".split()
-        command = [sys.executable, "-m", "manyhands", "run", str(LENET), *plan, "--dir", f"{folder}/run", "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "manyhands",
+            "run",
+            str(LENET),
+            *plan,
+            "--dir",
+            f"{folder}/run",
+            "--quiet",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
         if done.returncode:
             raise RuntimeError(f"{words} seed={seed} failed:\n{done.stderr[-2000:]}")
@@ -45,23 +55,47 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     epochs = 1 if quick else EPOCHS
     # those over servers are measured by `stragglers`: some of them bear no momentum, and this task has it
     rules = [r for r, kind in STRATEGIES.items() if kind.link is Group and (not only or r in only)]
-    wires = [w for w in WIRES if not only or w in only or (w == "fp32" and {"int8", "powersgd"} & set(only))]
-    jobs: dict[tuple[str, int], str] = {(r, s): f"merge={r} until=accuracy:{TARGET}" for r in rules for s in seeds}
-    jobs |= {(w, s): WIRES[w] for w in wires for s in seeds}
+    wires = [
+        w
+        for w in CODECS
+        if not only or w in only or (w == "fp32" and {"int8", "powersgd"} & set(only))
+    ]
+    jobs: dict[tuple[str, int], str] = {
+        (r, s): f"merge={r} until=accuracy:{TARGET}" for r in rules for s in seeds
+    }
+    jobs |= {(w, s): CODECS[w] for w in wires for s in seeds}
     # a run waits a third of its time for its peers: a few more processes than cores
     with ThreadPoolExecutor(max(1, round(1.3 * cores() / WORKERS))) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: evaluations(jobs[job], job[1], epochs), jobs), strict=True))
-    return [_rule(r, [found[r, s] for s in seeds]) for r in rules] + _wires({w: [found[w, s] for s in seeds] for w in wires})
+        found = dict(
+            zip(
+                jobs,
+                pool.map(lambda job: evaluations(jobs[job], job[1], epochs), jobs),
+                strict=True,
+            )
+        )
+    return [_rule(r, [found[r, s] for s in seeds]) for r in rules] + _wires(
+        {w: [found[w, s] for s in seeds] for w in wires}
+    )
 
 
 def _rule(name: str, runs: list[list[dict[str, float]]]) -> Claim:
     reached = [next((v["epoch"] for v in run if v["accuracy"] >= TARGET), None) for run in runs]
     best = [max(v["accuracy"] for v in run) for run in runs]
-    detail: dict[str, Any] = {"epochs to 87%, by seed": [None if e is None else round(e, 2) for e in reached]}
+    detail: dict[str, Any] = {
+        "epochs to 87%, by seed": [None if e is None else round(e, 2) for e in reached]
+    }
     detail["best accuracy, by seed"] = [round(b, 4) for b in best]
     epochs = [float("inf") if e is None else e for e in reached]
     median = statistics.median(epochs)
-    return Claim(name, median if median < 1e9 else 0.0, float(EPOCHS), "epochs to 87%", EPOCHS / max(epochs), 1.0, detail)
+    return Claim(
+        name,
+        median if median < 1e9 else 0.0,
+        float(EPOCHS),
+        "epochs to 87%",
+        EPOCHS / max(epochs),
+        1.0,
+        detail,
+    )
 
 
 def _wires(runs: dict[str, list[list[dict[str, float]]]]) -> list[Claim]:

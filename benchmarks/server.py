@@ -27,13 +27,19 @@ from common import Claim, alternate, cores, median, median_round
 from torch import Tensor
 
 from manyhands.core import Table
-from manyhands.exchange.server.client import ServerStore
-from manyhands.exchange.server.table import SparseTable
+from manyhands.server.client.server_store import ServerStore
+from manyhands.server.tables.sparse import SparseTable
 
 ROWS, IDS, DIM = 2_000_000, 20_000, 64
-TABLE = Table("rows", dim=DIM, rule="adagrad", options={"lr": 0.01})
+TABLE = Table("rows", dim=DIM, optimizer="adagrad", options={"lr": 0.01})
 TOKEN = "benchmark"
-BARS = {"tcp_vs_rpc": 2.5, "shm_vs_rpc": 5.0, "shm_vs_kernels": 0.75, "vs_redis": 15.0, "libpython": 1.0}
+BARS = {
+    "tcp_vs_rpc": 2.5,
+    "shm_vs_rpc": 5.0,
+    "shm_vs_kernels": 0.75,
+    "vs_redis": 15.0,
+    "libpython": 1.0,
+}
 MOST_PYTHON = 0.08
 
 
@@ -53,7 +59,9 @@ class Server:
 
     def __init__(self, core: int | None):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyhands.exchange.server.serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "manyhands.server.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         if core is not None:
             os.sched_setaffinity(self.process.pid, {core})
@@ -98,7 +106,9 @@ class Bench:
         pair = (usable[0], core) if core is not None else (None, None)
         self.rpc = rows_rpc.Rows(ROWS, DIM, pair) if need("tcp_vs_rpc", "shm_vs_rpc") else None
         reason = rows_redis.missing()
-        self.redis = rows_redis.Rows(ROWS, DIM, core) if need("vs_redis") and reason is None else None
+        self.redis = (
+            rows_redis.Rows(ROWS, DIM, core) if need("vs_redis") and reason is None else None
+        )
         if reason is not None:
             self.skipped["vs_redis"] = reason
 
@@ -145,7 +155,9 @@ class Bench:
     def by_redis(self, ids: list[Tensor]) -> float:
         assert self.redis is not None
         peer = self.redis
-        return median_round(lambda i: peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy()), self.seconds)
+        return median_round(
+            lambda i: peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy()), self.seconds
+        )
 
     def runs(self, ids: list[Tensor]) -> dict[str, Callable[[], float]]:
         found = {name: lambda name=name: self.ours(name, ids) for name in self.stores}
@@ -174,21 +186,39 @@ class Bench:
                 "-o",
                 f"{folder}/perf",
             ]
-            perf = subprocess.Popen(record, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for _ in range(2):  # some ten thousand samples, or the share would be known to a percent only
+            perf = subprocess.Popen(
+                record, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+            for _ in range(
+                2
+            ):  # some ten thousand samples, or the share would be known to a percent only
                 self.ours(name, ids)
             perf.send_signal(2)
             _, words = perf.communicate(timeout=30)
             if not Path(f"{folder}/perf").exists():
                 return f"perf cannot record here: {words.strip().splitlines()[-1] if words.strip() else 'no reason given'}"
-            command = ["perf", "report", "-i", f"{folder}/perf", "--sort", "dso", "--stdio", "-q", "--show-total-period"]
+            command = [
+                "perf",
+                "report",
+                "-i",
+                f"{folder}/perf",
+                "--sort",
+                "dso",
+                "--stdio",
+                "-q",
+                "--show-total-period",
+            ]
             lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
         periods = {
-            line.split()[-1]: int(line.split()[1]) for line in lines if len(line.split()) >= 3 and line.split()[1].isdigit()
+            line.split()[-1]: int(line.split()[1])
+            for line in lines
+            if len(line.split()) >= 3 and line.split()[1].isdigit()
         }
         if not periods:
             return "perf recorded nothing"
-        interpreter = sum(n for dso, n in periods.items() if "python3" in dso)  # libpython, or the program that holds it
+        interpreter = sum(
+            n for dso, n in periods.items() if "python3" in dso
+        )  # libpython, or the program that holds it
         return interpreter / sum(periods.values())
 
 
@@ -196,7 +226,11 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if cores() < 2:
-        return [Claim(name, skipped="one core; server and worker need one each") for name in BARS if not only or name in only]
+        return [
+            Claim(name, skipped="one core; server and worker need one each")
+            for name in BARS
+            if not only or name in only
+        ]
     bench = Bench(0.5 if quick else 1.5, only)
     try:
         return _measure(bench, 2 if quick else 6, only)
@@ -210,12 +244,17 @@ def _measure(bench: Bench, times: int, only: list[str]) -> list[Claim]:
     for name in bench.stores:
         bench.ours(name, zipf)  # compiles, and takes memory
     ms = {name: median(s) * 1e3 for name, s in alternate(bench.runs(uniform), times).items()}
-    also = {name: median(s) * 1e3 for name, s in alternate(bench.runs(zipf), max(1, times // 3)).items()}
+    also = {
+        name: median(s) * 1e3 for name, s in alternate(bench.runs(zipf), max(1, times // 3)).items()
+    }
     shares = {name: bench.python_share(name, uniform) for name in bench.stores}
     detail = {
         "uniform ids": ", ".join(f"{name} {1e3 / x:.0f}" for name, x in ms.items()) + " rounds/s",
-        "Zipf(1.05) ids": ", ".join(f"{name} {1e3 / x:.0f}" for name, x in also.items()) + " rounds/s",
-        "libpython of the server": ", ".join(f"{k} {s:.1%}" if isinstance(s, float) else f"{k}: {s}" for k, s in shares.items()),
+        "Zipf(1.05) ids": ", ".join(f"{name} {1e3 / x:.0f}" for name, x in also.items())
+        + " rounds/s",
+        "libpython of the server": ", ".join(
+            f"{k} {s:.1%}" if isinstance(s, float) else f"{k}: {s}" for k, s in shares.items()
+        ),
     }
     pairs = {
         "tcp_vs_rpc": ("tcp", "rpc"),
@@ -230,12 +269,31 @@ def _measure(bench: Bench, times: int, only: list[str]) -> list[Claim]:
         if name in bench.skipped:
             claims.append(Claim(name, skipped=bench.skipped[name]))
         else:
-            claims.append(Claim(name, 1e3 / ms[ours], 1e3 / ms[peer], "rounds/s", ms[peer] / ms[ours], BARS[name], detail))
+            claims.append(
+                Claim(
+                    name,
+                    1e3 / ms[ours],
+                    1e3 / ms[peer],
+                    "rounds/s",
+                    ms[peer] / ms[ours],
+                    BARS[name],
+                    detail,
+                )
+            )
             detail = None
     if not only or "libpython" in only:
         share = shares["shm"]
         if isinstance(share, str):
             claims.append(Claim("libpython", skipped=share))
         else:
-            claims.append(Claim("libpython", 100 * share, 100 * MOST_PYTHON, "% of CPU", MOST_PYTHON / max(share, 1e-6), 1.0))
+            claims.append(
+                Claim(
+                    "libpython",
+                    100 * share,
+                    100 * MOST_PYTHON,
+                    "% of CPU",
+                    MOST_PYTHON / max(share, 1e-6),
+                    1.0,
+                )
+            )
     return claims

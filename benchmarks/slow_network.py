@@ -18,7 +18,7 @@ from typing import Any
 
 from common import Claim, median
 
-OURS = "merge=local_sgd merge.period=16 wire=int8"
+OURS = "merge=local_sgd merge.period=16 compress=int8"
 TASK = """
 import torch
 from torch import nn
@@ -37,18 +37,45 @@ def task():
 WORDS = "data=2 threads=1 device=cpu"
 
 
-def race(rate: str, width: int, tested: int, plans: list[str], target: str, words: str, seeds: int) -> list[dict[str, Any]]:
+def race(
+    rate: str, width: int, tested: int, plans: list[str], target: str, words: str, seeds: int
+) -> list[dict[str, Any]]:
     """What `manyhands race` found in a lab of two hosts, one entry a plan, in the order of `plans`."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "mlp.py"
         script.write_text(TASK.format(width=width, tested=tested))
         command = [
-            *(sys.executable, "-m", "manyhands", "lab", "--hosts", "2", "--rate", rate, "--", "race", str(script), *plans),
-            *("--target", target, "--with", words, "--seeds", str(seeds), "--dir", f"{folder}/race", "--quiet"),
+            *(
+                sys.executable,
+                "-m",
+                "manyhands",
+                "lab",
+                "--hosts",
+                "2",
+                "--rate",
+                rate,
+                "--",
+                "race",
+                str(script),
+                *plans,
+            ),
+            *(
+                "--target",
+                target,
+                "--with",
+                words,
+                "--seeds",
+                str(seeds),
+                "--dir",
+                f"{folder}/race",
+                "--quiet",
+            ),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode not in (0, 3):  # 3: ran, but did not reach the target
-            raise RuntimeError(f"race in the lab failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            raise RuntimeError(
+                f"race in the lab failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            )
         found = json.loads((Path(folder) / "race" / "results.json").read_text())
     entries: dict[str, dict[str, Any]] = {e["given"]: e for e in found["plans"]}
     return [entries[plan] for plan in plans]
@@ -56,7 +83,10 @@ def race(rate: str, width: int, tested: int, plans: list[str], target: str, word
 
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     if sys.platform != "linux":
-        return [Claim(n, skipped="the lab needs Linux") for n in ("samples_1gbit", "accuracy_1gbit", "accuracy_200mbit")]
+        return [
+            Claim(n, skipped="the lab needs Linux")
+            for n in ("samples_1gbit", "accuracy_1gbit", "accuracy_200mbit")
+        ]
     claims = []
     if not only or "samples_1gbit" in only:
         claims.append(_samples(quick))
@@ -70,9 +100,15 @@ def _samples(quick: bool) -> Claim:
     ours, ddp = f"{OURS} steps={16 if quick else 160}", f"ddp steps={3 if quick else 24}"
     # a target out of reach: every plan makes all its steps
     mine, theirs = race("1gbit", 4096, 64, [ours, ddp], "accuracy=2", WORDS, 1 if quick else 3)
-    runs = {name: [run["samples_per_s"] for run in entry["runs"]] for name, entry in (("ours", mine), ("ddp", theirs))}
+    runs = {
+        name: [run["samples_per_s"] for run in entry["runs"]]
+        for name, entry in (("ours", mine), ("ddp", theirs))
+    }
     speed, peer = median(runs["ours"]), median(runs["ddp"])
-    detail = {"plan": OURS, "all runs": {k: [round(v) for v in values] for k, values in runs.items()}}
+    detail = {
+        "plan": OURS,
+        "all runs": {k: [round(v) for v in values] for k, values in runs.items()},
+    }
     return Claim("samples_1gbit", speed, peer, "samples/s", speed / peer, 3.0, detail)
 
 

@@ -60,7 +60,14 @@ class Timed(mh.Callback):
 def timed(batch: int, first: int, last: int) -> mh.Task:
     """The example, without the evaluations at the end of each epoch."""
     task = runpy.run_path(str(EXAMPLE))["task"]()
-    return dataclasses.replace(task, test=None, metrics={}, batch=batch, epochs=1000.0, callbacks=(Timed(task, first, last),))
+    return dataclasses.replace(
+        task,
+        test=None,
+        metrics={},
+        batch=batch,
+        epochs=1000.0,
+        callbacks=(Timed(task, first, last),),
+    )
 
 
 def ours(workers: int, steps: int, words: str) -> Found:
@@ -68,14 +75,22 @@ def ours(workers: int, steps: int, words: str) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         plan = f"data={workers} threads=1 steps={WARM + steps} save=off device=cpu {words}"
         found = mh.train(task, plan, directory=f"{folder}/run", quiet=True).metrics
-    return {"samples_per_s": steps * BATCH * WORKERS / found["seconds"], "log_loss": found["log_loss"]}
+    return {
+        "samples_per_s": steps * BATCH * WORKERS / found["seconds"],
+        "log_loss": found["log_loss"],
+    }
 
 
 # -- peers: scripts of their own, which read the same rows from a file --
 
 
 def peer(python: str, script: str, data: Path, steps: int, *more: int) -> Found:
-    command = [python, str(HERE / "peers" / script), str(data), *map(str, (BATCH, WARM, steps, _ports(), *more))]
+    command = [
+        python,
+        str(HERE / "peers" / script),
+        str(data),
+        *map(str, (BATCH, WARM, steps, _ports(), *more)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"{script} failed:\n{done.stderr[-2000:]}")
@@ -104,7 +119,10 @@ def tensorflow() -> str | None:
     named = os.environ.get("MANYHANDS_TF_PYTHON")
     if named is None:
         return sys.executable if importlib.util.find_spec("tensorflow") else None
-    there = subprocess.run([named, "-c", "import importlib.util as u; assert u.find_spec('tensorflow')"], capture_output=True)
+    there = subprocess.run(
+        [named, "-c", "import importlib.util as u; assert u.find_spec('tensorflow')"],
+        capture_output=True,
+    )
     return named if there.returncode == 0 else None
 
 
@@ -135,7 +153,9 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "rows.npz"
         write(data)
-        runs: dict[str, Callable[[], Found]] = {"ours": functools.partial(ours, WORKERS, steps, "servers=1")}
+        runs: dict[str, Callable[[], Found]] = {
+            "ours": functools.partial(ours, WORKERS, steps, "servers=1")
+        }
         if wanted("vs_rpc"):
             runs["rpc"] = functools.partial(peer, sys.executable, "click_rpc.py", data, steps)
         if wanted("vs_tf") and python is not None:
@@ -146,7 +166,11 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             assert python is not None
             found["tf, one step a call"] = [peer(python, "click_tf.py", data, steps // 4, 1)]
     speed = {k: median([f["samples_per_s"] for f in v]) for k, v in found.items()}
-    learned = {k: [round(f["log_loss"], 4) for f in v] for k, v in found.items() if k != "tf, one step a call"}
+    learned = {
+        k: [round(f["log_loss"], 4) for f in v]
+        for k, v in found.items()
+        if k != "tf, one step a call"
+    }
     detail = {
         "held-out log-loss": learned,
         "one process, all of it": f"{speed['one process']:,.0f} samples/s",
@@ -154,12 +178,19 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     }
     claims = []
     ahead = lambda peer: median(
-        [a["samples_per_s"] / b["samples_per_s"] for a, b in zip(found["ours"], found[peer], strict=True)]
+        [
+            a["samples_per_s"] / b["samples_per_s"]
+            for a, b in zip(found["ours"], found[peer], strict=True)
+        ]
     )
     if "rpc" in speed:
-        claims.append(Claim("vs_rpc", speed["ours"], speed["rpc"], "samples/s", ahead("rpc"), 2.0, detail))
+        claims.append(
+            Claim("vs_rpc", speed["ours"], speed["rpc"], "samples/s", ahead("rpc"), 2.0, detail)
+        )
     if "tf" in speed:
-        claims.append(Claim("vs_tf", speed["ours"], speed["tf"], "samples/s", ahead("tf"), 3.0, detail))
+        claims.append(
+            Claim("vs_tf", speed["ours"], speed["tf"], "samples/s", ahead("tf"), 3.0, detail)
+        )
     elif wanted("vs_tf"):
         reason = "TensorFlow is not installed: pip install tensorflow, here or where MANYHANDS_TF_PYTHON points"
         claims.append(Claim("vs_tf", skipped=reason, bar=3.0))

@@ -23,8 +23,8 @@ import torch
 from common import Claim, alternate, cores, median
 
 from manyhands.core import Table
-from manyhands.exchange.server.table import SparseTable, warm_up
-from manyhands.instructions import copy, prefetch
+from manyhands.kernels.instructions import copy, prefetch
+from manyhands.server.tables.sparse import SparseTable, warm_up
 
 BATCH, BATCHES = 20_000, 16
 LR, EPS = 0.01, 1e-10
@@ -56,11 +56,13 @@ def draws(law: str, rows: int, rng: np.random.Generator) -> list[np.ndarray]:
         return [rng.integers(0, rows, BATCH) for _ in range(BATCHES)]
     chances = np.cumsum(1.0 / np.arange(1, rows + 1) ** 1.05)
     where = rng.permutation(rows)  # the frequent ones anywhere
-    return [where[np.searchsorted(chances, rng.random(BATCH) * chances[-1])] for _ in range(BATCHES)]
+    return [
+        where[np.searchsorted(chances, rng.random(BATCH) * chances[-1])] for _ in range(BATCHES)
+    ]
 
 
 def filled(name: str, ids: np.ndarray, dim: int, huge: bool) -> SparseTable:
-    table = SparseTable(Table(name, dim=dim, rule="adagrad", options={"eps": EPS}), huge=huge)
+    table = SparseTable(Table(name, dim=dim, optimizer="adagrad", options={"eps": EPS}), huge=huge)
     out = np.empty((100_000, dim), np.float32)
     for start in range(0, ids.size, out.shape[0]):
         some = ids[start : start + out.shape[0]]
@@ -86,7 +88,9 @@ class Torch:
         return distinct, torch.zeros(distinct.numel(), g.shape[1]).index_add_(0, inverse, g)
 
     def by_optimizer(self, at: torch.Tensor, g: torch.Tensor) -> None:
-        self.parameter.grad = torch.sparse_coo_tensor(at[None], g, self.values.shape, check_invariants=False)
+        self.parameter.grad = torch.sparse_coo_tensor(
+            at[None], g, self.values.shape, check_invariants=False
+        )
         self.optimizer.step()
 
     def by_index_add(self, at: torch.Tensor, g: torch.Tensor) -> None:
@@ -99,7 +103,9 @@ class Torch:
         at, g = self._united(at, g)
         n = self.sums.index_select(0, at).addcmul_(g, g)
         self.sums[at] = n
-        self.values[at] = self.values.index_select(0, at).addcdiv_(g, n.sqrt_().add_(EPS), value=-LR)
+        self.values[at] = self.values.index_select(0, at).addcdiv_(
+            g, n.sqrt_().add_(EPS), value=-LR
+        )
 
     def by_scatter(self, at: torch.Tensor, g: torch.Tensor) -> None:
         at, g = self._united(at, g)
@@ -114,8 +120,15 @@ def compare(dim: int, rows: int, times: int, huge: bool) -> dict[str, dict[str, 
     rng = np.random.default_rng(dim)
     ids = rng.permutation(np.unique(rng.integers(-(2**62), 2**62, rows + rows // 100)))[:rows]
     table, peer = filled("bench", ids, dim, huge), Torch(rows, dim)
-    out, g = np.empty((BATCH, dim), np.float32), (rng.standard_normal((BATCH, dim)) * 1e-3).astype(np.float32)
-    known, theirs, scratch = np.empty((BATCHES, BATCH), np.int64), torch.from_numpy(g.copy()), g.copy()
+    out, g = (
+        np.empty((BATCH, dim), np.float32),
+        (rng.standard_normal((BATCH, dim)) * 1e-3).astype(np.float32),
+    )
+    known, theirs, scratch = (
+        np.empty((BATCHES, BATCH), np.int64),
+        torch.from_numpy(g.copy()),
+        g.copy(),
+    )
     found = {}
     for law in ("uniform", "zipf"):
         at = draws(law, rows, rng)
@@ -136,9 +149,14 @@ def compare(dim: int, rows: int, times: int, huge: bool) -> dict[str, dict[str, 
         runs = {
             "pull": one(lambda i, b=batches: table.pull(b[i], out)),
             "index_select": one(lambda i, n=numbers: peer.pull(n[i])),
-            "gather": one(lambda i: plain_gather(table._slab, known[i], out.reshape(-1), dim, table.stride)),
+            "gather": one(
+                lambda i: plain_gather(table._slab, known[i], out.reshape(-1), dim, table.stride)
+            ),
             "push": one(lambda i, b=batches: table.push(b[i], scratch, LR)),
-            **{way: one(lambda i, n=numbers, way=way: getattr(peer, way)(n[i], theirs)) for way in (*USUAL, "by_scatter")},
+            **{
+                way: one(lambda i, n=numbers, way=way: getattr(peer, way)(n[i], theirs))
+                for way in (*USUAL, "by_scatter")
+            },
         }
         for run in runs.values():
             run()
@@ -150,8 +168,15 @@ def compare(dim: int, rows: int, times: int, huge: bool) -> dict[str, dict[str, 
 
 def pushes(ms: dict[str, float]) -> str:
     """Torch's ways to push, and how many times ours goes into each."""
-    ways = {"Adagrad": "by_optimizer", "index_add": "by_index_add", "index_put": "by_index_put", "scatter_add": "by_scatter"}
-    return ", ".join(f"{name} {ms[way]:.2f}: {ms[way] / ms['push']:.1f}x" for name, way in ways.items())
+    ways = {
+        "Adagrad": "by_optimizer",
+        "index_add": "by_index_add",
+        "index_put": "by_index_put",
+        "scatter_add": "by_scatter",
+    }
+    return ", ".join(
+        f"{name} {ms[way]:.2f}: {ms[way] / ms['push']:.1f}x" for name, way in ways.items()
+    )
 
 
 def two_threads(rows: int, times: int, huge: bool) -> tuple[float, float]:
@@ -164,7 +189,9 @@ def two_threads(rows: int, times: int, huge: bool) -> tuple[float, float]:
         batches = [ids[rng.integers(0, ids.size, BATCH)] for _ in range(BATCHES)]
         g = np.zeros((BATCH, 64), np.float32)
 
-        def rounds(n: int, table: Any = table, batches: Any = batches, out: Any = out, g: Any = g) -> None:
+        def rounds(
+            n: int, table: Any = table, batches: Any = batches, out: Any = out, g: Any = g
+        ) -> None:
             for i in range(n):
                 table.pull(batches[i % BATCHES], out)
                 table.push(batches[i % BATCHES], g, LR)
@@ -233,5 +260,7 @@ def _measure(rows: int, times: int, only: list[str]) -> list[Claim]:
             claims["two_shards"] = Claim("two_shards", skipped="needs two cores")
         else:
             two, one = two_threads(rows, max(3, times // 4), True)
-            claims["two_shards"] = Claim("two_shards", two, one, "rounds/s", two / one, BARS["two_shards"])
+            claims["two_shards"] = Claim(
+                "two_shards", two, one, "rounds/s", two / one, BARS["two_shards"]
+            )
     return [claims[name] for name in wanted]

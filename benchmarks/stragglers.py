@@ -29,7 +29,11 @@ from manyhands.observe import events
 WORKERS, SLOW, BATCH = 4, 3, 64
 PAUSE_S, SLOWER = 0.03, 5
 TARGET = 0.87
-PLANS = {"bsp": "servers=1 staleness=0", "async": "servers=1 staleness=inf", "quorum": "servers=1 quorum=3"}
+PLANS = {
+    "bsp": "servers=1 staleness=0",
+    "async": "servers=1 staleness=inf",
+    "quorum": "servers=1 quorum=3",
+}
 
 
 def lenet() -> nn.Module:
@@ -69,14 +73,19 @@ def rounds_per_s(words: str) -> dict[int, float]:
             found[event.rank].append(event)
     start = max(rounds[len(rounds) // 5].time_s for rounds in found.values())  # everybody is warm
     end = min(rounds[-1].time_s for rounds in found.values())
-    return {r: sum(start <= e.time_s < end for e in rounds) / (end - start) for r, rounds in found.items()}
+    return {
+        r: sum(start <= e.time_s < end for e in rounds) / (end - start)
+        for r, rounds in found.items()
+    }
 
 
 def seconds_to_target(words: str) -> tuple[float | None, float, int]:
     """Seconds of training until the target was reached, the best accuracy, and evaluations."""
     happened = trained(f"{words} until=accuracy:{TARGET}", tested=True)
     start = min(e.time_s for e in happened if e.name == "round")
-    evaluations = [e for e in happened if e.name == "evaluate" and e.rank == 0 and isinstance(e.value, dict)]
+    evaluations = [
+        e for e in happened if e.name == "evaluate" and e.rank == 0 and isinstance(e.value, dict)
+    ]
     accuracies = [e.value["accuracy"] for e in evaluations if isinstance(e.value, dict)]
     reached = next((i for i, a in enumerate(accuracies) if a >= TARGET), None)
     if reached is None:
@@ -97,8 +106,15 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
 
 def _speeds(quick: bool, chosen: list[str]) -> list[Claim]:
     clocks = 10 if quick else 60
-    steps = {"bsp": clocks, "async": 8 * clocks, "quorum": 8 * clocks}  # of all workers, or each of one
-    runs = {name: functools.partial(rounds_per_s, f"{PLANS[name]} steps={steps[name]}") for name in ("bsp", *chosen)}
+    steps = {
+        "bsp": clocks,
+        "async": 8 * clocks,
+        "quorum": 8 * clocks,
+    }  # of all workers, or each of one
+    runs = {
+        name: functools.partial(rounds_per_s, f"{PLANS[name]} steps={steps[name]}")
+        for name in ("bsp", *chosen)
+    }
     found = alternate(runs, 1 if quick else 3)
     claims = []
     for name, bar in (("async", 2.5), ("quorum", 2.0)):
@@ -109,7 +125,11 @@ def _speeds(quick: bool, chosen: list[str]) -> list[Claim]:
         all_runs = {k: [round(of(rates), 1) for rates in found[k]] for k in (name, "bsp")}
         ours, peer = median([of(r) for r in found[name]]), median([of(r) for r in found["bsp"]])
         unit = "batches/s" if name == "async" else "steps/s"
-        detail = {"plan": PLANS[name], "all runs": all_runs, "slow worker, rounds/s": [round(r[SLOW], 1) for r in found[name]]}
+        detail = {
+            "plan": PLANS[name],
+            "all runs": all_runs,
+            "slow worker, rounds/s": [round(r[SLOW], 1) for r in found[name]],
+        }
         claims.append(Claim(f"{name}_vs_bsp", ours, peer, unit, ours / peer, bar, detail))
     return claims
 
@@ -123,7 +143,10 @@ def _accuracy(quick: bool) -> Claim:
     }
     found = {name: seconds_to_target(words) for name, words in plans.items()}
     ours, peer = found["ours"][0], found["all_reduce"][0]
-    told = {name: f"best accuracy {best:.4f} in {count} evaluations" for name, (_, best, count) in found.items()}
+    told = {
+        name: f"best accuracy {best:.4f} in {count} evaluations"
+        for name, (_, best, count) in found.items()
+    }
     detail = {"plan": PLANS["async"], **told}
     ratio = peer / ours if ours and peer else 0.0  # not reached: no ratio
     return Claim("time_to_accuracy", ours or 0.0, peer or 0.0, "s to 87%", ratio, 1.0, detail)

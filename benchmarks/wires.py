@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from common import Claim, alternate, median
 
-from manyhands.exchange.wires import WIRES, Int8, TopK
-from manyhands.exchange.wires.topk import select
-from manyhands.exchange.wires.wire import Memory
+from manyhands.exchange.compression import CODECS, Int8, TopK
+from manyhands.exchange.compression.codec import Memory
+from manyhands.exchange.compression.topk import select
 
 NUMEL = 25_000_000
 BARS = {"int8": 1.5, "bf16": 3.0, "topk": 0.8}  # GB/s
@@ -41,7 +41,7 @@ def seconds(call: Callable[[], object], device: str) -> float:
 def turns(device: str) -> dict[str, Callable[[], float]]:
     """One encoding and decoding of each wire that one peer can read, into memory that is there already."""
     x, out = gradient(device), torch.empty(NUMEL, device=device)
-    wires: dict[str, Any] = {name: kind() for name, kind in WIRES.items() if kind.point_to_point}
+    wires: dict[str, Any] = {name: kind() for name, kind in CODECS.items() if kind.point_to_point}
     wires["int8 stochastic"] = Int8(rounding="stochastic")
     wires["topk momentum"] = TopK(momentum=0.9)
     runs = {}
@@ -69,7 +69,9 @@ def share(name: str, wire: Any) -> float:
 
 
 def rates(device: str, times: int) -> dict[str, float]:
-    return {name: 4 * NUMEL / median(s) / 1e9 for name, s in alternate(turns(device), times).items()}
+    return {
+        name: 4 * NUMEL / median(s) / 1e9 for name, s in alternate(turns(device), times).items()
+    }
 
 
 def selection(times: int) -> tuple[float, float]:
@@ -99,14 +101,20 @@ def _measure(times: int, only: list[str]) -> list[Claim]:
         gpu = rates("cuda", times) if torch.cuda.is_available() else {}
         table = {}
         for name in (*cpu, "powersgd"):
-            parts = [f"{cpu[name]:.2f} GB/s on one thread" if name in cpu else "no codec: two products with the gradient"]
+            parts = [
+                f"{cpu[name]:.2f} GB/s on one thread"
+                if name in cpu
+                else "no codec: two products with the gradient"
+            ]
             parts += [f"{gpu[name]:.0f} GB/s on the GPU"] if name in gpu else []
-            parts += [f"{share(name, WIRES[name]()):.2%} of the bytes"] if name in WIRES else []
+            parts += [f"{share(name, CODECS[name]()):.2%} of the bytes"] if name in CODECS else []
             table[name] = ", ".join(parts)
         for name, bar in BARS.items():
             if not only or f"{name}_gbps" in only:
                 detail = table if not claims else None
-                claims.append(Claim(f"{name}_gbps", cpu[name], bar, "GB/s", cpu[name] / bar, 1.0, detail))
+                claims.append(
+                    Claim(f"{name}_gbps", cpu[name], bar, "GB/s", cpu[name] / bar, 1.0, detail)
+                )
     if not only or "topk_vs_torch" in only:
         ours, theirs = selection(max(3, times // 3))
         claims.append(Claim("topk_vs_torch", ours, theirs, "ms", theirs / ours, 3.0))

@@ -23,7 +23,9 @@ def page(name: str) -> str:
     rule = STRATEGIES[name]
     summary, *rest = inspect.cleandoc(sys.modules[rule.__module__].__doc__ or "").split("\n\n")
     body = "\n\n".join(part if _is_block(part) else _prose(part) for part in rest)
-    body = body.replace(". Use it when ", ".\n\n**Use it when** ")  # where it is the last sentence of a paragraph
+    body = body.replace(
+        ". Use it when ", ".\n\n**Use it when** "
+    )  # where it is the last sentence of a paragraph
     how = f"Sends {rule.sends} {'from rank to rank' if rule.swaps else 'by all-reduce'}"
     if rule.link is Store:
         how = f"Pulls the model from servers and pushes {rule.sends} to them: `data=4 servers=1 merge={name}`"
@@ -45,7 +47,11 @@ def _prose(part: str) -> str:
     head, _, tail = joined.partition(": ")
     if head == "Paper":
         return f"**Paper.** {tail}"
-    return joined.replace("Use it when", "**Use it when**", 1) if joined.startswith("Use it when") else joined
+    return (
+        joined.replace("Use it when", "**Use it when**", 1)
+        if joined.startswith("Use it when")
+        else joined
+    )
 
 
 def _options(name: str) -> str:
@@ -60,7 +66,11 @@ def _options(name: str) -> str:
         if any(f.default is None for f in dataclasses.fields(rule))
         else []
     )
-    return "\n".join(["| word | values | default |", "|---|---|---|", *rows, "", *unset]) if rows else "It has none.\n"
+    return (
+        "\n".join(["| word | values | default |", "|---|---|---|", *rows, "", *unset])
+        if rows
+        else "It has none.\n"
+    )
 
 
 def _values(kind: Any) -> str:

@@ -23,16 +23,28 @@ def crossed(ids: Tensor) -> Tensor:
     """An id for every two and every three columns together: a polynomial in 64 bits, where they do not meet by chance."""
     columns = ids.unbind(1)
     together = [group for size in (2, 3) for group in itertools.combinations(columns, size)]
-    return torch.stack([functools.reduce(lambda seen, id: (seen ^ id) * 6364136223846793005, group) for group in together], 1)
+    return torch.stack(
+        [
+            functools.reduce(lambda seen, id: (seen ^ id) * 6364136223846793005, group)
+            for group in together
+        ],
+        1,
+    )
 
 
 class WideAndDeep(nn.Module):
     def __init__(self, columns: int, numbers: int):
         super().__init__()
-        self.wide = mh.EmbeddingBag("wide", dim=1, rule="ftrl", lr=0.05, init="zeros", l1=0.001)
-        self.deep = mh.Embedding("deep", dim=DIM, rule="adagrad", lr=0.05, scale=0.05)
+        self.wide = mh.EmbeddingBag(
+            "wide", dim=1, optimizer="ftrl", lr=0.05, init="zeros", l1=0.001
+        )
+        self.deep = mh.Embedding("deep", dim=DIM, optimizer="adagrad", lr=0.05, scale=0.05)
         self.network = nn.Sequential(
-            nn.Linear(columns * DIM + numbers, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1)
+            nn.Linear(columns * DIM + numbers, 64),
+            nn.ReLU(),
+            nn.Linear(64, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
         )
 
     def forward(self, ids: Tensor, groups: Tensor, numbers: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Factorise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = mh.Embedding("users", DIM, rule="adagrad", lr=0.3, scale=0.3)
-        self.items = mh.Embedding("items", DIM, rule="adagrad", lr=0.3, scale=0.3)
+        self.users = mh.Embedding("users", DIM, optimizer="adagrad", lr=0.3, scale=0.3)
+        self.items = mh.Embedding("items", DIM, optimizer="adagrad", lr=0.3, scale=0.3)
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, who: Tensor, what: Tensor) -> Tensor:
@@ -36,11 +36,20 @@ def zipf(dice: np.random.Generator, n: int, size: int) -> np.ndarray:
 def ratings(size: int = RATINGS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Who, what, and by how much: a rank-4 truth of 64-bit ids plus noise."""
     dice = np.random.default_rng(seed)
-    users, items = zipf(dice, USERS, size).astype(np.int64), zipf(dice, ITEMS, size).astype(np.int64)
-    truth = np.stack([np.sin(users * f + 1.3) * np.cos(items * f * 1.7) for f in (0.7, 1.1, 1.9, 2.3)]).sum(0)
+    users, items = (
+        zipf(dice, USERS, size).astype(np.int64),
+        zipf(dice, ITEMS, size).astype(np.int64),
+    )
+    truth = np.stack(
+        [np.sin(users * f + 1.3) * np.cos(items * f * 1.7) for f in (0.7, 1.1, 1.9, 2.3)]
+    ).sum(0)
     liked = truth + 3 + 0.1 * dice.normal(size=size)
     spread = np.int64(0x2545F4914F6CDD1D)  # ids as they come: no range, no order
-    return torch.from_numpy(users * spread), torch.from_numpy(items * spread), torch.from_numpy(liked.astype(np.float32))
+    return (
+        torch.from_numpy(users * spread),
+        torch.from_numpy(items * spread),
+        torch.from_numpy(liked.astype(np.float32)),
+    )
 
 
 def task() -> mh.Task:

@@ -22,7 +22,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, dim = x.shape
-        q, k, v = (part.view(batch, time, HEADS, dim // HEADS).transpose(1, 2) for part in self.qkv(x).split(dim, dim=-1))
+        q, k, v = (
+            part.view(batch, time, HEADS, dim // HEADS).transpose(1, 2)
+            for part in self.qkv(x).split(dim, dim=-1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, time, dim))
 

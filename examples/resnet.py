@@ -15,9 +15,14 @@ from manyhands import datasets
 class Block(nn.Module):
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
         self.conv2, self.norm2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
-        self.skip = nn.Identity() if channels == out else nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.skip = (
+            nn.Identity() if channels == out else nn.Conv2d(channels, out, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm1(self.conv1(x)))
@@ -29,7 +34,10 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(
-            Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1), Block(2 * width, 4 * width, 2)
+            Block(width, width, 1),
+            Block(width, 2 * width, 2),
+            Block(2 * width, 2 * width, 1),
+            Block(2 * width, 4 * width, 2),
         )
         self.head = nn.Linear(4 * width, classes)
 

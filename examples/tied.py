@@ -21,10 +21,16 @@ class Layer(nn.Module):
         super().__init__()
         self.own = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
         self.across = nn.MultiheadAttention(DIM, HEADS, batch_first=True) if decodes else None
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(DIM), nn.LayerNorm(DIM) if decodes else None, nn.LayerNorm(DIM)
+        self.norm1, self.norm2, self.norm3 = (
+            nn.LayerNorm(DIM),
+            nn.LayerNorm(DIM) if decodes else None,
+            nn.LayerNorm(DIM),
+        )
         self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.ReLU(), nn.Linear(4 * DIM, DIM))
 
-    def forward(self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         y = self.norm1(x)
         x = x + self.own(y, y, y, attn_mask=mask, need_weights=False)[0]
         if self.across is not None and self.norm2 is not None:
@@ -35,13 +41,18 @@ class Layer(nn.Module):
 class Turner(nn.Module):
     def __init__(self, characters: int) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(characters, DIM), nn.Parameter(0.02 * torch.randn(BLOCK, DIM))
+        self.characters, self.places = (
+            nn.Embedding(characters, DIM),
+            nn.Parameter(0.02 * torch.randn(BLOCK, DIM)),
+        )
         self.encoder = nn.ModuleList([Layer(decodes=False) for _ in range(2)])
         self.decoder = nn.ModuleList([Layer(decodes=True) for _ in range(2)])
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, characters, bias=False)
         nn.init.normal_(self.characters.weight, std=0.02)
         self.head.weight = self.characters.weight
-        self.register_buffer("mask", torch.triu(torch.full((BLOCK, BLOCK), float("-inf")), 1), persistent=False)
+        self.register_buffer(
+            "mask", torch.triu(torch.full((BLOCK, BLOCK), float("-inf")), 1), persistent=False
+        )
 
     def forward(self, source: Tensor, before: Tensor) -> Tensor:
         memory = self.characters(source) + self.places

@@ -21,7 +21,14 @@ SAMPLES = 461
 def task() -> mh.Task:
     _, (x, y), test = datasets.images()
     return mh.Task(
-        model=nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)),
+        model=nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 256),
+            nn.ReLU(),
+            nn.Linear(256, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        ),
         loss=nn.functional.cross_entropy,
         train=(x[:SAMPLES], y[:SAMPLES]),
         test=test,

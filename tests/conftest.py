@@ -41,7 +41,9 @@ def nothing_is_left_behind() -> Iterator[None]:
         leaks.append("an initialised torch.distributed process group: call destroy_process_group")
     deadline = time.monotonic() + GRACE_S
     # segments: of a process killed on purpose by a test that runs beside this
-    while time.monotonic() < deadline and (_children().keys() - children.keys() or _threads() - threads or _segments() - shared):
+    while time.monotonic() < deadline and (
+        _children().keys() - children.keys() or _threads() - threads or _segments() - shared
+    ):
         time.sleep(0.01)
     living = _children()
     leaks += [f"child process {pid}: {line}" for pid, line in living.items() if pid not in children]
@@ -52,7 +54,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     after = _variables()
     for name in sorted(variables.keys() | after.keys()):
         if variables.get(name) != after.get(name):
-            leaks.append(f"environment variable {name}: {variables.get(name)!r} became {after.get(name)!r}")
+            leaks.append(
+                f"environment variable {name}: {variables.get(name)!r} became {after.get(name)!r}"
+            )
             os.environ.pop(name, None)
             if name in variables:
                 os.environ[name] = variables[name]
@@ -64,7 +68,9 @@ def _children() -> dict[int, str]:
     """Living child processes and what they run, less those that Python's multiprocessing keeps for itself."""
     try:  # looks without taking: whoever started a child still gets its exit code
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # none at all, which is so for most tests and far cheaper to ask than to read /proc
+    except (
+        ChildProcessError
+    ):  # none at all, which is so for most tests and far cheaper to ask than to read /proc
         return {}
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -75,13 +81,18 @@ def _children() -> dict[int, str]:
             line = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
         except OSError:  # it ended while we looked
             continue
-        if "multiprocessing.resource_tracker" not in line and "multiprocessing.forkserver" not in line:
+        if (
+            "multiprocessing.resource_tracker" not in line
+            and "multiprocessing.forkserver" not in line
+        ):
             found[int(pid)] = line[:200]
     return found
 
 
 def _read(path: str) -> str:
-    handle = os.open(path, os.O_RDONLY)  # a third of the cost of a file object, and there is one for every process
+    handle = os.open(
+        path, os.O_RDONLY
+    )  # a third of the cost of a file object, and there is one for every process
     try:
         return os.read(handle, 4096).decode(errors="replace")
     finally:

@@ -5,6 +5,6 @@ PRELOAD = [
     "torch.distributed",
     "numpy",
     "manyhands",
-    "manyhands.compute.traced",
+    "manyhands.parallel.trace.program",
     "torch.fx.experimental.validator",
 ]

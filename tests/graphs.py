@@ -10,10 +10,15 @@ import torch
 from piped import in_zoo
 from torch import Tensor, nn
 
-from manyhands.compute.graph import Graph
-from manyhands.compute.graph_common import shortened
-from manyhands.compute.graph_cut import FIELDS, Deal, dealt, traced_finely
 from manyhands.core import Group
+from manyhands.parallel.dataflow.common_subexpressions import shortened
+from manyhands.parallel.dataflow.graph_executor import GraphExecutor
+from manyhands.parallel.dataflow.partition import (
+    FIELDS,
+    GraphPartition,
+    dealt,
+    traced_finely,
+)
 
 
 class Towers(nn.Module):
@@ -22,8 +27,12 @@ class Towers(nn.Module):
     def __init__(self, width: int = 8, depth: int = 3):
         super().__init__()
         sizes = [6, *[width] * depth]
-        self.left = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes)))
-        self.right = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes)))
+        self.left = nn.Sequential(
+            *(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes))
+        )
+        self.right = nn.Sequential(
+            *(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(sizes))
+        )
         self.head = nn.Linear(2 * width, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -36,9 +45,14 @@ class Mixed(nn.Module):
     def __init__(self, channels: int, out: int):
         super().__init__()
         self.one = nn.Conv2d(channels, out, 1)
-        self.three = nn.Sequential(nn.Conv2d(channels, out, 1), nn.ReLU(inplace=True), nn.Conv2d(out, out, 3, padding=1))
+        self.three = nn.Sequential(
+            nn.Conv2d(channels, out, 1), nn.ReLU(inplace=True), nn.Conv2d(out, out, 3, padding=1)
+        )
         self.five = nn.Sequential(
-            nn.Conv2d(channels, out, 1), nn.BatchNorm2d(out), nn.ReLU(inplace=True), nn.Conv2d(out, out, 5, padding=2)
+            nn.Conv2d(channels, out, 1),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 5, padding=2),
         )
         self.pool = nn.Conv2d(channels, out, 1)
 
@@ -73,11 +87,15 @@ def branched(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor,
     return model, nn.functional.cross_entropy, (*data, torch.randint(5, (64,), generator=chance))
 
 
-def deal_of(model: nn.Module, example: tuple[Any, ...], ranks: int, micros: int = 4, **more: Any) -> Deal:
+def deal_of(
+    model: nn.Module, example: tuple[Any, ...], ranks: int, micros: int = 4, **more: Any
+) -> GraphPartition:
     """Dealt out by made-up costs, the same in every process: a step with parameters takes a millisecond."""
     traced = shortened(traced_finely(model, example, ranks))
     numbers: Sequence[int] = [
-        n for step, has in zip(traced.steps[True], weighty(traced), strict=True) for n in (10**6 * has + 10, 8, 8)
+        n
+        for step, has in zip(traced.steps[True], weighty(traced), strict=True)
+        for n in (10**6 * has + 10, 8, 8)
     ]
     assert len(numbers) == FIELDS * len(traced.steps[True])
     return dealt(traced, numbers, ranks, micros, **more)
@@ -87,5 +105,7 @@ def weighty(traced: Any) -> list[bool]:
     return [traced._has_parameters(step) for step in traced.steps[True]]
 
 
-def graphed(group: Group, deal: Deal, loss: Callable[..., Tensor] | None = None, **more: Any) -> Graph:
-    return Graph(deal, group, loss=loss, **more)
+def graphed(
+    group: Group, deal: GraphPartition, loss: Callable[..., Tensor] | None = None, **more: Any
+) -> GraphExecutor:
+    return GraphExecutor(deal, group, loss=loss, **more)

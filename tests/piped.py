@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute.batches import Batch
-from manyhands.compute.pipeline import Pipeline, Stage
-from manyhands.compute.stages import cut
-from manyhands.compute.traced import trace
 from manyhands.core import Group
-from manyhands.split.pipeline import actions
+from manyhands.data.batches import Batch
+from manyhands.parallel.pipeline.executor import PipelineExecutor, Stage
+from manyhands.parallel.pipeline.stage_modules import cut
+from manyhands.parallel.trace.program import trace
+from manyhands.split.stages import actions
 
 ZOO = Path(__file__).resolve().parent / "zoo"
 NOMINAL = 16.0
@@ -74,7 +74,9 @@ def share(loss: Tensor, count: int) -> Tensor:
     return loss * (count / NOMINAL)
 
 
-def alone(model: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Batch]) -> tuple[float, int]:
+def alone(
+    model: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Batch]
+) -> tuple[float, int]:
     """One process that accumulates the same micro-batches."""
     total, count = 0.0, 0
     for batch in batches:
@@ -87,15 +89,22 @@ def alone(model: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Batch
 
 
 def piped(
-    group: Group, schedule: str, chunks: int, stages: Sequence[Stage], loss: Callable[..., Tensor] | None = None, **more: Any
-) -> Pipeline:
+    group: Group,
+    schedule: str,
+    chunks: int,
+    stages: Sequence[Stage],
+    loss: Callable[..., Tensor] | None = None,
+    **more: Any,
+) -> PipelineExecutor:
     """The pipeline of this rank, of all stages."""
     p = group.size
 
     def listed(rank: int, micros: int) -> Any:
         return actions(schedule, p, rank, micros, chunks)
 
-    return Pipeline([stages[c * p + group.rank] for c in range(chunks)], group, listed, loss=loss, **more)
+    return PipelineExecutor(
+        [stages[c * p + group.rank] for c in range(chunks)], group, listed, loss=loss, **more
+    )
 
 
 def in_zoo(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]:
@@ -121,7 +130,9 @@ def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
     return {name: w.grad for stage in stages for name, w in stage.module.named_parameters()}
 
 
-def assert_same(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], rtol: float = 1e-12) -> None:
+def assert_same(
+    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], rtol: float = 1e-12
+) -> None:
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         got = ours[name]

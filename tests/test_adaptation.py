@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.core import Goal
 from manyhands.errors import PlanError
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import start, work
-from manyhands.site import Options
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(120, 6, generator=G)
@@ -31,7 +31,11 @@ def task() -> mh.Task:
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for file in sorted(run.glob("events/*.jsonl")) for line in file.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for file in sorted(run.glob("events/*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
     return [e for e in lines if e["name"] == name]
 
 
@@ -50,12 +54,19 @@ def test_at_most_is_said_with_a_minus(tmp_path: Path) -> None:
 
 
 def test_evaluate_every_n_steps_counts_steps_and_not_rounds(tmp_path: Path) -> None:
-    mh.train(task, "evaluate=5 steps=12 merge=local_sgd merge.period=4", directory=tmp_path / "run", quiet=True)
+    mh.train(
+        task,
+        "evaluate=5 steps=12 merge=local_sgd merge.period=4",
+        directory=tmp_path / "run",
+        quiet=True,
+    )
     steps = [e["value"]["step"] for e in events(tmp_path / "run", "evaluate")]
     assert steps == [8, 12], "at the end of the block in which the fifth, and the tenth, step lies"
 
 
-def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(tmp_path: Path) -> None:
+def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
+    tmp_path: Path,
+) -> None:
     words = "then=diloco then.period=4 at=step:8 steps=24"
     mh.train(task, words, directory=tmp_path / "run", quiet=True)
     notices = [e["value"] for e in events(tmp_path / "run", "notice")]
@@ -63,13 +74,22 @@ def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert saved is not None and saved.meta["rule"] == "diloco" and saved.state
     assert saved.round == 8 + 16 // 4
-    result = mh.train(task, words.replace("24", "32"), directory=tmp_path / "run", resume=True, quiet=True)
+    result = mh.train(
+        task, words.replace("24", "32"), directory=tmp_path / "run", resume=True, quiet=True
+    )
     assert result.rounds == 8 + 24 // 4, "it goes on with the second rule"
 
 
 def test_a_rule_changes_when_a_metric_says_so(tmp_path: Path) -> None:
-    mh.train(task, "then=local_sgd at=accuracy:0.8 evaluate=2 steps=40", directory=tmp_path / "run", quiet=True)
-    notice = next(e for e in events(tmp_path / "run", "notice") if "local_sgd from here on" in e["value"])
+    mh.train(
+        task,
+        "then=local_sgd at=accuracy:0.8 evaluate=2 steps=40",
+        directory=tmp_path / "run",
+        quiet=True,
+    )
+    notice = next(
+        e for e in events(tmp_path / "run", "notice") if "local_sgd from here on" in e["value"]
+    )
     reached = next(e for e in events(tmp_path / "run", "evaluate") if e["value"]["accuracy"] >= 0.8)
     assert notice["round"] == reached["round"]
 
@@ -77,7 +97,12 @@ def test_a_rule_changes_when_a_metric_says_so(tmp_path: Path) -> None:
 def test_switching_on_one_rank_to_blocks_of_one_rank_changes_nothing(tmp_path: Path) -> None:
     """Alone, every one of these rules is plain SGD, so whatever is carried over must be carried over whole."""
     mh.train(task, "steps=30", directory=tmp_path / "plain", quiet=True)
-    mh.train(task, "steps=30 merge=local_sgd then=model_average at=step:13", directory=tmp_path / "changed", quiet=True)
+    mh.train(
+        task,
+        "steps=30 merge=local_sgd then=model_average at=step:13",
+        directory=tmp_path / "changed",
+        quiet=True,
+    )
     a, b = (mh.load(tmp_path / name, nn.Linear(6, 2)).state_dict() for name in ("plain", "changed"))
     for k in a:
         torch.testing.assert_close(a[k], b[k], rtol=1e-5, atol=1e-6)
@@ -99,15 +124,21 @@ def test_switching_on_one_rank_to_blocks_of_one_rank_changes_nothing(tmp_path: P
         ("merge=downpour", "merge=downpour pulls from and pushes to a parameter server"),
     ],
 )
-def test_a_goal_or_a_change_that_cannot_be_is_refused(words: str, says: str, tmp_path: Path) -> None:
+def test_a_goal_or_a_change_that_cannot_be_is_refused(
+    words: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(PlanError) as refused:
         mh.train(task, words, directory=tmp_path / "run", quiet=True)
     assert says in str(refused.value)
 
 
 def test_a_goal_is_what_it_says() -> None:
-    assert Goal.parse("accuracy:0.88").reached({"accuracy": 0.88}) and not Goal.parse("accuracy:0.88").reached({"accuracy": 0.87})
-    assert Goal.parse("-loss:0.3").reached({"loss": 0.2}) and not Goal.parse("-loss:0.3").reached({"loss": 0.4})
+    assert Goal.parse("accuracy:0.88").reached({"accuracy": 0.88}) and not Goal.parse(
+        "accuracy:0.88"
+    ).reached({"accuracy": 0.87})
+    assert Goal.parse("-loss:0.3").reached({"loss": 0.2}) and not Goal.parse("-loss:0.3").reached(
+        {"loss": 0.4}
+    )
     assert not Goal.parse("accuracy:0.5").reached({}), "what nobody has measured is not reached"
     assert Goal.parse(str(Goal.parse("-loss:0.1"))) == Goal("loss", 0.1, at_most=True)
 
@@ -121,7 +152,9 @@ class Model(nn.Module):
         return self.layer(x)
 
 
-def test_an_own_loop_that_ends_among_local_steps_has_them_merged_and_holds_the_merged_model_when_asked(tmp_path: Path) -> None:
+def test_an_own_loop_that_ends_among_local_steps_has_them_merged_and_holds_the_merged_model_when_asked(
+    tmp_path: Path,
+) -> None:
     run = mh.join("merge=easgd merge.period=4 seed=0", directory=tmp_path / "run", quiet=True)
     torch.manual_seed(0)
     model, optimizer = Model(), None
@@ -137,7 +170,9 @@ def test_an_own_loop_that_ends_among_local_steps_has_them_merged_and_holds_the_m
     assert not torch.equal(own, merged) and torch.equal(own, model.state_dict()["layer.weight"])
     run.close()
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
-    assert saved is not None and saved.round == 2 and saved.position.steps == 6, "four steps, and the two that were left"
+    assert saved is not None and saved.round == 2 and saved.position.steps == 6, (
+        "four steps, and the two that were left"
+    )
 
 
 # -- a resumed run is the run it would have been --
@@ -173,17 +208,33 @@ def test_the_last_round_is_evaluated_also_where_a_checkpoint_falls_on_it(tmp_pat
     result = mh.train(task, "steps=6 save=3", directory=tmp_path / "run", quiet=True)
     assert {"accuracy", "loss"} <= result.metrics.keys()
     saved = {
-        p.name: json.loads((p / "manifest.json").read_text())["metrics"] for p in (tmp_path / "run" / "checkpoints").iterdir()
+        p.name: json.loads((p / "manifest.json").read_text())["metrics"]
+        for p in (tmp_path / "run" / "checkpoints").iterdir()
     }
-    assert saved["step-00000003"] == {} and saved["step-00000006"]["accuracy"] == result.metrics["accuracy"]
+    assert (
+        saved["step-00000003"] == {}
+        and saved["step-00000006"]["accuracy"] == result.metrics["accuracy"]
+    )
 
 
-def test_saving_changes_nothing_also_where_the_optimizer_remembers_nothing_yet(tmp_path: Path) -> None:
+def test_saving_changes_nothing_also_where_the_optimizer_remembers_nothing_yet(
+    tmp_path: Path,
+) -> None:
     def decaying() -> mh.Task:
-        return dataclasses.replace(task(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+        return dataclasses.replace(
+            task(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
+        )
 
-    for save in ("1", "100"):  # momentum is forgotten after every block, so every checkpoint finds none
-        mh.train(decaying, f"merge=bmuf merge.period=4 steps=24 save={save}", directory=tmp_path / save, quiet=True)
+    for save in (
+        "1",
+        "100",
+    ):  # momentum is forgotten after every block, so every checkpoint finds none
+        mh.train(
+            decaying,
+            f"merge=bmuf merge.period=4 steps=24 save={save}",
+            directory=tmp_path / save,
+            quiet=True,
+        )
     assert torch.equal(weights(tmp_path / "1"), weights(tmp_path / "100"))
 
 
@@ -203,7 +254,9 @@ def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_
 
 
 @pytest.mark.parametrize("rule", ["admm", pytest.param("robust", marks=pytest.mark.slow)])
-def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(rule: str, tmp_path: Path) -> None:
+def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(
+    rule: str, tmp_path: Path
+) -> None:
     """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop for ever."""
 
     def both(words: dict[str, Any], options: Options) -> dict[str, Any]:
@@ -221,8 +274,12 @@ def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(rule
 
 def steep() -> mh.Task:
     torch.manual_seed(0)
-    loss = lambda outputs, target: 30 * nn.functional.cross_entropy(outputs, target)  # overflows at the first scale
-    return dataclasses.replace(task(), model=nn.Linear(6, 2), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.002))
+    loss = lambda outputs, target: (
+        30 * nn.functional.cross_entropy(outputs, target)
+    )  # overflows at the first scale
+    return dataclasses.replace(
+        task(), model=nn.Linear(6, 2), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.002)
+    )
 
 
 def weights_at_start() -> Tensor:

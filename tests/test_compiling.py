@@ -6,15 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import manyhands.compiling
+import manyhands.kernels.compile
 
-CONSTANT = "from manyhands.compiling import compiled\nNUMBER = {number}\n@compiled\ndef unused(x):\n    return x\n"
-LOOP = "from manyhands.compiling import compiled\nfrom constant import NUMBER\n@compiled\ndef loop(x):\n    return x + NUMBER\n"
+CONSTANT = "from manyhands.kernels.compile import compiled\nNUMBER = {number}\n@compiled\ndef unused(x):\n    return x\n"
+LOOP = "from manyhands.kernels.compile import compiled\nfrom constant import NUMBER\n@compiled\ndef loop(x):\n    return x + NUMBER\n"
 ASK = """
 import sys
 from pathlib import Path
-import manyhands.compiling
-manyhands.compiling.PACKAGE = Path(sys.argv[1])
+import manyhands.kernels.compile
+manyhands.kernels.compile.PACKAGE = Path(sys.argv[1])
 sys.path.insert(0, sys.argv[1])
 from loops import loop
 print(loop(1), sum(loop.stats.cache_hits.values()))
@@ -31,11 +31,19 @@ def test_machine_code_is_kept_until_a_file_that_it_was_made_of_changes(tmp_path:
     (tmp_path / "constant.py").write_text(CONSTANT.format(number=1))
     assert _ask(tmp_path) == ["2", "0"]
     assert _ask(tmp_path) == ["2", "1"]
-    (tmp_path / "constant.py").write_text(CONSTANT.format(number=5))  # numba alone would not notice: loops.py is the same
+    (tmp_path / "constant.py").write_text(
+        CONSTANT.format(number=5)
+    )  # numba alone would not notice: loops.py is the same
     assert _ask(tmp_path) == ["6", "0"]
     assert _ask(tmp_path) == ["6", "1"]
 
 
 def test_all_files_that_compile_are_looked_at() -> None:
-    sources = {path: path.read_text() for path in manyhands.compiling.PACKAGE.rglob("*.py") if path.name != "compiling.py"}
-    assert not [path for path, text in sources.items() if "njit" in text], "use manyhands.compiling"
+    sources = {
+        path: path.read_text()
+        for path in manyhands.kernels.compile.PACKAGE.rglob("*.py")
+        if path.name != "compile.py"
+    }
+    assert not [path for path, text in sources.items() if "njit" in text], (
+        "use manyhands.kernels.compile"
+    )

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core import Group, Replica, Rows, Tensors
+from manyhands.core import (
+    Group,
+    Replica,
+    Rows,
+    Tensors,
+)
 from manyhands.exchange.inproc import World
 
 

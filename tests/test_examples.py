@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands import api as running
 from manyhands import datasets
-from manyhands import run as running
+from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
-from manyhands.site import Options
 from manyhands.split.data import part
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -43,7 +43,11 @@ def test_the_example_runs_on_two_processes(name: str, here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gpt", "data=2 tensor=2 pipe=2"), ("resnet", "pipe=2 micro=4"), ("tied", "pipe=2 shard=2 zero=1")],
+    [
+        ("gpt", "data=2 tensor=2 pipe=2"),
+        ("resnet", "pipe=2 micro=4"),
+        ("tied", "pipe=2 shard=2 zero=1"),
+    ],
 )
 def test_the_examples_of_split_models_run_as_they_say(name: str, words: str, here: Path) -> None:
     assert f"examples/{name}.py {words}" in (EXAMPLES / f"{name}.py").read_text()
@@ -61,9 +65,15 @@ def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [pytest.param("transformer", "data=2", marks=pytest.mark.slow), ("uneven_mlp", "data=3 batch=153")]
+    ("name", "words"),
+    [
+        pytest.param("transformer", "data=2", marks=pytest.mark.slow),
+        ("uneven_mlp", "data=3 batch=153"),
+    ],
 )
-def test_several_processes_equal_one(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_equal_one(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verify(EXAMPLES / f"{name}.py", words.split(), steps=4), capsys.readouterr().out
 
 
@@ -79,14 +89,23 @@ def test_the_uneven_example_is_uneven_where_it_says_so() -> None:
 
 
 def test_an_own_loop_differs_from_a_plain_one_in_five_lines() -> None:
-    plain, own = ((EXAMPLES / f"{name}.py").read_text().splitlines() for name in ("plain", "own_loop"))
-    matched = sum(block.size for block in difflib.SequenceMatcher(None, plain, own, autojunk=False).get_matching_blocks())
+    plain, own = (
+        (EXAMPLES / f"{name}.py").read_text().splitlines() for name in ("plain", "own_loop")
+    )
+    matched = sum(
+        block.size
+        for block in difflib.SequenceMatcher(None, plain, own, autojunk=False).get_matching_blocks()
+    )
     changed = max(len(plain), len(own)) - matched
     assert 0 < changed <= 5
 
 
-def test_own_loop_and_train_end_with_the_same_bits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("sys.last_value", raising=False)  # of a test that failed before: no script of ours has
+def test_own_loop_and_train_end_with_the_same_bits(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(
+        "sys.last_value", raising=False
+    )  # of a test that failed before: no script of ours has
     _, (x, y), test = datasets.images()
     few = x[:500].clone(), y[:500].clone()
     monkeypatch.setattr(datasets, "images", lambda: ("few", few, test))
@@ -110,9 +129,13 @@ def test_own_loop_and_train_end_with_the_same_bits(here: Path, monkeypatch: pyte
         assert torch.equal(names["model"].state_dict()[name], value), name
 
 
-def test_the_plain_script_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plain_script_is_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, (x, y), (x_test, y_test) = datasets.images()
-    monkeypatch.setattr(datasets, "images", lambda: ("few", (x[:200], y[:200]), (x_test[:50], y_test[:50])))
+    monkeypatch.setattr(
+        datasets, "images", lambda: ("few", (x[:200], y[:200]), (x_test[:50], y_test[:50]))
+    )
     runpy.run_path(str(EXAMPLES / "plain.py"), run_name="__main__")
     assert capsys.readouterr().out.count("accuracy") == 2
 

@@ -43,11 +43,16 @@ def test_end():
 
 def test_a_test_that_leaks_is_an_error_and_a_tidy_one_is_not(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        (Path(__file__).parent / "conftest.py").read_text().replace("GRACE_S = 3.0", "GRACE_S = 0.2")
+        (Path(__file__).parent / "conftest.py")
+        .read_text()
+        .replace("GRACE_S = 3.0", "GRACE_S = 0.2")
     )
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     for leak in (
         "child process",

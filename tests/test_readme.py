@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands import run as running
+from manyhands import api as running
 from manyhands.cli.main import app
 from manyhands.core import Layout, Plan
 from manyhands.exchange import algorithms
-from manyhands.exchange.wires import WIRES
+from manyhands.exchange.compression import CODECS
 from manyhands.merge import STRATEGIES
 from manyhands.plan import words
 from manyhands.split.data import SPLITS
@@ -26,9 +26,15 @@ from manyhands.split.data import SPLITS
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "manyhands"
 README = (REPOSITORY / "README.md").read_text()
-BENCHMARKS = {p.stem.replace("_", "-") for p in (REPOSITORY / "benchmarks").glob("*.py") if p.stem != "common"}
+BENCHMARKS = {
+    p.stem.replace("_", "-") for p in (REPOSITORY / "benchmarks").glob("*.py") if p.stem != "common"
+}
 MAKE_RULES = runpy.run_path(str(REPOSITORY / "docs" / "make_rules.py"))
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+]
 
 
 @pytest.fixture
@@ -41,7 +47,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path | None)
 
 
 def section(title: str) -> str:
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE
+    )
     assert found is not None, title
     return found[1]
 
@@ -54,7 +62,9 @@ def code(text: str) -> str:
 
 def rows(page: str) -> list[list[str]]:
     """The body of every table: cells without their bars."""
-    lines = [line for line in page.splitlines() if line.startswith("|") and not line.startswith("|---")]
+    lines = [
+        line for line in page.splitlines() if line.startswith("|") and not line.startswith("|---")
+    ]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -65,14 +75,18 @@ def test_the_example_has_twelve_lines_and_trains(here: Path) -> None:
     example = code(section("Twelve lines"))
     assert len([line for line in example.splitlines() if line.strip()]) <= 12
     assert example.endswith('if __name__ == "__main__":\n    mh.train(task)\n')
-    (here / "mine.py").write_text(example.replace("mh.train(task)", 'result = mh.train(task, "steps=3", directory="run")'))
+    (here / "mine.py").write_text(
+        example.replace("mh.train(task)", 'result = mh.train(task, "steps=3", directory="run")')
+    )
     result = runpy.run_path("mine.py", run_name="__main__")["result"]
     assert result.rounds == 3 and result.metrics["train_loss"] > 0
     assert (here / "run" / "curves.png").exists()
 
 
 def test_the_own_loop_trains(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("sys.last_value", raising=False)  # of a test that failed before: no script of ours has
+    monkeypatch.delattr(
+        "sys.last_value", raising=False
+    )  # of a test that failed before: no script of ours has
     loop = code(section("Your own loop, five lines"))
     assert len(loop.splitlines()) == 5
     model = nn.Linear(3, 2)
@@ -103,7 +117,9 @@ def test_the_tree_names_every_file_and_nothing_else() -> None:
         room = room if len(indent) == 4 else path if path.endswith("/") else ""
         if not path.endswith("/"):
             named.add(f"{room}{path}")
-    there = {p.relative_to(SOURCE).as_posix() for p in SOURCE.rglob("*.py") if p.name != "__init__.py"}
+    there = {
+        p.relative_to(SOURCE).as_posix() for p in SOURCE.rglob("*.py") if p.name != "__init__.py"
+    }
     assert there - named == set(), "files that the tree in README.md leaves out"
     assert named - there == set(), "files of the tree in README.md that do not exist"
 
@@ -113,11 +129,17 @@ def test_the_tree_names_every_file_and_nothing_else() -> None:
 
 def test_the_verbs_are_those_of_the_command_line() -> None:
     listed = [re.match(r"`manyhands (\w+)", row[0]) for row in rows(section("Commands"))[1:]]
-    assert [m[1] for m in listed if m] == [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    assert [m[1] for m in listed if m] == [
+        c.name or c.callback.__name__ for c in app.registered_commands if c.callback
+    ]
 
 
 def test_the_plan_words_of_the_readme_can_be_used() -> None:
-    shown = [word for row in rows(section("Plan words"))[1:] for word in re.findall(r"`(\S+=\S+)`", row[0])]
+    shown = [
+        word
+        for row in rows(section("Plan words"))[1:]
+        for word in re.findall(r"`(\S+=\S+)`", row[0])
+    ]
     assert len(shown) > 8
     for word in shown:
         words.parse(word)
@@ -125,7 +147,9 @@ def test_the_plan_words_of_the_readme_can_be_used() -> None:
 
 def test_the_benchmarks_are_those_that_are_there() -> None:
     assert {row[0].strip("`") for row in rows(section("Benchmarks"))[1:]} == BENCHMARKS
-    bench = next(c.callback for c in app.registered_commands if c.callback and c.callback.__name__ == "bench")
+    bench = next(
+        c.callback for c in app.registered_commands if c.callback and c.callback.__name__ == "bench"
+    )
     said = get_args(inspect.get_annotations(bench, eval_str=True)["name"])[1].help
     assert set(said.rstrip(".").replace("or ", "").split(", ")) == {*BENCHMARKS, "all"}
 
@@ -140,7 +164,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if anchor:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}, f"{page.name}: {target}"
+            assert anchor in {
+                re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
+            }, f"{page.name}: {target}"
 
 
 # -- docs/plan-words.md, docs/wires.md, docs/rules/ --
@@ -152,32 +178,40 @@ def test_every_plan_word_is_on_its_page_with_its_values_and_default() -> None:
     chosen = {
         "merge": tuple(STRATEGIES),
         "then": tuple(STRATEGIES),
-        "wire": ("none", *WIRES),
+        "compress": ("none", *CODECS),
         "algorithm": ("native", *algorithms.NAMES),
         "split": tuple(SPLITS),
     }
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Layout)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(Plan) if f.name in (*words.PLAIN, *chosen)}
+    defaults |= {
+        f.name: f.default for f in dataclasses.fields(Plan) if f.name in (*words.PLAIN, *chosen)
+    }
     choices = {k: get_args(kind) for k, kind in words.PLAIN.items() if words._choices(kind)}
     choices |= {**chosen, "compile": ("true", "false")}
     assert sorted(table) == sorted(defaults)
     for word, (values, default, meaning) in table.items():
         assert meaning, word
-        assert default == ("-" if defaults[word] is None else f"`{words._text(defaults[word])}`"), word
+        assert default == ("-" if defaults[word] is None else f"`{words._text(defaults[word])}`"), (
+            word
+        )
         if word in choices:
             assert values == ", ".join(map(str, choices[word])), word
 
 
 def test_every_wire_is_on_its_page_and_every_option_with_its_default() -> None:
-    table = {row[0].strip("`"): row[1:] for row in rows((REPOSITORY / "docs" / "wires.md").read_text())}
-    for name, kind in WIRES.items():
+    table = {
+        row[0].strip("`"): row[1:] for row in rows((REPOSITORY / "docs" / "wires.md").read_text())
+    }
+    for name, kind in CODECS.items():
         assert all(table[name]), name
         for field in dataclasses.fields(kind):
             of, default, meaning = table[f"wire.{field.name}"]
-            defaults = dict(zip(re.findall(r"`(\w+)`", of), re.findall(r"`([^`]+)`", default), strict=True))
+            defaults = dict(
+                zip(re.findall(r"`(\w+)`", of), re.findall(r"`([^`]+)`", default), strict=True)
+            )
             assert defaults[name] == words._text(field.default) and meaning, (name, field.name)
     listed = {word.removeprefix("wire.") for word in table if re.fullmatch(r"wire\.\w+", word)}
-    assert listed == {f.name for kind in WIRES.values() for f in dataclasses.fields(kind)}
+    assert listed == {f.name for kind in CODECS.values() for f in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -186,8 +220,13 @@ def test_the_page_of_a_rule_is_what_its_docstring_says_now(name: str) -> None:
     assert page.read_text() == MAKE_RULES["page"](name), "run `make docs`"
 
 
-def test_every_rule_has_its_row_in_the_table_of_costs_and_no_page_is_of_a_rule_that_is_gone() -> None:
+def test_every_rule_has_its_row_in_the_table_of_costs_and_no_page_is_of_a_rule_that_is_gone() -> (
+    None
+):
     folder = REPOSITORY / "docs" / "rules"
-    table = [re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", row[0]) for row in rows((folder / "README.md").read_text())[1:]]
+    table = [
+        re.fullmatch(r"\[`(\w+)`\]\((\w+)\.md\)", row[0])
+        for row in rows((folder / "README.md").read_text())[1:]
+    ]
     assert [(m[1], m[2]) for m in table if m] == [(name, name) for name in STRATEGIES]
     assert {p.stem for p in folder.glob("*.md")} == {*STRATEGIES, "README"}

@@ -14,8 +14,25 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "manyhands"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-ROOMS = ("split", "compute", "exchange", "merge", "plan", "recover", "observe", "launch")
-READS_ENVIRONMENT = {"launch/environment.py": None, "datasets.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"}}
+ROOMS = (
+    "split",
+    "data",
+    "replica",
+    "parallel",
+    "embedding",
+    "exchange",
+    "server",
+    "merge",
+    "kernels",
+    "plan",
+    "recover",
+    "observe",
+    "launch",
+)
+READS_ENVIRONMENT = {
+    "launch/environment.py": None,
+    "datasets.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"},
+}
 # model parallelism inside a replica is built on these; they take a mesh and never open a connection themselves
 INSIDE_A_REPLICA = ("tensor", "fsdp", "pipelining", "device_mesh", "_composable")
 HEAVY = {"matplotlib", "rich", "typer", "sklearn", "tensorboard"}
@@ -53,16 +70,29 @@ def mentioned(path: Path) -> set[str]:
 
 
 def test_the_import_contracts_hold() -> None:
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache"]
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in ("merge", "split", "compute")], ids=name)
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if room(p) in ("merge", "split", "data", "replica", "parallel", "embedding")],
+    ids=name,
+)
 def test_algorithms_splits_and_replicas_do_not_talk_to_peers_themselves(path: Path) -> None:
     used = {n for n in mentioned(path) if n.startswith("torch.distributed")}
-    if room(path) == "compute":
-        used = {n for n in used if not n.startswith(tuple(f"torch.distributed.{inside}" for inside in INSIDE_A_REPLICA))}
+    if room(path) == "parallel":
+        used = {
+            n
+            for n in used
+            if not n.startswith(tuple(f"torch.distributed.{inside}" for inside in INSIDE_A_REPLICA))
+        }
     assert not used, (
         f"{name(path)} uses {sorted(used)}; what moves bytes between ranks belongs in exchange/ and comes in as `link`"
     )
@@ -72,30 +102,46 @@ def test_algorithms_splits_and_replicas_do_not_talk_to_peers_themselves(path: Pa
 def test_the_environment_is_read_in_one_place(path: Path) -> None:
     used = mentioned(path) & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     if name(path) not in READS_ENVIRONMENT:
-        assert not used, f"{name(path)} uses {sorted(used)}; launch/environment.py reads the environment, others take arguments"
+        assert not used, (
+            f"{name(path)} uses {sorted(used)}; launch/environment.py reads the environment, others take arguments"
+        )
     elif allowed := READS_ENVIRONMENT[name(path)]:
         spelled = {
-            n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            n.value
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
         }
         assert allowed <= spelled
         calls = [
-            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and dotted(n.func) == "os.environ.get"
+            n
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Call) and dotted(n.func) == "os.environ.get"
         ]
         assert {ast.literal_eval(call.args[0]) for call in calls} == allowed
         assert path.read_text().count("os.environ") == len(calls)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) in (*ROOMS, "core", "errors", "task", "datasets")], ids=name)
+@pytest.mark.parametrize(
+    "path",
+    [p for p in FILES if room(p) in (*ROOMS, "core", "errors", "task", "datasets")],
+    ids=name,
+)
 def test_rooms_do_not_import_the_package_as_a_whole(path: Path) -> None:
     """`import manyhands` would bring build and train in through the back door; import-linter does not see that."""
     tree = ast.parse(path.read_text())
     rooms = {p.name.removesuffix(".py") for p in SOURCE.iterdir()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            assert "manyhands" not in {alias.name for alias in node.names}, f"{name(path)}:{node.lineno}"
+            assert "manyhands" not in {alias.name for alias in node.names}, (
+                f"{name(path)}:{node.lineno}"
+            )
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(path)}:{node.lineno}: write the import out, from manyhands"
-            assert node.module != "manyhands" or {alias.name for alias in node.names} <= rooms, f"{name(path)}:{node.lineno}"
+            assert node.level == 0, (
+                f"{name(path)}:{node.lineno}: write the import out, from manyhands"
+            )
+            assert node.module != "manyhands" or {alias.name for alias in node.names} <= rooms, (
+                f"{name(path)}:{node.lineno}"
+            )
 
 
 def test_importing_does_nothing_but_define(tmp_path: Path) -> None:
@@ -105,7 +151,9 @@ def test_importing_does_nothing_but_define(tmp_path: Path) -> None:
         parts = ["manyhands", *path.relative_to(SOURCE).with_suffix("").parts]
         modules.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     modules = [m for m in modules if not m.endswith("__main__")]
-    modules.sort(key=lambda m: m.startswith("manyhands.cli"))  # the commands last: they may use rich and typer
+    modules.sort(
+        key=lambda m: m.startswith("manyhands.cli")
+    )  # the commands last: they may use rich and typer
     code = """
 import importlib, json, os, pathlib, random, signal, sys, threading
 import numpy, torch, torch.distributed

@@ -41,11 +41,18 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter([(X[i % N], Y[i % N]) for i in range(self.lengths[min(self.epoch, len(self.lengths) - 1)])])
+        return iter(
+            [
+                (X[i % N], Y[i % N])
+                for i in range(self.lengths[min(self.epoch, len(self.lengths) - 1)])
+            ]
+        )
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2)
+    )
 
 
 def make(**changed: Any) -> mh.Task:
@@ -57,14 +64,27 @@ def make(**changed: Any) -> mh.Task:
 
 
 def train(
-    tmp_path: Path, words: Any = "", resume: bool = False, callbacks: tuple[mh.Callback, ...] = (), **changed: Any
+    tmp_path: Path,
+    words: Any = "",
+    resume: bool = False,
+    callbacks: tuple[mh.Callback, ...] = (),
+    **changed: Any,
 ) -> mh.Result:
-    return mh.train(lambda: make(**changed), words, directory=tmp_path / "run", resume=resume, quiet=True, callbacks=callbacks)
+    return mh.train(
+        lambda: make(**changed),
+        words,
+        directory=tmp_path / "run",
+        resume=resume,
+        quiet=True,
+        callbacks=callbacks,
+    )
 
 
 def events(result: mh.Result) -> list[dict[str, Any]]:
     return [
-        json.loads(line) for f in sorted(Path(result.directory).glob("events/*.jsonl")) for line in f.read_text().splitlines()
+        json.loads(line)
+        for f in sorted(Path(result.directory).glob("events/*.jsonl"))
+        for line in f.read_text().splitlines()
     ]
 
 
@@ -88,14 +108,26 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_a_run_directory_holds_plan_events_checkpoints_and_a_picture(tmp_path: Path) -> None:
     result = train(tmp_path, "epochs=3 best=accuracy keep=2")
     folder = Path(result.directory)
-    assert folder == tmp_path / "run" and (result.rounds, result.epochs, result.stopped) == (21, 3.0, False)
-    assert set(result.metrics) == {"loss", "accuracy", "train_loss"} and result.metrics["accuracy"] > 0.6
+    assert folder == tmp_path / "run" and (result.rounds, result.epochs, result.stopped) == (
+        21,
+        3.0,
+        False,
+    )
+    assert (
+        set(result.metrics) == {"loss", "accuracy", "train_loss"}
+        and result.metrics["accuracy"] > 0.6
+    )
     assert result.checkpoint == str(folder / "checkpoints" / "step-00000021")
     resolved = parse(str(folder / "plan.toml"))
     assert (resolved.epochs, resolved.batch, resolved.seed, resolved.keep) == (3.0, 4, 0, 2)
     assert (folder / "curves.png").stat().st_size > 1000
     seen = [e["name"] for e in events(result)]
-    assert seen.count("round") == 21 and seen.count("evaluate") == 3 and seen.count("checkpoint") == 3 and seen[-1] == "finish"
+    assert (
+        seen.count("round") == 21
+        and seen.count("evaluate") == 3
+        and seen.count("checkpoint") == 3
+        and seen[-1] == "finish"
+    )
     snapshot = Checkpoints(folder / "checkpoints").latest()
     assert snapshot is not None and snapshot.position == mh.core.Position(3, 0, 21)
 
@@ -104,20 +136,25 @@ def test_the_reported_metrics_are_those_of_the_saved_model(tmp_path: Path) -> No
     result = train(tmp_path, "epochs=2")
     net = mh.load(result.directory, model()).eval()
     with torch.no_grad():
-        assert float(nn.functional.cross_entropy(net(X), Y)) == pytest.approx(result.metrics["loss"], rel=1e-6)
+        assert float(nn.functional.cross_entropy(net(X), Y)) == pytest.approx(
+            result.metrics["loss"], rel=1e-6
+        )
         assert float(mh.accuracy(net(X), Y)) == pytest.approx(result.metrics["accuracy"])
 
 
 def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
     result = train(tmp_path, "epochs=4 best=-loss keep=9")
     scores = {
-        p: json.loads((p / "manifest.json").read_text())["metrics"]["loss"] for p in (tmp_path / "run/checkpoints").glob("step-*")
+        p: json.loads((p / "manifest.json").read_text())["metrics"]["loss"]
+        for p in (tmp_path / "run/checkpoints").glob("step-*")
     }
     best = min(scores, key=lambda p: scores[p])
     from manyhands.recover.checkpoint import load
 
     assert same(dict(mh.load(result.directory, model()).state_dict()), saved(result))
-    assert same(dict(mh.load(result.directory, model(), best="-loss").state_dict()), load(best).params)
+    assert same(
+        dict(mh.load(result.directory, model(), best="-loss").state_dict()), load(best).params
+    )
     with pytest.raises(mh.CheckpointError, match=r"no checkpoint of .* knows the metric 'f1'"):
         mh.load(result.directory, model(), best="f1")
     with pytest.raises(mh.CheckpointError, match="holds no checkpoint"):
@@ -144,7 +181,11 @@ def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
         ("epochs=1", {"train": DataLoader(Rows(), batch_size=13), "batch": None}, 2, 1.0),
         ("epochs=2 loaders=2", {"train": Rows()}, 14, 2.0),
     ],
-    ids=lambda x: str({k: v if isinstance(v, int) else type(v).__name__ for k, v in x.items()} if isinstance(x, dict) else x),
+    ids=lambda x: str(
+        {k: v if isinstance(v, int) else type(v).__name__ for k, v in x.items()}
+        if isinstance(x, dict)
+        else x
+    ),
 )
 def test_a_run_stops_after_its_epochs_or_steps(
     tmp_path: Path, words: str, changed: dict[str, Any], rounds: int, epochs: float
@@ -164,7 +205,9 @@ def test_a_run_stops_after_its_epochs_or_steps(
         ("epochs=3 batch=26 save=2", [2, 3]),
     ],
 )
-def test_checkpoints_are_written_when_the_plan_says_and_at_the_end(tmp_path: Path, words: str, rounds: list[int]) -> None:
+def test_checkpoints_are_written_when_the_plan_says_and_at_the_end(
+    tmp_path: Path, words: str, rounds: list[int]
+) -> None:
     train(tmp_path, f"{words} keep=99")
     assert [int(p.name[5:]) for p in Checkpoints(tmp_path / "run" / "checkpoints").all()] == rounds
 
@@ -196,7 +239,12 @@ def test_callbacks_are_called_on_round_epoch_and_checkpoint_in_order(tmp_path: P
     ours, theirs = Recorded(), Recorded()
     train(tmp_path, "epochs=1 batch=13", callbacks=(ours,))
     assert ours.calls == [1, 2, ("epoch", 0, ["accuracy", "loss"]), ("checkpoint", "step-00000002")]
-    mh.train(lambda: make(callbacks=(theirs,)), "steps=1 save=off", directory=tmp_path / "other", quiet=True)
+    mh.train(
+        lambda: make(callbacks=(theirs,)),
+        "steps=1 save=off",
+        directory=tmp_path / "other",
+        quiet=True,
+    )
     assert theirs.calls == [1]
 
 
@@ -207,7 +255,10 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "in mid-epoch with accumulation": ("accumulate=2", {}),
     "sgd with multi-step": (
         "",
-        {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "schedule": lambda o: lr.MultiStepLR(o, [3, 6, 9])},
+        {
+            "optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "schedule": lambda o: lr.MultiStepLR(o, [3, 6, 9]),
+        },
     ),
     "a stream": ("", {"train": Stream((10, 26))}),
     "loader processes": ("loaders=2", {"train": Rows(), "test": Rows()}),
@@ -218,16 +269,26 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_ten_steps_are_five_steps_and_five_more_after_a_resume_exactly(tmp_path: Path, case: str) -> None:
+def test_ten_steps_are_five_steps_and_five_more_after_a_resume_exactly(
+    tmp_path: Path, case: str
+) -> None:
     words, changed = RESUMED[case]
     whole = train(tmp_path / "whole", f"steps=10 {words}", **changed)
     train(tmp_path / "halves", f"steps=5 {words}", **changed)
     torch.manual_seed(12345)  # what happens between the two must not matter
     halves = train(tmp_path / "halves", f"steps=10 {words}", resume=True, **changed)
-    assert halves.rounds == 10 and any(text.startswith("resumed at round 5 ") for text in notices(halves))
+    assert halves.rounds == 10 and any(
+        text.startswith("resumed at round 5 ") for text in notices(halves)
+    )
     assert same(saved(whole), saved(halves))
     a, b = (Checkpoints(tmp_path / k / "run" / "checkpoints").latest() for k in ("whole", "halves"))
-    assert a is not None and b is not None and a.position == b.position and same(a.optimizer, b.optimizer) and same(a.rng, b.rng)
+    assert (
+        a is not None
+        and b is not None
+        and a.position == b.position
+        and same(a.optimizer, b.optimizer)
+        and same(a.rng, b.rng)
+    )
     assert a.meta["schedule"] == b.meta["schedule"] and a.meta["scaler"] == b.meta["scaler"]
 
 
@@ -237,7 +298,10 @@ def test_resuming_a_finished_run_changes_nothing_and_writes_nothing(tmp_path: Pa
     before = (Path(result.checkpoint) / "manifest.json").stat()
     again = train(tmp_path, "epochs=1", resume=True)
     after = (Path(result.checkpoint) / "manifest.json").stat()
-    assert again.rounds == 7 and (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert again.rounds == 7 and (before.st_ino, before.st_mtime_ns) == (
+        after.st_ino,
+        after.st_mtime_ns,
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
@@ -257,9 +321,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
 def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:
     train(tmp_path, "epochs=1")
     with pytest.raises(
-        mh.CheckpointError, match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)"
+        mh.CheckpointError,
+        match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)",
     ):
-        train(tmp_path, "epochs=2", resume=True, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)))
+        train(
+            tmp_path,
+            "epochs=2",
+            resume=True,
+            model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2)),
+        )
 
 
 def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
@@ -283,10 +353,22 @@ def test_a_loss_that_becomes_nan_names_rank_round_and_last_good_checkpoint(tmp_p
         mh.Diverged,
         match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint is .*step-00000010; lower",
     ):
-        train(tmp_path, "epochs=3 save=5", step=step, loss=None, metrics={}, test=None, callbacks=(failed,))
+        train(
+            tmp_path,
+            "epochs=3 save=5",
+            step=step,
+            loss=None,
+            metrics={},
+            test=None,
+            callbacks=(failed,),
+        )
     assert failed.errors == ["Diverged"]
     good = Checkpoints(tmp_path / "run" / "checkpoints").latest()
-    assert good is not None and good.round == 10 and all(v.isfinite().all() for v in good.params.values())
+    assert (
+        good is not None
+        and good.round == 10
+        and all(v.isfinite().all() for v in good.params.values())
+    )
 
 
 def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -301,11 +383,27 @@ def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: P
         ("", {"test": []}, "Task.test is empty"),
         ("best=f1", {}, "best=f1: no such metric; the task has loss, accuracy"),
         ("best=loss", {"test": None}, "best=loss: no such metric; the task has no test data"),
-        ("loaders=2", {}, "loaders=2 has no effect: the training data is in memory already or a stream"),
-        ("split=sampled", {"train": Stream()}, "split=sampled draws samples by index, but the training data is a stream"),
-        ("", {"optimizer": torch.optim.LBFGS}, "torch.optim.LBFGS evaluates the loss several times a step"),
+        (
+            "loaders=2",
+            {},
+            "loaders=2 has no effect: the training data is in memory already or a stream",
+        ),
+        (
+            "split=sampled",
+            {"train": Stream()},
+            "split=sampled draws samples by index, but the training data is a stream",
+        ),
+        (
+            "",
+            {"optimizer": torch.optim.LBFGS},
+            "torch.optim.LBFGS evaluates the loss several times a step",
+        ),
         ("device=cuda", {}, "device=cuda, but torch sees no GPU here"),
-        ("", {"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")}, r"the loss has shape \(4,\)"),
+        (
+            "",
+            {"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")},
+            r"the loss has shape \(4,\)",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_what_to_do(
@@ -331,7 +429,9 @@ def test_a_directory_with_an_earlier_run_or_a_live_one_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("words", ["", "merge=local_sgd merge.period=4"])
-def test_the_time_left_is_that_of_steps_however_many_a_round_has(tmp_path: Path, words: str) -> None:
+def test_the_time_left_is_that_of_steps_however_many_a_round_has(
+    tmp_path: Path, words: str
+) -> None:
     left: list[float] = []
 
     class Asks(mh.Callback):
@@ -355,11 +455,13 @@ def test_unused_parameters_are_named_in_one_notice(tmp_path: Path) -> None:
 
     result = train(tmp_path, "steps=3", model=Spare)
     said = [t for t in notices(result) if "without a gradient" in t]
-    assert said == ["parameters without a gradient in the first round (left as they are): spare.weight, spare.bias"]
+    assert said == [
+        "parameters without a gradient in the first round (left as they are): spare.weight, spare.bias"
+    ]
 
 
 def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path: Path) -> None:
-    from manyhands.run import defines_task
+    from manyhands.api import defines_task
 
     for text, expected in (
         ("def task(): ...", True), ("task = 3", True), ("from elsewhere import make as task", True), ("def other(): ...", False),
@@ -380,7 +482,7 @@ def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path:
 class Rated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rows = mh.Embedding("loaded", 4, rule="sgd", lr=0.5, scale=0.5)
+        self.rows = mh.Embedding("loaded", 4, optimizer="sgd", lr=0.5, scale=0.5)
         self.last = nn.Linear(4, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -399,9 +501,13 @@ def test_a_loaded_model_evaluates_as_in_the_run_and_an_exported_one_has_its_rows
     result = mh.train(task, "", directory=tmp_path / "run", quiet=True)
     loaded = mh.load(result.directory, Rated()).eval()
     with torch.no_grad():
-        assert nn.functional.mse_loss(loaded(ids), target).item() == pytest.approx(result.metrics["loss"], rel=1e-6)
+        assert nn.functional.mse_loss(loaded(ids), target).item() == pytest.approx(
+            result.metrics["loss"], rel=1e-6
+        )
         rows = loaded.rows(torch.arange(10))  # type: ignore[operator]
     exported = load_file(export(Path(result.directory), tmp_path / "model.safetensors"))
     assert set(exported) == {"last.weight", "last.bias", "table/loaded/ids", "table/loaded/values"}
-    assert exported["table/loaded/ids"].tolist() == list(range(10)) and torch.equal(exported["table/loaded/values"], rows)
+    assert exported["table/loaded/ids"].tolist() == list(range(10)) and torch.equal(
+        exported["table/loaded/values"], rows
+    )
     assert "table/NAME/ids and table/NAME/values: loaded (10 rows)" in capsys.readouterr().err

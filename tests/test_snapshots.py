@@ -15,28 +15,49 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.assembly.checkpointing import Checkpointing, found
+from manyhands.assembly.rank_context import Options, RankContext
 from manyhands.cli.export import export
-from manyhands.compute.assembled import Assembled
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.local_state import LocalState
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.update import WholeUpdate, prime
-from manyhands.core import Finished, Layout, Op, Place, Plan, Position, Strategy, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Layout,
+    Op,
+    Plan,
+    Position,
+    ProcessInfo,
+    Strategy,
+    Tensors,
+    Work,
+)
 from manyhands.errors import CheckpointError
 from manyhands.exchange.inproc import InprocGroup, World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.easgd import EASGD
 from manyhands.observe.events import Recorder
-from manyhands.recover.checkpoint import Checkpoints, Share, load, pick
-from manyhands.rule import Rule
-from manyhands.site import Options, Site
-from manyhands.snapshots import Snapshots, found
-from manyhands.split.parts import Part, bounds
-from manyhands.split.regions import Region, Slice, numel
+from manyhands.parallel.reshard.rank_state import WholeTensorState
+from manyhands.parallel.reshard.resharding import Resharding
+from manyhands.recover.checkpoint import (
+    Checkpoints,
+    RankSnapshot,
+    load,
+    pick,
+)
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.update import WholeUpdate, prime
+from manyhands.split.shard_slice import Region, ShardSlice, numel
+from manyhands.split.shard_spec import ShardSpec, bounds
+from manyhands.trainer_parts import ActiveStrategy
 
-CUTS = {"wte.weight": (0, 1), "up.weight": (0, 1), "up.bias": (0, 1), "down.weight": (1, 1), "qkv.weight": (0, 3)}
+CUTS = {
+    "wte.weight": (0, 1),
+    "up.weight": (0, 1),
+    "up.bias": (0, 1),
+    "down.weight": (1, 1),
+    "qkv.weight": (0, 3),
+}
 STAGES = [("wte.", "up.", "qkv."), ("down.", "norm.", "head.")]
 ALIASES = {"head.weight": "wte.weight"}
 
@@ -46,7 +67,11 @@ class Whole(nn.Module):
 
     def __init__(self, hidden: int = 7) -> None:
         super().__init__()
-        self.wte, self.up, self.down = nn.Embedding(13, 5), nn.Linear(5, hidden), nn.Linear(hidden, 5)
+        self.wte, self.up, self.down = (
+            nn.Embedding(13, 5),
+            nn.Linear(5, hidden),
+            nn.Linear(hidden, 5),
+        )
         self.qkv, self.norm = nn.Linear(5, 15, bias=False), nn.BatchNorm1d(5)
         self.head = nn.Linear(5, 13, bias=False)
         self.head.weight = self.wte.weight
@@ -60,10 +85,16 @@ def parts_of(layout: Layout, rank: int, whole: nn.Module) -> dict[str, Region]:
             continue
         first, shape = ALIASES.get(name, name), tuple(value.shape)
         dim, groups = CUTS.get(first, (None, 1)) if layout.tensor > 1 else (None, 1)
-        part = Part(first, shape) if dim is None else Part(first, shape, dim, layout.tensor, at["tensor"], groups)
+        part = (
+            ShardSpec(first, shape)
+            if dim is None
+            else ShardSpec(first, shape, dim, layout.tensor, at["tensor"], groups)
+        )
         ends = bounds(numel(part), layout.shard)
         sharded = layout.shard > 1 and name in parameters
-        parts[name] = Slice(part, ends[at["shard"]], ends[at["shard"] + 1]) if sharded else part
+        parts[name] = (
+            ShardSlice(part, ends[at["shard"]], ends[at["shard"] + 1]) if sharded else part
+        )
     return parts
 
 
@@ -76,7 +107,9 @@ def local_module(parts: Mapping[str, Region], whole: nn.Module) -> nn.Module:
         if not hasattr(root, folder):
             root.add_module(folder, nn.Module())
         if name in buffers:
-            root.get_submodule(folder).register_buffer(leaf, torch.zeros(region.local_shape, dtype=buffers[name].dtype))
+            root.get_submodule(folder).register_buffer(
+                leaf, torch.zeros(region.local_shape, dtype=buffers[name].dtype)
+            )
         else:
             made.setdefault(region.name, nn.Parameter(torch.zeros(region.local_shape)))
             root.get_submodule(folder).register_parameter(leaf, made[region.name])
@@ -95,14 +128,24 @@ class Along:
         everyone = [values if r == self.world.rank else next(others) for r in self.ranks]
         for name, value in values.items():
             stacked = torch.stack([one[name] for one in everyone])
-            value.copy_(stacked.amax(0) if op == "max" else stacked.sum(0) if op == "sum" else stacked.mean(0))
+            value.copy_(
+                stacked.amax(0)
+                if op == "max"
+                else stacked.sum(0)
+                if op == "sum"
+                else stacked.mean(0)
+            )
         return Finished()
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.world.swap(values, [self.ranks[p] for p in peers])
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
-        return self.world.transfer({self.ranks[r]: v for r, v in give.items()}, {self.ranks[r]: v for r, v in into.items()})
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
+        return self.world.transfer(
+            {self.ranks[r]: v for r, v in give.items()}, {self.ranks[r]: v for r, v in into.items()}
+        )
 
     def close(self) -> None: ...
 
@@ -111,22 +154,24 @@ class Along:
 class Rank:
     """One rank of a run: what `build` would put together."""
 
-    site: Site
+    context: RankContext
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    snapshots: Snapshots
-    rule: Rule
+    snapshots: Checkpointing
+    rule: ActiveStrategy
     parts: dict[str, Region]
     notices: list[str]
 
     def save(self, round: int) -> None:
-        self.snapshots.save(taken := self.snapshots.take(round, self.rule, {"loss": 0.5}), {"loss": 0.5})
-        assert isinstance(taken, Share) == self.site.divided
-        self.site.checkpoints.wait()
-        self.site.link.all_reduce({"saved": torch.zeros(1)}).wait()
+        self.snapshots.save(
+            taken := self.snapshots.take(round, self.rule, {"loss": 0.5}), {"loss": 0.5}
+        )
+        assert isinstance(taken, RankSnapshot) == self.context.divided
+        self.context.checkpoints.wait()
+        self.context.link.all_reduce({"saved": torch.zeros(1)}).wait()
 
     def resume(self) -> None:
-        saved = found(self.site, self.snapshots.order)
+        saved = found(self.context, self.snapshots.order)
         assert saved is not None
         self.snapshots.restore(saved, self.rule.name)
         self.snapshots.restore_rule(saved, self.rule)
@@ -135,47 +180,77 @@ class Rank:
 Strategies = Callable[[], Strategy[Any]]
 
 
-def rank(folder: Path, layout: Layout, group: InprocGroup, strategy: Strategies, whole: nn.Module) -> Rank:
+def rank(
+    folder: Path, layout: Layout, group: InprocGroup, strategy: Strategies, whole: nn.Module
+) -> Rank:
     notices: list[str] = []
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
         assert name != "checkpoint_failed", text
 
-    link = Observed(group, lambda event: None)
+    link = ObservedGroup(group, lambda event: None)
     axes = {}
     for axis in Layout.AXES:
         peers = layout.peers(group.rank, axis)
         alone = SoloGroup() if len(peers) == 1 else Along(group, peers)
-        axes[axis] = link if len(peers) == layout.size else Observed(alone, lambda event: None, beside=link)
+        axes[axis] = (
+            link
+            if len(peers) == layout.size
+            else ObservedGroup(alone, lambda event: None, beside=link)
+        )
     plan = Plan(layout, strategy())
     recorder = Recorder(folder, group.rank)
-    site = Site(
-        Place(group.rank, layout.size), plan, Options(), cast(Any, None), torch.device("cpu"), link, axes, folder, recorder,
+    context = RankContext(
+        ProcessInfo(group.rank, layout.size), plan, Options(), cast(Any, None), torch.device("cpu"), link, axes, folder, recorder,
         Checkpoints(folder / "checkpoints", report=report), None, "none",
     )  # fmt: skip
     emit = recorder.emit
     recorder.emit = lambda event: (notices.append(str(event.value)), emit(event))[1]  # type: ignore[method-assign]
     parts = parts_of(layout, group.rank, whole)
-    module = local_module(parts, whole) if site.divided else Whole()
+    module = local_module(parts, whole) if context.divided else Whole()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
-    flat = FlatParameters(module, site.allocate, 2**20)
+    flat = FlatParameters(module, context.allocate, 2**20)
     update = WholeUpdate(flat, module, optimizer)
     replica = ModuleReplica(flat, update, lambda: Micro(None, 0, True), nominal=1)
     prime(optimizer)
-    rule = Rule("merge", type(plan.strategy).__name__.lower(), plan.strategy, site.merging, plan.strategy.init(replica))
+    rule = ActiveStrategy(
+        "merge",
+        type(plan.strategy).__name__.lower(),
+        plan.strategy,
+        context.merging,
+        plan.strategy.init(replica),
+    )
     walk = SimpleNamespace(position=Position(1, 5, 7))
     # of the whole model, as far as matrices are split: which of them are its own, a rank of a pipeline knows by its module
     at, no_stages = layout.coordinates(group.rank), dataclasses.replace(layout, data=1, pipe=1)
     everything = parts_of(no_stages, at["shard"] * layout.tensor + at["tensor"], whole)
     everything = {k: v for k, v in everything.items() if k not in ALIASES}
-    assembled = Assembled(everything, link, ALIASES) if site.divided else None
-    local = LocalState(module, update, lambda values: site.merging.all_reduce(values).wait()) if site.divided else None
-    snapshots = Snapshots(site, plan, module, replica, cast(Any, walk), 8, {"seed": 1}, parts=assembled, local=local)
-    return Rank(site, module, optimizer, snapshots, rule, parts, notices)
+    assembled = Resharding(everything, link, ALIASES) if context.divided else None
+    local = (
+        WholeTensorState(module, update, lambda values: context.merging.all_reduce(values).wait())
+        if context.divided
+        else None
+    )
+    snapshots = Checkpointing(
+        context,
+        plan,
+        module,
+        replica,
+        cast(Any, walk),
+        8,
+        {"seed": 1},
+        parts=assembled,
+        local=local,
+    )
+    return Rank(context, module, optimizer, snapshots, rule, parts, notices)
 
 
 def run(
-    folder: Path, layout: Layout, body: Callable[[Rank], Any], strategy: Strategies = AllReduce, hidden: int = 7
+    folder: Path,
+    layout: Layout,
+    body: Callable[[Rank], Any],
+    strategy: Strategies = AllReduce,
+    hidden: int = 7,
 ) -> list[Any]:
     """`body` on every rank of a new run in `folder`."""
 
@@ -184,7 +259,7 @@ def run(
         try:
             return body(here)
         finally:
-            here.site.recorder.close()
+            here.context.recorder.close()
 
     return World(layout.size).run(main)
 
@@ -220,13 +295,15 @@ def start(folder: Path) -> tuple[Tensors, Tensors]:
 def assert_holds_its_parts(here: Rank, params: Tensors, moments: Tensors) -> None:
     names = {id(p): n for n, p in here.module.named_parameters()}
     for name, value in here.module.state_dict().items():
-        expected = here.parts[name].take(params[name]) if here.site.divided else params[name]
+        expected = here.parts[name].take(params[name]) if here.context.divided else params[name]
         assert torch.equal(value, expected), name
     for p, entries in here.optimizer.state.items():
         region = here.parts[names[id(p)]]
         for key in ("exp_avg", "exp_avg_sq"):
             expected = moments[f"{region.name}/{key}"]
-            assert torch.equal(entries[key], region.take(expected) if here.site.divided else expected), (region, key)
+            assert torch.equal(
+                entries[key], region.take(expected) if here.context.divided else expected
+            ), (region, key)
         assert float(entries["step"]) == 3
     assert len(here.optimizer.state) == len(list(here.module.parameters()))
 
@@ -249,13 +326,21 @@ def test_a_run_goes_through_every_layout_and_loses_no_bit(tmp_path: Path) -> Non
         run(tmp_path, layout, body)
         saved = pick(tmp_path)  # as one process reads it
         assert (saved.round, saved.position) == (round, Position(1, 5, 7))
-        assert saved.params.keys() == params.keys() and all(torch.equal(saved.params[k], v) for k, v in params.items())
-        assert saved.optimizer.keys() == moments.keys() and all(torch.equal(saved.optimizer[k], v) for k, v in moments.items())
-        assert saved.meta["layout"] == dataclasses.asdict(layout) and saved.meta["metrics"] == {"loss": 0.5}
+        assert saved.params.keys() == params.keys() and all(
+            torch.equal(saved.params[k], v) for k, v in params.items()
+        )
+        assert saved.optimizer.keys() == moments.keys() and all(
+            torch.equal(saved.optimizer[k], v) for k, v in moments.items()
+        )
+        assert saved.meta["layout"] == dataclasses.asdict(layout) and saved.meta["metrics"] == {
+            "loss": 0.5
+        }
         whole = mh.load(tmp_path, Whole())
         assert all(torch.equal(v, params[k]) for k, v in whole.state_dict().items())
         out = load_file(export(tmp_path, tmp_path / "out.safetensors"))
-        assert out.keys() == params.keys() and all(torch.equal(out[k], v) for k, v in params.items())
+        assert out.keys() == params.keys() and all(
+            torch.equal(out[k], v) for k, v in params.items()
+        )
 
 
 def test_the_optimizers_plain_values_name_the_parameters_of_all_stages(tmp_path: Path) -> None:
@@ -266,7 +351,9 @@ def test_the_optimizers_plain_values_name_the_parameters_of_all_stages(tmp_path:
     assert group["lr"] == 0.1
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank_with_what_differs(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank_with_what_differs(
+    tmp_path: Path,
+) -> None:
     start(tmp_path)
 
     def body(here: Rank) -> str:
@@ -276,7 +363,10 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank_with_what_differ
 
     said = run(tmp_path, Layout(pipe=2), body, hidden=9)
     assert len(set(said)) == 1
-    assert "the checkpoint is of another model: up.weight is (9, 5), in the checkpoint (7, 5)" in said[0]
+    assert (
+        "the checkpoint is of another model: up.weight is (9, 5), in the checkpoint (7, 5)"
+        in said[0]
+    )
 
 
 def test_a_damaged_checkpoint_is_found_by_one_rank_and_passed_over_by_all(tmp_path: Path) -> None:
@@ -289,7 +379,7 @@ def test_a_damaged_checkpoint_is_found_by_one_rank_and_passed_over_by_all(tmp_pa
 
     def body(here: Rank) -> None:
         here.resume()
-        assert here.site.checkpoints.last_good == tmp_path / "checkpoints" / "step-00000001"
+        assert here.context.checkpoints.last_good == tmp_path / "checkpoints" / "step-00000001"
         assert_holds_its_parts(here, params, moments)
 
     run(tmp_path, Layout(tensor=2, pipe=2), body)
@@ -302,7 +392,11 @@ def test_ranks_without_a_common_disk_hear_of_it_before_they_train(tmp_path: Path
         return str(caught.value)
 
     said = World(2).run(main)
-    assert len(set(said)) == 1 and said[0].startswith("rank 1: does not see") and "shared disk" in said[0]
+    assert (
+        len(set(said)) == 1
+        and said[0].startswith("rank 1: does not see")
+        and "shared disk" in said[0]
+    )
 
 
 # -- what a rank has for itself --
@@ -315,52 +409,72 @@ def elastic() -> EASGD:
 def scatter(here: Rank) -> Tensors:
     """Make every replica's model another one, and the centre yet another."""
     replica = here.snapshots.replica
-    at = here.site.plan.layout.coordinates(here.site.rank)["data"]
+    at = here.context.plan.layout.coordinates(here.context.rank)["data"]
     for values in replica.params.values():
         values.add_(1 + at)
     for i, value in enumerate(here.rule.state.values()):
-        value.copy_(torch.arange(value.numel()).view(value.shape) + i + here.site.rank % 2)
-    return {k: v.clone() for k, v in {**replica.params, **{f"state/{k}": v for k, v in here.rule.state.items()}}.items()}
+        value.copy_(torch.arange(value.numel()).view(value.shape) + i + here.context.rank % 2)
+    return {
+        k: v.clone()
+        for k, v in {
+            **replica.params,
+            **{f"state/{k}": v for k, v in here.rule.state.items()},
+        }.items()
+    }
 
 
 def test_in_the_same_layout_each_rank_takes_its_own_back(tmp_path: Path) -> None:
     start(tmp_path)
     layout = Layout(data=2, tensor=2)
-    before = run(tmp_path, layout, lambda here: (here.resume(), scatter(here), here.save(2))[1], elastic)
+    before = run(
+        tmp_path, layout, lambda here: (here.resume(), scatter(here), here.save(2))[1], elastic
+    )
 
     def body(here: Rank) -> None:
         here.resume()
-        now = {**here.snapshots.replica.params, **{f"state/{k}": v for k, v in here.rule.state.items()}}
-        assert now.keys() == before[here.site.rank].keys()
+        now = {
+            **here.snapshots.replica.params,
+            **{f"state/{k}": v for k, v in here.rule.state.items()},
+        }
+        assert now.keys() == before[here.context.rank].keys()
         for name, value in now.items():
-            assert torch.equal(value, before[here.site.rank][name]), name
+            assert torch.equal(value, before[here.context.rank][name]), name
         assert not [n for n in here.notices if "anew" in n]
 
     run(tmp_path, layout, body, elastic)
     saved = pick(tmp_path)
     owners = {name.split("/")[0] for name in saved.ranks if "/param/" in name}
     assert owners == {"0", "1", "2", "3"}
-    assert {name.split("/")[0] for name in saved.ranks if "/state/" in name} == {"*0", "*1"}  # the centre once for both replicas
+    assert {name.split("/")[0] for name in saved.ranks if "/state/" in name} == {
+        "*0",
+        "*1",
+    }  # the centre once for both replicas
 
 
-def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the_rules_state(tmp_path: Path) -> None:
+def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the_rules_state(
+    tmp_path: Path,
+) -> None:
     start(tmp_path)
     two = Layout(data=2, tensor=2)
-    before = run(tmp_path, two, lambda here: (here.resume(), scatter(here), here.save(2))[1], elastic)
+    before = run(
+        tmp_path, two, lambda here: (here.resume(), scatter(here), here.save(2))[1], elastic
+    )
     params, moments = (lambda s: (s.params, s.optimizer))(pick(tmp_path))
 
     def body(here: Rank) -> None:
         here.resume()
         assert_holds_its_parts(here, params, moments)
         for key, value in here.rule.state.items():
-            assert torch.equal(value, before[here.site.rank % 2][f"state/{key}"])
+            assert torch.equal(value, before[here.context.rank % 2][f"state/{key}"])
 
     run(tmp_path, Layout(data=1, tensor=2), body, elastic)
     run(tmp_path, Layout(data=3, tensor=2), body, elastic)
 
 
 @pytest.mark.parametrize("words", ["pipe=2", "data=4", "alone"])
-def test_in_another_layout_what_the_rule_kept_starts_anew_and_that_is_said(tmp_path: Path, words: str) -> None:
+def test_in_another_layout_what_the_rule_kept_starts_anew_and_that_is_said(
+    tmp_path: Path, words: str
+) -> None:
     start(tmp_path)
     two = Layout(data=2, tensor=2)
     run(tmp_path, two, lambda here: (here.resume(), scatter(here), here.save(2)), elastic)
@@ -374,7 +488,10 @@ def test_in_another_layout_what_the_rule_kept_starts_anew_and_that_is_said(tmp_p
         return here.notices
 
     notices = run(tmp_path, LAYOUTS[words], body, elastic)[0]
-    assert any("split over ranks in another way than before: what easgd kept starts anew" in n for n in notices)
+    assert any(
+        "split over ranks in another way than before: what easgd kept starts anew" in n
+        for n in notices
+    )
 
 
 def test_stages_cut_elsewhere_are_another_layout_for_what_is_kept_in_vectors(
@@ -383,7 +500,9 @@ def test_stages_cut_elsewhere_are_another_layout_for_what_is_kept_in_vectors(
     start(tmp_path)
     layout = Layout(data=2, pipe=2)
     run(tmp_path, layout, lambda here: (here.resume(), scatter(here), here.save(2)), elastic)
-    monkeypatch.setattr(sys.modules[__name__], "STAGES", [("wte.", "up."), ("qkv.", "down.", "norm.", "head.")])
+    monkeypatch.setattr(
+        sys.modules[__name__], "STAGES", [("wte.", "up."), ("qkv.", "down.", "norm.", "head.")]
+    )
     params, moments = (lambda s: (s.params, s.optimizer))(pick(tmp_path))
 
     def body(here: Rank) -> list[str]:
@@ -399,7 +518,7 @@ def test_generators_are_taken_back_only_where_ranks_play_the_same_part(tmp_path:
 
     def save(here: Rank) -> None:
         torch.manual_seed(100)
-        here.site.link.all_reduce({"seeded": torch.zeros(1)}).wait()
+        here.context.link.all_reduce({"seeded": torch.zeros(1)}).wait()
         here.save(2)
 
     run(tmp_path, Layout(tensor=2), lambda here: (here.resume(), save(here)))

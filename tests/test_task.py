@@ -61,7 +61,9 @@ def test_a_model_without_anything_to_train_is_refused(model: Any, says: str) -> 
 
 
 def test_a_task_function_that_gives_something_else_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"task\(\) returned a NoneType, but a manyhands.Task is needed"):
+    with pytest.raises(
+        TaskError, match=r"task\(\) returned a NoneType, but a manyhands.Task is needed"
+    ):
         resolve(lambda: None, None)  # type: ignore[arg-type,return-value]
 
 

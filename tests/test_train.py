@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.update import WholeUpdate
 from manyhands.core import Position, Table
 from manyhands.exchange.inproc import InprocGroup, World
-from manyhands.exchange.inproc_store import InprocStore
-from manyhands.exchange.observed import Observed
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.shard import Shard
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.downpour import Downpour
-from manyhands.rule import Rule
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.update import WholeUpdate
+from manyhands.server.clock import Clock
+from manyhands.server.inproc_store import InprocStore
+from manyhands.server.shard import Shard
 from manyhands.train import Trainer
+from manyhands.trainer_parts import ActiveStrategy
 
 SIZE = 3
 
@@ -33,12 +33,15 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
     replica = ModuleReplica(flat, update, lambda: Micro(model.weight.sum(), 1, True), nominal=1)
     for key, vector in flat.values.items():
         store.create(
-            Table(key, length=vector.numel(), dtype="float64", rule="sgd", options={"lr": 1.0}), torch.zeros_like(vector)
+            Table(
+                key, length=vector.numel(), dtype="float64", optimizer="sgd", options={"lr": 1.0}
+            ),
+            torch.zeros_like(vector),
         )
     rule = Downpour()
-    link = Observed(group, lambda event: None)
+    link = ObservedGroup(group, lambda event: None)
     return Trainer(
-        Rule("merge", "downpour", rule, store, rule.init(replica)), replica, link, link, position=Position,
+        ActiveStrategy("merge", "downpour", rule, store, rule.init(replica)), replica, link, link, position=Position,
         epochs=math.inf, steps=math.inf, samples=lambda: None, emit=lambda event: None, flush=lambda: None, evaluate=dict,
         snapshot=lambda round, rule: None, save=lambda snapshot, metrics: None, last_good=lambda: None, save_every=None,
         save_evaluated=False, stop_requested=lambda: 0, agree=lambda: None, directory="", device=torch.device("cpu"),
@@ -52,7 +55,9 @@ def weight(replica: Any) -> float:
 
 
 @pytest.mark.parametrize("slow", range(SIZE))
-def test_an_evaluation_sees_what_all_ranks_have_pushed_and_nothing_that_comes_after(slow: int) -> None:
+def test_an_evaluation_sees_what_all_ranks_have_pushed_and_nothing_that_comes_after(
+    slow: int,
+) -> None:
     world, shards, clock = World(SIZE), [Shard()], Clock(SIZE)
 
     def main(group: InprocGroup) -> list[float]:
@@ -60,12 +65,18 @@ def test_an_evaluation_sees_what_all_ranks_have_pushed_and_nothing_that_comes_af
         mine = trainer(group, store)
         seen = []
         for _ in range(2):
-            world.spend(group.rank, 100.0 if group.rank == slow else 1.0)  # the others are there long before it pushes
+            world.spend(
+                group.rank, 100.0 if group.rank == slow else 1.0
+            )  # the others are there long before it pushes
             mine._round()
             with mine.merged():
-                world.spend(group.rank, 500.0 if group.rank == slow else 1.0)  # ... and would go on long before it is through
+                world.spend(
+                    group.rank, 500.0 if group.rank == slow else 1.0
+                )  # ... and would go on long before it is through
                 seen += [weight(mine.replica), float(store.pull(mine.replica.rows())["float64"][0])]
         return seen
 
     for seen in world.run(main):
-        assert seen == [-3.0, -3.0, -6.0, -6.0], "three ranks, each a step of 1; held and on the server"
+        assert seen == [-3.0, -3.0, -6.0, -6.0], (
+            "three ranks, each a step of 1; held and on the server"
+        )

@@ -70,14 +70,18 @@ def work(rank: int, path: str, batch: int, warm: int, steps: int, port: int) -> 
     torch.set_num_threads(1)
     data = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, init_method=f"tcp://127.0.0.1:{port}")
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=4, init_method=f"tcp://127.0.0.1:{port}"
+    )
     if rank == 0:
         server = Server(int(data["deep_rows"]), int(data["wide_rows"]))
         rpc.init_rpc("server", rank=0, world_size=1 + WORKERS, rpc_backend_options=options)
         rpc.shutdown()
         return
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=1 + WORKERS, rpc_backend_options=options)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port + 1}", rank=rank - 1, world_size=WORKERS)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port + 1}", rank=rank - 1, world_size=WORKERS
+    )
     train(rank - 1, data, batch, warm, steps)
     dist.barrier()
     dist.destroy_process_group()
@@ -87,7 +91,13 @@ def work(rank: int, path: str, batch: int, warm: int, steps: int, port: int) -> 
 def train(rank: int, data: dict[str, Tensor], batch: int, warm: int, steps: int) -> None:
     torch.manual_seed(0)
     columns, numbers = data["ids"].shape[1], data["numbers"].shape[1]
-    plain = nn.Sequential(nn.Linear(columns * DIM + numbers, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    plain = nn.Sequential(
+        nn.Linear(columns * DIM + numbers, 64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+        nn.ReLU(),
+        nn.Linear(32, 1),
+    )
     network = DistributedDataParallel(plain)
     optimizer = torch.optim.Adagrad(network.parameters(), lr=0.02, fused=True)
     dice = torch.Generator().manual_seed(1)
@@ -98,9 +108,17 @@ def train(rank: int, data: dict[str, Tensor], batch: int, warm: int, steps: int)
         if len(order) < batch * WORKERS:
             order = torch.randperm(len(data["label"]), generator=dice)
         index, order = order[rank * batch : (rank + 1) * batch], order[batch * WORKERS :]
-        ids, crossed = (data[k].index_select(0, index).unique(return_inverse=True) for k in ("ids", "crossed"))
+        ids, crossed = (
+            data[k].index_select(0, index).unique(return_inverse=True) for k in ("ids", "crossed")
+        )
         reply = rpc.rpc_async("server", pull, (ids[0], crossed[0]))
-        return ids, crossed, data["numbers"].index_select(0, index), data["label"].index_select(0, index), reply
+        return (
+            ids,
+            crossed,
+            data["numbers"].index_select(0, index),
+            data["label"].index_select(0, index),
+            reply,
+        )
 
     coming, pushed, start = draw(), None, 0.0
     for step in range(warm + steps):
@@ -124,11 +142,23 @@ def train(rank: int, data: dict[str, Tensor], batch: int, warm: int, steps: int)
     seconds = time.perf_counter() - start
     if rank == 0:
         with torch.no_grad():
-            ids, crossed = (data[f"test_{k}"].unique(return_inverse=True) for k in ("ids", "crossed"))
+            ids, crossed = (
+                data[f"test_{k}"].unique(return_inverse=True) for k in ("ids", "crossed")
+            )
             deep, wide = rpc.rpc_sync("server", pull, (ids[0], crossed[0]))
-            logits = forward(plain, F.embedding(ids[1], deep), F.embedding(crossed[1], wide), data["test_numbers"])
+            logits = forward(
+                plain,
+                F.embedding(ids[1], deep),
+                F.embedding(crossed[1], wide),
+                data["test_numbers"],
+            )
             loss = F.binary_cross_entropy_with_logits(logits, data["test_label"])
-        print(json.dumps({"samples_per_s": steps * batch * WORKERS / seconds, "log_loss": float(loss)}), flush=True)
+        print(
+            json.dumps(
+                {"samples_per_s": steps * batch * WORKERS / seconds, "log_loss": float(loss)}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

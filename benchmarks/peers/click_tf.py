@@ -27,19 +27,29 @@ LR, WIDE_LR, NETWORK_LR, L1, BETA = 0.05, 0.05, 0.02, 0.001, 1.0
 
 def cluster(port: int) -> dict[str, list[str]]:
     at = lambda i: f"127.0.0.1:{port + i}"
-    return {"worker": [at(1 + i) for i in range(WORKERS)], "ps": [at(0)], "chief": [at(1 + WORKERS)]}
+    return {
+        "worker": [at(1 + i) for i in range(WORKERS)],
+        "ps": [at(0)],
+        "chief": [at(1 + WORKERS)],
+    }
 
 
 def serve(kind: str, index: int, port: int) -> None:
-    settings = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=2)
+    settings = tf.compat.v1.ConfigProto(
+        intra_op_parallelism_threads=1, inter_op_parallelism_threads=2
+    )
     spec = tf.train.ClusterSpec(cluster(port))
-    tf.distribute.Server(spec, job_name=kind, task_index=index, protocol="grpc", config=settings, start=True).join()
+    tf.distribute.Server(
+        spec, job_name=kind, task_index=index, protocol="grpc", config=settings, start=True
+    ).join()
 
 
 class Model:
     def __init__(self, columns: int, numbers: int, deep_rows: int, wide_rows: int):
         dice = np.random.default_rng(0)
-        make = lambda *shape, bound: tf.Variable(dice.uniform(-bound, bound, shape).astype(np.float32))
+        make = lambda *shape, bound: tf.Variable(
+            dice.uniform(-bound, bound, shape).astype(np.float32)
+        )
         zeros = lambda *shape: tf.Variable(np.zeros(shape, np.float32))
         self.deep, self.deep_squares = make(deep_rows, DIM, bound=0.05), zeros(deep_rows, DIM)
         self.wide, self.wide_n, self.wide_z = (zeros(wide_rows, 1) for _ in range(3))
@@ -67,7 +77,9 @@ class Model:
             found = tf.reshape(tf.gather(deep, deep_at), [shape[0], -1])
             added = tf.reshape(tf.gather(wide, wide_at), [wide_shape[0], -1, 1])
             logits = self.logits(network, found, added, numbers)
-            loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=label, logits=logits))
+            loss = tf.reduce_mean(
+                tf.nn.sigmoid_cross_entropy_with_logits(labels=label, logits=logits)
+            )
         deep_grad, wide_grad, *grads = tape.gradient(loss, [deep, wide, *network])
         # asynchronous: a worker's gradient is that of its own batch
         tf.raw_ops.ResourceSparseApplyAdagradV2(
@@ -79,18 +91,27 @@ class Model:
             indices=wide_ids, lr=WIDE_LR, l1=L1, l2=BETA / WIDE_LR / 2, l2_shrinkage=0.0, lr_power=-0.5,
         )  # fmt: skip
         for v, s, g in zip(self.network, self.squares, grads, strict=True):
-            tf.raw_ops.ResourceApplyAdagradV2(var=v.handle, accum=s.handle, lr=NETWORK_LR, epsilon=1e-10, grad=g)
+            tf.raw_ops.ResourceApplyAdagradV2(
+                var=v.handle, accum=s.handle, lr=NETWORK_LR, epsilon=1e-10, grad=g
+            )
 
 
 def coordinate(path: str, batch: int, warm: int, steps: int, port: int, together: int) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     data = dict(np.load(path).items())
     spec = tf.train.ClusterSpec(cluster(port))
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc", task_type="chief", task_id=0)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, rpc_layer="grpc", task_type="chief", task_id=0
+    )
     strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
-        model = Model(data["ids"].shape[1], data["numbers"].shape[1], int(data["deep_rows"]), int(data["wide_rows"]))
+        model = Model(
+            data["ids"].shape[1],
+            data["numbers"].shape[1],
+            int(data["deep_rows"]),
+            int(data["wide_rows"]),
+        )
     columns = tuple(data[k] for k in ("ids", "crossed", "numbers", "label"))
 
     def batches() -> tf.data.Dataset:
@@ -117,10 +138,18 @@ def coordinate(path: str, batch: int, warm: int, steps: int, port: int, together
     deep, wide = model.deep.numpy(), model.wide.numpy()
     network = [v.numpy() for v in model.network]
     logits = model.logits(
-        network, tf.constant(deep[data["test_ids"]]), tf.constant(wide[data["test_crossed"]]), data["test_numbers"]
+        network,
+        tf.constant(deep[data["test_ids"]]),
+        tf.constant(wide[data["test_crossed"]]),
+        data["test_numbers"],
     )
-    loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=data["test_label"], logits=logits))
-    print(json.dumps({"samples_per_s": calls * together * batch / seconds, "log_loss": float(loss)}), flush=True)
+    loss = tf.reduce_mean(
+        tf.nn.sigmoid_cross_entropy_with_logits(labels=data["test_label"], logits=logits)
+    )
+    print(
+        json.dumps({"samples_per_s": calls * together * batch / seconds, "log_loss": float(loss)}),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -129,7 +158,9 @@ def main() -> None:
         return
     path, batch, warm, steps, port, together = sys.argv[1], *map(int, sys.argv[2:])
     roles = [("ps", 0), *(("worker", i) for i in range(WORKERS))]
-    others = [subprocess.Popen([sys.executable, __file__, kind, str(i), str(port)]) for kind, i in roles]
+    others = [
+        subprocess.Popen([sys.executable, __file__, kind, str(i), str(port)]) for kind, i in roles
+    ]
     try:
         coordinate(path, batch, warm, steps, port, together)
     finally:

@@ -25,7 +25,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
-        q, k, v = (part(x).view(batch, time, -1, HEAD).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).view(batch, time, -1, HEAD).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
@@ -33,7 +35,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.norm1, self.attention, self.norm2 = nn.LayerNorm(dim), Attention(dim), nn.LayerNorm(dim)
+        self.norm1, self.attention, self.norm2 = (
+            nn.LayerNorm(dim),
+            Attention(dim),
+            nn.LayerNorm(dim),
+        )
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +50,10 @@ class Block(nn.Module):
 class Front(nn.Module):
     def __init__(self, dim: int, block: int):
         super().__init__()
-        self.characters, self.places = nn.Embedding(CHARACTERS, dim), nn.Parameter(0.02 * torch.randn(block, dim))
+        self.characters, self.places = (
+            nn.Embedding(CHARACTERS, dim),
+            nn.Parameter(0.02 * torch.randn(block, dim)),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.characters(ids) + self.places
@@ -52,7 +61,12 @@ class Front(nn.Module):
 
 class GPT(nn.Sequential):
     def __init__(self, layers: int, dim: int, block: int):
-        super().__init__(Front(dim, block), *(Block(dim) for _ in range(layers)), nn.LayerNorm(dim), nn.Linear(dim, CHARACTERS))
+        super().__init__(
+            Front(dim, block),
+            *(Block(dim) for _ in range(layers)),
+            nn.LayerNorm(dim),
+            nn.Linear(dim, CHARACTERS),
+        )
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -60,7 +74,9 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def rows(samples: int, block: int) -> tuple[Tensor, Tensor]:
-    text = torch.randint(CHARACTERS, (samples, block + 1), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(
+        CHARACTERS, (samples, block + 1), generator=torch.Generator().manual_seed(1)
+    )
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
@@ -72,7 +88,16 @@ def optimizer(parameters):  # type: ignore[no-untyped-def]
 
 
 def by_hand(
-    rank: int, kind: str, layers: int, dim: int, block: int, batch: int, micro: int, warm: int, steps: int, port: int
+    rank: int,
+    kind: str,
+    layers: int,
+    dim: int,
+    block: int,
+    batch: int,
+    micro: int,
+    warm: int,
+    steps: int,
+    port: int,
 ) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -101,12 +126,20 @@ def by_hand(
 
 
 def _tensor(model, mesh, rank, batch, micro):  # type: ignore[no-untyped-def]
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     for part in model:
         if isinstance(part, Block):
             plan = {f"attention.{n}": ColwiseParallel() for n in "qkv"}
-            plan |= {"attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+            plan |= {
+                "attention.out": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            }
             parallelize_module(part, mesh, plan)
     update = optimizer(model.parameters())
 

@@ -57,7 +57,9 @@ class Rows:
                 time.sleep(0.05)
         nbytes = 2 * dim * 4
         self._key = np.dtype([("size", "S4"), ("key", "<i8"), ("end", "S2")])
-        self._value = np.dtype([("size", f"S{len(f'${nbytes}') + 2}"), ("numbers", "<f4", (2 * dim,)), ("end", "S2")])
+        self._value = np.dtype(
+            [("size", f"S{len(f'${nbytes}') + 2}"), ("numbers", "<f4", (2 * dim,)), ("end", "S2")]
+        )
         self._pair = np.dtype([("key", self._key), ("value", self._value)])
         self._size = f"${nbytes}\r\n".encode()
         for first in range(0, rows, 50_000):
@@ -82,7 +84,11 @@ class Rows:
     def _set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         command = np.empty(ids.size, self._pair)
         self._keys(command["key"], ids)
-        command["value"]["size"], command["value"]["numbers"], command["value"]["end"] = self._size, numbers, b"\r\n"
+        command["value"]["size"], command["value"]["numbers"], command["value"]["end"] = (
+            self._size,
+            numbers,
+            b"\r\n",
+        )
         self._socket.sendall(f"*{2 * ids.size + 1}\r\n$4\r\nMSET\r\n".encode())
         self._socket.sendall(command.data)
         assert self._socket.recv(64) == b"+OK\r\n"
@@ -93,7 +99,9 @@ class Rows:
         rows, squares = numbers[:, : self.dim], numbers[:, self.dim :]
         found = rows[where]
         summed = np.zeros_like(rows)
-        np.add.at(summed, where, grads) if distinct.size < ids.size else np.copyto(summed, grads[np.argsort(where)])
+        np.add.at(summed, where, grads) if distinct.size < ids.size else np.copyto(
+            summed, grads[np.argsort(where)]
+        )
         squares += summed * summed
         rows -= LR * summed / (np.sqrt(squares) + EPS)
         self._set(distinct, numbers)

@@ -35,11 +35,15 @@ def _pull(ids: Tensor) -> Tensor:
 def _push(ids: Tensor, grads: Tensor) -> None:
     squares = _squares.index_select(0, ids).addcmul_(grads, grads)
     _squares.index_copy_(0, ids, squares)
-    _rows.index_copy_(0, ids, _rows.index_select(0, ids).addcdiv_(grads, squares.sqrt_().add_(EPS), value=-LR))
+    _rows.index_copy_(
+        0, ids, _rows.index_select(0, ids).addcdiv_(grads, squares.sqrt_().add_(EPS), value=-LR)
+    )
 
 
 def _join(name: str, rank: int, port: int) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4, rpc_timeout=60)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", num_worker_threads=4, rpc_timeout=60
+    )
     rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
@@ -81,7 +85,9 @@ class Rounds:
         self._next: tuple[Tensor, Tensor] | None = None
 
     def turn(self, ids: Tensor, grads: Tensor, following: Tensor) -> Tensor:
-        distinct, where = self._next if self._next is not None else torch.unique(ids, return_inverse=True)
+        distinct, where = (
+            self._next if self._next is not None else torch.unique(ids, return_inverse=True)
+        )
         if self._pushed is not None:
             self._pushed.wait()
         found = rpc.rpc_sync("server", _pull, args=(distinct,)).index_select(0, where)

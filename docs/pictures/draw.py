@@ -27,7 +27,9 @@ COLUMNS = 110
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", str(LENET), "data=2", "--dir", "runs/lenet"]
-        lines = screen([sys.executable, "-c", "from manyhands.cli import main; main()", *words], Path(folder))
+        lines = screen(
+            [sys.executable, "-c", "from manyhands.cli import main; main()", *words], Path(folder)
+        )
         shutil.copy(Path(folder) / "runs/lenet/curves.png", HERE / "curves.png")
     draw("manyhands run examples/lenet.py data=2 --dir runs/lenet", lines, HERE / "run.svg")
 
@@ -38,7 +40,12 @@ def screen(command: list[str], folder: Path) -> list[str]:
     ioctl(theirs, TIOCSWINSZ, pack("HHHH", 40, COLUMNS, 0, 0))
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
     child = subprocess.Popen(
-        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, "TERM": "xterm-256color"}
+        command,
+        cwd=folder,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**kept, "TERM": "xterm-256color"},
     )
     os.close(theirs)
     raw = b""
@@ -55,11 +62,19 @@ def screen(command: list[str], folder: Path) -> list[str]:
 
 
 def draw(command: str, lines: list[str], out: Path) -> None:
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True,
+        width=COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+    )
     console.print(Text.assemble(("$ ", "green"), (command, "bold")))
     for line in lines:
         console.print(Text.from_ansi(line))
-    console.save_svg(str(out), title="manyhands", theme=MONOKAI, code_format=PICTURE, unique_id="run")
+    console.save_svg(
+        str(out), title="manyhands", theme=MONOKAI, code_format=PICTURE, unique_id="run"
+    )
 
 
 PICTURE = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">

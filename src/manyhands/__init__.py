@@ -1,6 +1,13 @@
 """Many hands make light work: train a plain PyTorch task on many processors, and prove that it equals one."""
 
-from manyhands.compute.sparse import Embedding, EmbeddingBag, keep_rows_in
+from manyhands.api import (
+    Run,
+    join,
+    load,
+    train,
+)
+from manyhands.assembly.tables import rows_of_this_process
+from manyhands.embedding.modules import Embedding, EmbeddingBag, keep_rows_in
 from manyhands.errors import (
     CheckpointError,
     Deadlock,
@@ -15,8 +22,6 @@ from manyhands.errors import (
     StoreError,
     TaskError,
 )
-from manyhands.run import Run, join, load, train
-from manyhands.serving import rows_of_this_process
 from manyhands.task import Callback, Task, accuracy
 from manyhands.train import Result
 

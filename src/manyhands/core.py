@@ -17,9 +17,23 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from manyhands.records import Emit, Event, Goal, Position, Snapshot, Tensors
+from manyhands.records import (
+    Emit,
+    Event,
+    Goal,
+    Position,
+    Snapshot,
+    Tensors,
+)
 
-__all__ = ["Emit", "Event", "Goal", "Position", "Snapshot", "Tensors"]  # of records, which are nouns too
+__all__ = [
+    "Emit",
+    "Event",
+    "Goal",
+    "Position",
+    "Snapshot",
+    "Tensors",
+]  # of records, which are nouns too
 
 Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
 Op = Literal["sum", "mean", "max"]
@@ -29,7 +43,7 @@ EXACT = "exact/"  # a tensor whose name starts so travels as it is, whatever wir
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShard:
     """What one rank owns after a split: rows and/or columns of the data; None: all of them."""
 
     rank: int
@@ -62,7 +76,9 @@ class Layout:
     def peers(self, rank: int, axis: str) -> list[int]:
         """The ranks that differ from `rank` only along `axis`, itself included, in order."""
         here = self.coordinates(rank)
-        return [r for r in range(self.size) if {**self.coordinates(r), axis: 0} == {**here, axis: 0}]
+        return [
+            r for r in range(self.size) if {**self.coordinates(r), axis: 0} == {**here, axis: 0}
+        ]
 
 
 class Work(Protocol):
@@ -132,7 +148,11 @@ class Replica(Protocol):
         the same order on every rank."""
         ...
 
-    def gradient(self) -> Tensors: ...  # the mean of the last batch, clipped as `step` would, for who makes the step elsewhere
+    def gradient(
+        self,
+    ) -> (
+        Tensors
+    ): ...  # the mean of the last batch, clipped as `step` would, for who makes the step elsewhere
     def stepped(self) -> None: ...  # elsewhere: only the schedule goes on
     def square_norm(self) -> Tensor | None:
         """Where `step` will clip and `updates_part`: the squared norm of the own part, to be summed before `step`."""
@@ -162,7 +182,9 @@ class Group(Protocol):
         """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
         ...
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         """Point to point: send `give[r]` to rank r and receive from rank r into `into[r]`, contiguous tensors of which both
         ends know length and dtype. Only the ranks named take part; messages from one rank to another arrive in order.
         Nothing given may change, and nothing received be read, before `wait`. What has a `name` may be encoded by a wire."""
@@ -171,7 +193,7 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-class PartGroup(Group, Protocol):
+class ReduceScatterGroup(Group, Protocol):
     """A group whose ranks own parts of its vectors: an all-reduce in two halves, with room for work between them."""
 
     def own(self, tensor: Tensor) -> list[slice]: ...
@@ -188,14 +210,16 @@ class Table:
     dim: int = 1
     length: int | None = None
     dtype: Literal["float32", "float64"] = "float32"
-    rule: str = "sgd"  # the optimizer that runs where the rows are: a name of the server's, or "module:Class" of one's own
+    optimizer: str = "sgd"  # the optimizer that runs where the rows are: a name of the server's, or "module:Class" of one's own
     options: Mapping[str, float] = field(default_factory=dict)  # of the rule: lr, eps, decay, ...
     init: Literal["zeros", "uniform", "normal"] = "uniform"
     scale: float = 0.01  # uniform: half the width; normal: the deviation
     seed: int = 0
     admit_after: int = 1  # a row is made when its id was pushed so many times; before that it reads as its first values
     admit_share: float = 1.0  # ... and with this probability, decided by the id
-    expire_after: int | None = None  # forget rows that none of the table's last so many pushes touched
+    expire_after: int | None = (
+        None  # forget rows that none of the table's last so many pushes touched
+    )
     expire_count: int | None = None  # forget, at an expiry, rows pushed fewer times than this
     expire_norm: float | None = None  # forget, at an expiry, rows whose length is below this
 
@@ -219,7 +243,9 @@ class Store(Protocol):
     rank: int
     size: int
 
-    def create(self, table: Table, values: Tensor | None = None, state: Tensors | None = None) -> None:
+    def create(
+        self, table: Table, values: Tensor | None = None, state: Tensors | None = None
+    ) -> None:
         """Every rank calls it with the same; the first makes the table, a table that differs is refused. `values` and `state`
         (what the rule keeps, by its names) are where a dense one starts from, taken from rank 0."""
         ...
@@ -249,7 +275,12 @@ class Store(Protocol):
         ...
 
     def tick(
-        self, staleness: float = math.inf, quorum: int | None = None, *, late: Late = "drop", delay: int | None = None
+        self,
+        staleness: float = math.inf,
+        quorum: int | None = None,
+        *,
+        late: Late = "drop",
+        delay: int | None = None,
     ) -> Tick:
         """This rank has done its clock; go on when the slowest is at most `staleness` clocks behind. Where pushes were held:
         when `quorum` ranks (None: all) have brought theirs, and none has stayed away for `delay` commits; those are
@@ -290,10 +321,14 @@ class Strategy(Protocol[L]):
 
     link: ClassVar[type]
     sends: ClassVar[Cargo] = "gradients"  # what travels decides which wires can carry it
-    replicas_agree: ClassVar[bool] = False  # between any two rounds, to the bit, so they may share memory and the update
+    replicas_agree: ClassVar[bool] = (
+        False  # between any two rounds, to the bit, so they may share memory and the update
+    )
     swaps: ClassVar[bool] = False  # gradients go to named peers, so nobody sees their sum
     distils: ClassVar[bool] = False  # needs a `Student`
-    on_server: ClassVar[Literal["optimizer", "sum"]] = "optimizer"  # over a Store: what its tables do with a push
+    on_server: ClassVar[Literal["optimizer", "sum"]] = (
+        "optimizer"  # over a Store: what its tables do with a push
+    )
 
     @property
     def shares_steps(self) -> bool:
@@ -301,7 +336,9 @@ class Strategy(Protocol[L]):
         return False
 
     def share(self, size: int) -> float:
-        return 1 / size  # where steps are so shared: what part of a step of the model one rank's batch is
+        return (
+            1 / size
+        )  # where steps are so shared: what part of a step of the model one rank's batch is
 
     def check(self, size: int) -> None:
         """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""
@@ -325,12 +362,14 @@ class Plan:
     then: str | None = None  # the rule to change to when `at` is reached
     next_strategy: Strategy[Any] | None = None
     at: Goal | None = None
-    wire: str = "none"
-    encoding: Any = None  # one of exchange.wires, where wire= names one
+    compress: str = "none"
+    codec: Any = None  # one of exchange.compression, where compress= names one
     algorithm: str = "native"
     split: str = "shuffled"
     batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
-    micro: int | None = None  # micro-batches that a rank's batch is cut into; None: as many as a pipeline needs, else 1
+    micro: int | None = (
+        None  # micro-batches that a rank's batch is cut into; None: as many as a pipeline needs, else 1
+    )
     accumulate: int = 1
     epochs: float | None = None
     steps: int | None = None
@@ -342,18 +381,24 @@ class Plan:
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # in which order a pipeline's stages work
-    cut: str = (
-        "auto"  # of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a stage begins: a,b,c
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = (
+        "1f1b"  # in which order a pipeline's stages work
     )
-    sequence: bool = False  # under tensor=: what lies between split layers is split along the sequence
-    zero: Literal[1, 2, 3] = 3  # what shard= splits: the optimizer's state, gradients too, parameters too
+    cut: str = "auto"  # of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a stage begins: a,b,c
+    sequence: bool = (
+        False  # under tensor=: what lies between split layers is split along the sequence
+    )
+    zero: Literal[1, 2, 3] = (
+        3  # what shard= splits: the optimizer's state, gradients too, parameters too
+    )
     recompute: bool = False  # forget activations, and compute them again in backward
     servers: int = 0  # processes that hold tables
     lookahead: int = 1  # batches whose rows are fetched while one computes; 0: each fetches its own when it comes
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
     cache_age: int = 8
-    embeddings: Literal["async", "sync"] = "async"  # each rank's rows are updated as it comes, or all ranks' of a step at once
+    embeddings: Literal["async", "sync"] = (
+        "async"  # each rank's rows are updated as it comes, or all ranks' of a step at once
+    )
     threads: int | None = None
     bucket_mb: float = 8.0
     loaders: int | None = None
@@ -368,7 +413,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Where this process stands among all processes; `launch.environment` reads it from whoever started us."""
 
     rank: int = 0

@@ -35,9 +35,13 @@ from torch import Tensor
 from manyhands.errors import TaskError
 
 Pair = tuple[Tensor, Tensor]
-Labelled = tuple[Tensor, Tensor, Tensor]  # ids int64 [N, columns], numbers float32 [N, columns], label float32 [N]
+Labelled = tuple[
+    Tensor, Tensor, Tensor
+]  # ids int64 [N, columns], numbers float32 [N, columns], label float32 [N]
 
-FASHION_MNIST_HOME = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+FASHION_MNIST_HOME = (
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+)
 FASHION_MNIST_SHA256 = {  # smallest first: without a network the first one fails and no time is lost
     "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
@@ -51,7 +55,9 @@ DOWNLOAD_S = 120.0  # all four files, 31 MB; a slower line is better served by a
 # -- pictures --
 
 
-def fashion_mnist(data: Path | str | None = None, *, home: str = FASHION_MNIST_HOME, timeout_s: float = 5.0) -> tuple[Pair, Pair]:
+def fashion_mnist(
+    data: Path | str | None = None, *, home: str = FASHION_MNIST_HOME, timeout_s: float = 5.0
+) -> tuple[Pair, Pair]:
     """(x, y) to train and (x, y) to test; x float32 [N, 1, 28, 28] with mean 0 and deviation 1, y int64 [N]."""
     folder = _fashion_mnist_folder(data, home, timeout_s)
     return _fashion_mnist_part(folder, "train"), _fashion_mnist_part(folder, "t10k")
@@ -77,14 +83,20 @@ def digits() -> tuple[Pair, Pair]:
     return (x[train], y[train]), (x[test], y[test])
 
 
-def images(data: Path | str | None = None, *, home: str = FASHION_MNIST_HOME, timeout_s: float = 5.0) -> tuple[str, Pair, Pair]:
+def images(
+    data: Path | str | None = None, *, home: str = FASHION_MNIST_HOME, timeout_s: float = 5.0
+) -> tuple[str, Pair, Pair]:
     """Fashion-MNIST where it can be had, else digits; the name says which and why. Damaged files are an error."""
     try:
         folder = _fashion_mnist_folder(data, home, timeout_s)
     except TaskError as absent:
         train, test = digits()
         return f"digits ({absent})", train, test
-    return "Fashion-MNIST", _fashion_mnist_part(folder, "train"), _fashion_mnist_part(folder, "t10k")
+    return (
+        "Fashion-MNIST",
+        _fashion_mnist_part(folder, "train"),
+        _fashion_mnist_part(folder, "t10k"),
+    )
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -96,16 +108,22 @@ def read_idx(path: Path) -> np.ndarray:
         except (OSError, EOFError, zlib.error) as e:
             raise TaskError(f"{path}: damaged gzip file ({e}); delete it and get it again") from e
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or not 1 <= raw[3] <= 4:
-        raise TaskError(f"{path}: starts with {raw[:4].hex() or 'nothing'}, an IDX file of bytes starts with 000008 and 01 to 04")
+        raise TaskError(
+            f"{path}: starts with {raw[:4].hex() or 'nothing'}, an IDX file of bytes starts with 000008 and 01 to 04"
+        )
     num_dims = raw[3]
     header = 4 + 4 * num_dims
     if len(raw) < header:
-        raise TaskError(f"{path}: truncated in its header, {len(raw)} of {header} bytes; get it again")
+        raise TaskError(
+            f"{path}: truncated in its header, {len(raw)} of {header} bytes; get it again"
+        )
     shape = [int(n) for n in np.frombuffer(raw, dtype=">u4", count=num_dims, offset=4)]
     needed = header + int(np.prod(shape, dtype=object))
     if len(raw) != needed:
         what = "truncated" if len(raw) < needed else "too long"
-        raise TaskError(f"{path}: {what}, {len(raw)} bytes where shape {shape} needs {needed}; get it again")
+        raise TaskError(
+            f"{path}: {what}, {len(raw)} bytes where shape {shape} needs {needed}; get it again"
+        )
     return np.frombuffer(raw, dtype=np.uint8, offset=header).reshape(shape)
 
 
@@ -135,7 +153,10 @@ def _fashion_mnist_folder(data: Path | str | None, home: str, timeout_s: float) 
         for name, sha256 in FASHION_MNIST_SHA256.items():
             if not (target / name).is_file():
                 _download(home.rstrip("/") + "/" + name, target / name, sha256, timeout_s, deadline)
-    except (OSError, ValueError) as e:  # URLError is an OSError; ValueError: an address that is none
+    except (
+        OSError,
+        ValueError,
+    ) as e:  # URLError is an OSError; ValueError: an address that is none
         raise TaskError(
             f"Fashion-MNIST not found in {', '.join(map(str, searched))} (or fashion-mnist/ there), download failed: {e}; "
             "set MANYHANDS_DATA to a folder that has it"
@@ -176,12 +197,17 @@ def tinyshakespeare(data: Path | str | None = None, block: int = 64) -> tuple[Pa
 def text(data: Path | str | None = None, block: int = 64) -> tuple[str, Pair, Pair, int]:
     """Tinyshakespeare where it is found, else synthetic sentences; the name says which. First 90% train, the rest test."""
     searched = _folders(data)
-    places = [place / "tinyshakespeare.txt" for folder in searched for place in (folder / "text", folder)]
+    places = [
+        place / "tinyshakespeare.txt" for folder in searched for place in (folder / "text", folder)
+    ]
     found = next((p for p in places if p.is_file()), None)
     if found is not None:
         name, characters = "tinyshakespeare", found.read_text(encoding="utf-8")
     else:
-        name, characters = f"synthetic text (tinyshakespeare.txt not found in {', '.join(map(str, searched))})", _sentences()
+        name, characters = (
+            f"synthetic text (tinyshakespeare.txt not found in {', '.join(map(str, searched))})",
+            _sentences(),
+        )
     codes = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
     alphabet, ids = np.unique(codes, return_inverse=True)
     cut = len(ids) * 9 // 10
@@ -191,10 +217,14 @@ def text(data: Path | str | None = None, block: int = 64) -> tuple[str, Pair, Pa
 
 def _rows(ids: np.ndarray, block: int) -> Pair:
     if not 1 <= block < len(ids):
-        raise TaskError(f"block={block}, but the text has {len(ids)} characters to cut from; use 1 to {len(ids) - 1}")
+        raise TaskError(
+            f"block={block}, but the text has {len(ids)} characters to cut from; use 1 to {len(ids) - 1}"
+        )
     n = (len(ids) - 1) // block
     stream = torch.from_numpy(ids.astype(np.int64))
-    return stream[: n * block].view(n, block).clone(), stream[1 : n * block + 1].view(n, block).clone()
+    return stream[: n * block].view(n, block).clone(), stream[1 : n * block + 1].view(
+        n, block
+    ).clone()
 
 
 def _sentences(num_characters: int = 200_000) -> str:
@@ -208,7 +238,12 @@ def _sentences(num_characters: int = 200_000) -> str:
     while length < num_characters:
         subject, other = dice.sample(nouns, 2)
         line = f"The {dice.choice(adjectives)} {subject} {dice.choice(verbs)} the {other}"
-        line += dice.choice([".", "!", f", and the {dice.choice(adjectives)} {other} {dice.choice(verbs)} him."]) + "\n"
+        line += (
+            dice.choice(
+                [".", "!", f", and the {dice.choice(adjectives)} {other} {dice.choice(verbs)} him."]
+            )
+            + "\n"
+        )
         lines.append(line)
         length += len(line)
     return "".join(lines)
@@ -220,9 +255,23 @@ ADULT_COLUMNS = (
     "age workclass fnlwgt education education-num marital-status occupation relationship race sex "
     "capital-gain capital-loss hours-per-week native-country income"
 ).split()
-ADULT_IDS = ("workclass", "education", "marital-status", "occupation", "relationship", "race", "sex", "native-country")
+ADULT_IDS = (
+    "workclass",
+    "education",
+    "marital-status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "native-country",
+)
 ADULT_NUMBERS = ("age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
-OPEN_BANDIT_IDS = ("item_id", "position", *(f"user_feature_{i}" for i in range(4)), *(f"item_feature_{i}" for i in range(1, 4)))
+OPEN_BANDIT_IDS = (
+    "item_id",
+    "position",
+    *(f"user_feature_{i}" for i in range(4)),
+    *(f"item_feature_{i}" for i in range(1, 4)),
+)
 
 
 def adult(data: Path | str | None = None) -> tuple[Labelled, Labelled]:
@@ -231,7 +280,11 @@ def adult(data: Path | str | None = None) -> tuple[Labelled, Labelled]:
     folder = _find(data, "adult", ("adult.data", "adult.test"), "Adult (census income)")
     parts = []
     for name in ("adult.data", "adult.test"):
-        rows = [[field.strip() for field in line.split(",")] for line in (folder / name).read_text().splitlines() if line.strip()]
+        rows = [
+            [field.strip() for field in line.split(",")]
+            for line in (folder / name).read_text().splitlines()
+            if line.strip()
+        ]
         bad = next((i for i, row in enumerate(rows) if len(row) != len(ADULT_COLUMNS)), None)
         if bad is not None:
             raise TaskError(
@@ -239,7 +292,9 @@ def adult(data: Path | str | None = None) -> tuple[Labelled, Labelled]:
             )
         columns = dict(zip(ADULT_COLUMNS, zip(*rows, strict=True), strict=True))
         ids = _ids({name: columns[name] for name in ADULT_IDS})
-        numbers = torch.tensor([_floats(folder / name, c, columns[c]) for c in ADULT_NUMBERS]).T.contiguous()
+        numbers = torch.tensor(
+            [_floats(folder / name, c, columns[c]) for c in ADULT_NUMBERS]
+        ).T.contiguous()
         numbers[:, 2:4].log1p_()  # capital: mostly 0, up to 99,999
         label = torch.tensor([float(v.startswith(">50K")) for v in columns["income"]])
         parts.append((ids, numbers, label))
@@ -252,7 +307,9 @@ def open_bandit(data: Path | str | None = None) -> tuple[Labelled, Labelled]:
     """The small version, both policies and all three campaigns: 48,000 impressions to train and the later 12,000 to test. 9
     columns of ids (item, position, what is known of user and item), 3 of numbers (the item's, and how much the user liked this
     item and all of them), and 1 where it was clicked: in 287 rows."""
-    names = [(policy, campaign) for policy in ("random", "bts") for campaign in ("all", "men", "women")]
+    names = [
+        (policy, campaign) for policy in ("random", "bts") for campaign in ("all", "men", "women")
+    ]
     needed = [f"{p}-{c}{end}" for p, c in names for end in (".csv.gz", "-item_context.csv")]
     folder = _find(data, "open-bandit", needed, "The Open Bandit Dataset")
     parts: list[Labelled] = []
@@ -264,13 +321,26 @@ def open_bandit(data: Path | str | None = None) -> tuple[Labelled, Labelled]:
             rows = sorted(csv.DictReader(file), key=lambda row: row["timestamp"])
         joined = [{**row, **items[row["item_id"]]} for row in rows]
         values = {name: [row[name] for row in joined] for name in OPEN_BANDIT_IDS}
-        values["item_id"] = [f"{campaign}/{item}" for item in values["item_id"]]  # campaigns number their items apart
-        liked = [[float(v) for k, v in row.items() if k.startswith("user-item_affinity_")] for row in rows]
+        values["item_id"] = [
+            f"{campaign}/{item}" for item in values["item_id"]
+        ]  # campaigns number their items apart
+        liked = [
+            [float(v) for k, v in row.items() if k.startswith("user-item_affinity_")]
+            for row in rows
+        ]
         numbers = [
-            (float(row["item_feature_0"]), math.log1p(all_[int(row["item_id"])]), math.log1p(sum(all_)))
+            (
+                float(row["item_feature_0"]),
+                math.log1p(all_[int(row["item_id"])]),
+                math.log1p(sum(all_)),
+            )
             for row, all_ in zip(joined, liked, strict=True)
         ]
-        whole = _ids(values), torch.tensor(numbers), torch.tensor([float(row["click"]) for row in rows])
+        whole = (
+            _ids(values),
+            torch.tensor(numbers),
+            torch.tensor([float(row["click"]) for row in rows]),
+        )
         cut = len(rows) * 4 // 5
         parts.append((whole[0][:cut], whole[1][:cut], whole[2][:cut]))
         tests.append((whole[0][cut:], whole[1][cut:], whole[2][cut:]))
@@ -288,7 +358,9 @@ def clicks(which: str = "adult", data: Path | str | None = None) -> tuple[str, L
         return f"made-up clicks ({absent})", *made_up_clicks()
 
 
-def made_up_clicks(num_train: int = 20_000, num_test: int = 5_000, seed: int = 0) -> tuple[Labelled, Labelled]:
+def made_up_clicks(
+    num_train: int = 20_000, num_test: int = 5_000, seed: int = 0
+) -> tuple[Labelled, Labelled]:
     """Power-law ids in 8 columns, 5 numbers, and a label that depends on both: the same on every machine."""
     dice = np.random.default_rng(seed)
     n = num_train + num_test
@@ -304,7 +376,9 @@ def made_up_clicks(num_train: int = 20_000, num_test: int = 5_000, seed: int = 0
 
 def hashed(column: str, value: str) -> int:
     """The id of a value in a column: 64 bits of a hash that is the same everywhere (Python's own is salted)."""
-    return int.from_bytes(hashlib.blake2b(f"{column}={value}".encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(f"{column}={value}".encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _ids(columns: Mapping[str, Sequence[str]]) -> Tensor:

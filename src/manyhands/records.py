@@ -33,7 +33,9 @@ class Goal:
     def parse(cls, text: str) -> Goal:
         name, colon, bound = text.rpartition(":")
         if not colon or not name.lstrip("-"):
-            raise ValueError("NAME:NUMBER is needed, such as epoch:5, accuracy:0.88 or -loss:0.3 (at most)")
+            raise ValueError(
+                "NAME:NUMBER is needed, such as epoch:5, accuracy:0.88 or -loss:0.3 (at most)"
+            )
         return cls(name.lstrip("-"), float(bound), name.startswith("-"))
 
     def __str__(self) -> str:
@@ -58,7 +60,9 @@ class Snapshot:
     state: Tensors
     position: Position
     rng: Tensors = field(default_factory=dict)  # "<rank>/<generator>" -> bytes
-    meta: dict[str, Any] = field(default_factory=dict)  # plain JSON: hyper-parameters, schedule, scaler, plan
+    meta: dict[str, Any] = field(
+        default_factory=dict
+    )  # plain JSON: hyper-parameters, schedule, scaler, plan
     ranks: Tensors = field(default_factory=dict)
 
 

@@ -58,8 +58,12 @@ class Task:
     seed: int = 0
     name: str = ""  # said at the start of a run: what is trained on what
     callbacks: Sequence[Callback] = ()
-    tensor: Mapping[str, str] = field(default_factory=dict)  # modules by pattern -> column, row, ...: how tensor= splits them
-    ids: Callable[[Any], Mapping[str, Any]] | None = None  # of a batch: what its mh.Embedding tables will look up, by their names
+    tensor: Mapping[str, str] = field(
+        default_factory=dict
+    )  # modules by pattern -> column, row, ...: how tensor= splits them
+    ids: Callable[[Any], Mapping[str, Any]] | None = (
+        None  # of a batch: what its mh.Embedding tables will look up, by their names
+    )
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -72,28 +76,42 @@ class Task:
                 "metrics compare model(*inputs) with the target, but the task has step= and no loss=; give loss= instead of step="
             )
         if self.batch is not None and self.batch < 1:
-            raise TaskError(f"batch={self.batch}, but a batch holds at least 1 sample; set batch=1 or more")
+            raise TaskError(
+                f"batch={self.batch}, but a batch holds at least 1 sample; set batch=1 or more"
+            )
         if self.steps is not None and self.steps < 1:
             raise TaskError(f"steps={self.steps}, but at least 1 step is needed")
         if not (self.epochs > 0 and math.isfinite(self.epochs)):
             raise TaskError(f"epochs={self.epochs}, but a positive number is needed")
         if self.clip is not None and not self.clip > 0:
-            raise TaskError(f"clip={self.clip}, but a positive norm is needed; leave it out for no clipping")
+            raise TaskError(
+                f"clip={self.clip}, but a positive norm is needed; leave it out for no clipping"
+            )
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
     """Share of samples (or tokens: any leading dimensions) whose largest output is the target."""
-    if outputs.ndim == target.ndim + 1 and outputs.ndim > 2 and outputs.shape[2:] == target.shape[1:]:
-        return (outputs.argmax(1) == target).float().mean()  # (N, classes, ...), as torch's cross_entropy takes it
+    if (
+        outputs.ndim == target.ndim + 1
+        and outputs.ndim > 2
+        and outputs.shape[2:] == target.shape[1:]
+    ):
+        return (
+            (outputs.argmax(1) == target).float().mean()
+        )  # (N, classes, ...), as torch's cross_entropy takes it
     return (outputs.argmax(-1) == target).float().mean()
 
 
 def build_model(task: Task) -> nn.Module:
     model = task.model if isinstance(task.model, nn.Module) else task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(f"Task.model gave a {type(model).__name__}, but a torch.nn.Module is needed")
+        raise TaskError(
+            f"Task.model gave a {type(model).__name__}, but a torch.nn.Module is needed"
+        )
     if not any(p.requires_grad for p in model.parameters()):
-        raise TaskError(f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train")
+        raise TaskError(
+            f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train"
+        )
     return model
 
 

@@ -8,7 +8,7 @@ A round ends on every rank or raises on every rank. All ranks hold the same posi
 epochs, evaluations and checkpoints without asking; what only one of them can know (a signal, a NaN) is shared by one
 small all-reduce about four times a second, at a round that all of them know beforehand.
 
-Under a rule over servers ranks keep no step with each other. Each draws the number of its next step from a `Dealer`, up to the
+Under a rule over servers ranks keep no step with each other. Each draws the number of its next step from a `StepClaimer`, up to the
 next step where there is something to do together; when none is left, or somebody has called, all meet there.
 """
 
@@ -25,10 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot
+from manyhands.core import (
+    Event,
+    Goal,
+    Group,
+    Position,
+    Replica,
+    Snapshot,
+)
 from manyhands.errors import Diverged, NotFinite
-from manyhands.rule import Dealer, Link, Rule
 from manyhands.task import Callback
+from manyhands.trainer_parts import ActiveStrategy, MeteredGroup, StepClaimer
 
 LOOK_EVERY_S = 0.25
 
@@ -51,18 +58,20 @@ class Result:
 class Trainer:
     """One rank's part in a run. `build` puts the parts together; nothing here knows which ones they are."""
 
-    rule: Rule
+    rule: ActiveStrategy
     replica: Replica
-    link: Link  # between all ranks
+    link: MeteredGroup  # between all ranks
     merging: Group  # between replicas: where a model is split over ranks, those that hold the same part of it
     position: Callable[[], Position]
-    epochs: float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
+    epochs: (
+        float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
+    )
     steps: float
     samples: Callable[[], int | None]  # of one epoch; None while a stream has not ended once
     emit: Callable[[Event], None]
     flush: Callable[[], None]
     evaluate: Callable[[], dict[str, float]] | None  # None: there is nothing to evaluate on
-    snapshot: Callable[[int, Rule], Snapshot]
+    snapshot: Callable[[int, ActiveStrategy], Snapshot]
     save: Callable[[Snapshot, dict[str, float]], None]
     last_good: Callable[[], str | None]
     save_every: int | None  # rounds; 0: at the end of each epoch; None: never
@@ -74,10 +83,12 @@ class Trainer:
     until: Goal | None = None  # stop as soon as an evaluation reaches it
     evaluate_every: int | None = None  # steps, besides the end of each epoch
     change_at: Goal | None = None
-    change: Callable[[], Rule] | None = None  # to the rule that comes after this one
-    dealer: Dealer | None = None
+    change: Callable[[], ActiveStrategy] | None = None  # to the rule that comes after this one
+    dealer: StepClaimer | None = None
     serves: bool = False  # there are tables on servers, or in this process
-    settle: Callable[[], None] = lambda: None  # come back when what this rank sent to servers has arrived
+    settle: Callable[[], None] = lambda: (
+        None
+    )  # come back when what this rank sent to servers has arrived
     tell: Callable[[int], None] = lambda round: None  # what servers say of themselves
     measured: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every round
     callbacks: Sequence[Callback] = ()
@@ -106,7 +117,9 @@ class Trainer:
         self._noise = math.nan
         self._evaluated = self.round
         self._saved = self.round or -1  # what was resumed is saved already
-        self._reached = self.round > 0 and self.until is not None and self.until.reached(self._known())
+        self._reached = (
+            self.round > 0 and self.until is not None and self.until.reached(self._known())
+        )
 
     # -- the loop --
 
@@ -138,13 +151,20 @@ class Trainer:
         at = self.position()
         if at.epoch > before.epoch:
             self._end_epochs(range(before.epoch, at.epoch))
-        elif self.evaluate_every and at.steps // self.evaluate_every > before.steps // self.evaluate_every:
+        elif (
+            self.evaluate_every
+            and at.steps // self.evaluate_every > before.steps // self.evaluate_every
+        ):
             self.look()
             self._evaluate()
         self._change_when_due()
-        done = self.round if self.dealer is None else at.steps  # rounds of ranks that go at their own pace are no measure
+        done = (
+            self.round if self.dealer is None else at.steps
+        )  # rounds of ranks that go at their own pace are no measure
         due = self.save_every and done % self.save_every == 0
-        if due and self._saved != self.round and not self.finished():  # at the end, evaluation comes first
+        if (
+            due and self._saved != self.round and not self.finished()
+        ):  # at the end, evaluation comes first
             self.checkpoint()
 
     def _round(self) -> None:
@@ -170,7 +190,9 @@ class Trainer:
         at = self.position()
         rhythms = [every for every in (self.evaluate_every, self.save_every) if every]
         limits = [(at.steps // every + 1) * every for every in rhythms]
-        return self.dealer.claim(min(self.steps, self.dealer.steps_to(min(self.epochs, at.epoch + 1)), *limits))
+        return self.dealer.claim(
+            min(self.steps, self.dealer.steps_to(min(self.epochs, at.epoch + 1)), *limits)
+        )
 
     def end_here(self) -> None:
         """What was asked for ends with what is done: a loop of one's own is over. Where ranks go at their own pace, it is over
@@ -185,7 +207,7 @@ class Trainer:
         """Whether a block of steps that a rule takes without its peers is to end here."""
         return self.at_end() if self.dealer is None else not self.claim()
 
-    def _watch(self, dealer: Dealer) -> None:
+    def _watch(self, dealer: StepClaimer) -> None:
         """Between meetings: is there a reason to call one? And rank 0 tells how far it sees the run to be."""
         now = time.perf_counter()
         if now - self._looked < LOOK_EVERY_S:
@@ -197,10 +219,12 @@ class Trainer:
         self._loss = own if math.isfinite(own) else self._loss
         self._progress(now, now - self._looked, dealer.latest)
 
-    def _meet(self, dealer: Dealer) -> None:
+    def _meet(self, dealer: StepClaimer) -> None:
         """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
         self._settle()
-        reached = torch.tensor([dealer.drawn(), self.round, int(self._ending)], dtype=torch.int64, device=self.device)
+        reached = torch.tensor(
+            [dealer.drawn(), self.round, int(self._ending)], dtype=torch.int64, device=self.device
+        )
         self.link.all_reduce({"meeting": reached}, op="max").wait()
         steps, self.round, self._ending = reached.tolist()
         self.link.round = self.round
@@ -218,7 +242,9 @@ class Trainer:
 
     def finish(self) -> Result:
         self.look()
-        if not self._stop and self.round > max(self._first, self._evaluated):  # steps= may end in the middle of an epoch
+        if not self._stop and self.round > max(
+            self._first, self._evaluated
+        ):  # steps= may end in the middle of an epoch
             self._evaluate()
         if self.save_every is not None and self._saved != self.round:
             self.checkpoint()
@@ -233,7 +259,12 @@ class Trainer:
         if self.link.rank == 0:
             self.emit(
                 Event(
-                    time.time(), 0, self.round, "finish", seconds, value={**result.metrics, "samples_per_s": result.samples_per_s}
+                    time.time(),
+                    0,
+                    self.round,
+                    "finish",
+                    seconds,
+                    value={**result.metrics, "samples_per_s": result.samples_per_s},
                 )
             )
         self.flush()
@@ -251,7 +282,9 @@ class Trainer:
         shared = torch.zeros(4 + size + 5, dtype=torch.float64)
         shared[0] = float(self.stop_requested() > 0)
         shared[1], shared[2] = self._folded[:2]
-        shared[3] = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
+        shared[3] = (
+            max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
+        )
         shared[4 + rank] = self._folded[2]
         shared = shared.to(self.device) if self.device.type == "cuda" else shared
         if self.rule.gauge is not None:
@@ -278,7 +311,9 @@ class Trainer:
         bad = (~losses.isfinite()).nonzero().flatten()
         self._folded[0] += float((losses * counts).sum())
         self._folded[1] += float(counts.sum())
-        self._folded[2] = self._folded[2] or (float(self._losses[int(bad[0])][0]) if len(bad) else 0.0)
+        self._folded[2] = self._folded[2] or (
+            float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
+        )
         self._losses.clear()
 
     def _diverged(self, rounds: list[float]) -> None:
@@ -336,7 +371,12 @@ class Trainer:
             }
             self.emit(Event(time.time(), 0, self.round, "progress", value=value))
         self.tell(self.round)
-        self._exchange_before, self._looked, self._looked_at, self._at_look = waited, now, self.round, at
+        self._exchange_before, self._looked, self._looked_at, self._at_look = (
+            waited,
+            now,
+            self.round,
+            at,
+        )
         self.flush()
 
     # -- evaluation and checkpoints, at rounds that all ranks know --
@@ -357,12 +397,19 @@ class Trainer:
         if self.evaluate is not None:
             with self.merged():
                 self.metrics = self.evaluate() or self.metrics
-        self._reached = self._reached or (self.until is not None and self.until.reached(self._known()))
+        self._reached = self._reached or (
+            self.until is not None and self.until.reached(self._known())
+        )
         if self.metrics:
             where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
             self.emit(
                 Event(
-                    started, self.link.rank, self.round, "evaluate", time.perf_counter() - clock, value={**where, **self.metrics}
+                    started,
+                    self.link.rank,
+                    self.round,
+                    "evaluate",
+                    time.perf_counter() - clock,
+                    value={**where, **self.metrics},
                 )
             )
             self.flush()
@@ -373,8 +420,13 @@ class Trainer:
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()
-        self.save(self.snapshot(self.round, self.rule), self.metrics if self._evaluated == self.round else {})
-        self.emit(Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock))
+        self.save(
+            self.snapshot(self.round, self.rule),
+            self.metrics if self._evaluated == self.round else {},
+        )
+        self.emit(
+            Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock)
+        )
 
     @contextmanager
     def merged(self) -> Iterator[None]:
@@ -393,13 +445,19 @@ class Trainer:
     def _holding_merged(self) -> AbstractContextManager[None]:
         self.agree()
         model = self.rule.consensus(self.replica, self.merging)
-        if model is None and self.replica.in_block:  # asked for by a loop of one's own among steps that ranks take by themselves
+        if (
+            model is None and self.replica.in_block
+        ):  # asked for by a loop of one's own among steps that ranks take by themselves
             model = {k: v.clone() for k, v in self.replica.params.items()}
             self.merging.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
 
     def _change_when_due(self) -> None:
-        if self.change is not None and self.change_at is not None and self.change_at.reached(self._known()):
+        if (
+            self.change is not None
+            and self.change_at is not None
+            and self.change_at.reached(self._known())
+        ):
             self._change_rule()
 
     def _change_rule(self) -> None:
@@ -421,7 +479,12 @@ class Trainer:
     def _known(self) -> dict[str, float]:
         """What a goal may name; the same on every rank."""
         at = self.position()
-        return {**self.metrics, "epoch": self._epochs(at), "step": float(at.steps), "noise": self._noise}
+        return {
+            **self.metrics,
+            "epoch": self._epochs(at),
+            "step": float(at.steps),
+            "noise": self._noise,
+        }
 
     def _epochs(self, at: Position) -> float:
         samples = self.samples()
@@ -436,6 +499,10 @@ class Trainer:
         """Seconds left at the mean pace so far, by whichever limit is nearer."""
         spent, done, here = now - self._started, at.steps - self._first_steps, self._epochs(at)
         by_steps = spent * (self.steps - at.steps) / done if done > 0 else math.inf
-        by_epochs = spent * (self.epochs - here) / (here - self._first_epochs) if here > self._first_epochs else math.inf
+        by_epochs = (
+            spent * (self.epochs - here) / (here - self._first_epochs)
+            if here > self._first_epochs
+            else math.inf
+        )
         left = max(0.0, min(by_steps, by_epochs))
         return left if math.isfinite(left) else math.nan

@@ -53,25 +53,38 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     ],
 )
 def test_a_mistake_is_one_message_without_a_stack_and_a_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int, says: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    says: str,
 ) -> None:
     assert call(monkeypatch, *words) == code
     said = capsys.readouterr()
     assert says in said.err and "Traceback" not in said.out + said.err
 
 
-def test_run_resume_and_export(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resume_and_export(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(monkeypatch, "run", "job.py", "epochs=3", "best=accuracy", "keep=9") == 0
     (run,) = (here / "runs").iterdir()
     said = capsys.readouterr().out
-    assert "merge=all_reduce" in said and "epochs=3" in said and f"runs/{run.name}" in said, "the resolved plan is printed"
+    assert "merge=all_reduce" in said and "epochs=3" in said and f"runs/{run.name}" in said, (
+        "the resolved plan is printed"
+    )
     assert (run / "plan.toml").exists() and (run / "curves.png").exists()
     assert call(monkeypatch, "run", "job.py", "epochs=5", "--resume") == 0
-    assert "resumed at round 12" in capsys.readouterr().out and len(list((here / "runs").iterdir())) == 1
+    assert (
+        "resumed at round 12" in capsys.readouterr().out
+        and len(list((here / "runs").iterdir())) == 1
+    )
     assert call(monkeypatch, "export", str(run)) == 0
     saved = load_file("model.safetensors")
     assert set(saved) == {"weight", "bias"}
-    assert all(torch.equal(saved[k], v) for k, v in mh.load(run, nn.Linear(4, 2)).state_dict().items())
+    assert all(
+        torch.equal(saved[k], v) for k, v in mh.load(run, nn.Linear(4, 2)).state_dict().items()
+    )
     assert call(monkeypatch, "export", str(run), "deep/best.safetensors", "--best", "accuracy") == 0
     assert (here / "deep" / "best.safetensors").exists()
     assert call(monkeypatch, "export", str(run), "x.safetensors", "--best", "f1") == 2
@@ -79,6 +92,8 @@ def test_run_resume_and_export(here: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_plan_of_a_run_is_a_plan_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(monkeypatch, "run", "job.py", "steps=3", "batch=7", "--dir", "first", "--quiet") == 0
+    assert (
+        call(monkeypatch, "run", "job.py", "steps=3", "batch=7", "--dir", "first", "--quiet") == 0
+    )
     assert call(monkeypatch, "run", "job.py", "first/plan.toml", "--dir", "second", "--quiet") == 0
     assert (here / "first" / "plan.toml").read_text() == (here / "second" / "plan.toml").read_text()

@@ -71,16 +71,29 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
             "plan 2 ('data=2 merge=locl_sgd'): unknown merge=",
         ),
         (["job.py", "dpp", "--target", "accuracy=0.8"], "plan 1 ('dpp'): 'dpp' is no plan word"),
-        (["job.py", "ddp data=2 merge=bmuf", "--target", "accuracy=0.8"], "merge: has no meaning for ddp"),
-        (["job.py", "data=2 until=accuracy:0.5", "--target", "accuracy=0.8"], "until= has no place in a race"),
-        (["job.py", "data=2", "--with", "bath=3", "--target", "accuracy=0.8"], "did you mean batch?"),
+        (
+            ["job.py", "ddp data=2 merge=bmuf", "--target", "accuracy=0.8"],
+            "merge: has no meaning for ddp",
+        ),
+        (
+            ["job.py", "data=2 until=accuracy:0.5", "--target", "accuracy=0.8"],
+            "until= has no place in a race",
+        ),
+        (
+            ["job.py", "data=2", "--with", "bath=3", "--target", "accuracy=0.8"],
+            "did you mean batch?",
+        ),
         (["job.py", "--resume"], "there is no race of 'job' to resume"),
         (["job.py", "--resume", "--dir", "nowhere"], "there is no race to resume in nowhere"),
         (["loop.py", "data=2", "--target", "accuracy=0.8"], "defines no task()"),
     ],
 )
 def test_a_mistake_is_said_before_anything_starts(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: str,
 ) -> None:
     (here / "loop.py").write_text("import manyhands as mh\nrun = mh.join()\n")
     assert call(monkeypatch, "race", *words) == 2
@@ -90,17 +103,33 @@ def test_a_mistake_is_said_before_anything_starts(
 
 
 def test_words_for_all_that_mean_nothing_to_ddp_are_left_out_for_it() -> None:
-    peer, ours = race.line_up(["ddp", "merge=local_sgd"], "data=2 link=gloo save=epoch seed=3", Goal("accuracy", 0.8))
+    peer, ours = race.line_up(
+        ["ddp", "merge=local_sgd"], "data=2 link=gloo save=epoch seed=3", Goal("accuracy", 0.8)
+    )
     assert set(peer.words) == {"data", "seed", "until"} and peer.plan.until == Goal("accuracy", 0.8)
-    assert ours.words["link"] == "gloo" and ours.words["save"] == "epoch", "what is said beats what a race would choose"
+    assert ours.words["link"] == "gloo" and ours.words["save"] == "epoch", (
+        "what is said beats what a race would choose"
+    )
     with pytest.raises(PlanError, match="link: has no meaning for ddp"):
         ddp.check({"data": 2, "link": "gloo"})
 
 
 def test_plans_are_called_by_what_they_differ_in() -> None:
-    plans = ["ddp data=2", "data=2", "data=2 merge=local_sgd merge.period=8", "data=2 merge=local_sgd merge.period=4", "data=2"]
+    plans = [
+        "ddp data=2",
+        "data=2",
+        "data=2 merge=local_sgd merge.period=8",
+        "data=2 merge=local_sgd merge.period=4",
+        "data=2",
+    ]
     made = race.line_up(plans, "", Goal("accuracy", 0.8))
-    assert [m.label for m in made] == ["ddp", "all_reduce", "local_sgd period=8", "local_sgd period=4", "all_reduce #2"]
+    assert [m.label for m in made] == [
+        "ddp",
+        "all_reduce",
+        "local_sgd period=8",
+        "local_sgd period=4",
+        "all_reduce #2",
+    ]
     assert made[2].folder == "03-local-sgd-period-8" and len({m.folder for m in made}) == 5
 
 
@@ -108,8 +137,14 @@ def test_plans_are_called_by_what_they_differ_in() -> None:
     ("text", "line"),
     [
         ("rank 1 failed:\nDiverged: the loss became NaN\nmore", "Diverged: the loss became NaN"),
-        ("rank 0 failed:\nTraceback (most recent call last):\n  File x\nValueError: no\n  note", "ValueError: no"),
-        ("rank 0 (pid 7) was killed by SIGKILL; memory\n  tail", "rank 0 (pid 7) was killed by SIGKILL; memory"),
+        (
+            "rank 0 failed:\nTraceback (most recent call last):\n  File x\nValueError: no\n  note",
+            "ValueError: no",
+        ),
+        (
+            "rank 0 (pid 7) was killed by SIGKILL; memory\n  tail",
+            "rank 0 (pid 7) was killed by SIGKILL; memory",
+        ),
     ],
 )
 def test_an_error_is_told_in_its_own_first_line(text: str, line: str) -> None:
@@ -126,36 +161,66 @@ def test_a_race_is_run_interrupted_and_resumed(
     target = ["--target", "accuracy=0.8", "--with", "data=2 threads=1 evaluate=10"]
     assert call(monkeypatch, "race", "job.py", *plans, *target, "--dir", "out") == 130
     said = capfd.readouterr()
-    assert "stopped in plan 3 of 4, seed 1; go on with: manyhands race job.py --resume --dir out" in said.err
+    assert (
+        "stopped in plan 3 of 4, seed 1; go on with: manyhands race job.py --resume --dir out"
+        in said.err
+    )
     assert "plan 1 of 4, seed 1 of 1: ddp" in said.out and "reached     accuracy 0.8" in said.out
     first = (here / "out" / "01-ddp" / "seed-0" / "events" / "rank-0.jsonl").read_bytes()
 
     assert call(monkeypatch, "race", "job.py", "ddp", *target, "--dir", "out") == 2
     assert "holds an earlier race" in capfd.readouterr().err
     assert call(monkeypatch, "race", "job.py", "ddp", "data=2", "--resume", "--dir", "out") == 2
-    assert "is a race of other plans: ddp |  | merge=local_sgd merge.period=4" in capfd.readouterr().err
-    assert call(monkeypatch, "race", "job.py", "--target", "accuracy=0.9", "--resume", "--dir", "out") == 2
+    assert (
+        "is a race of other plans: ddp |  | merge=local_sgd merge.period=4"
+        in capfd.readouterr().err
+    )
+    assert (
+        call(monkeypatch, "race", "job.py", "--target", "accuracy=0.9", "--resume", "--dir", "out")
+        == 2
+    )
     assert "is a race of other --target: accuracy=0.8" in capfd.readouterr().err
 
-    assert call(monkeypatch, "race", "job.py", "--resume", "--dir", "out") == 1, "one plan cannot run"
+    assert call(monkeypatch, "race", "job.py", "--resume", "--dir", "out") == 1, (
+        "one plan cannot run"
+    )
     said = capfd.readouterr()
-    assert "ddp (done before)" in said.out and "ValueError: a batch that this task does not like" in said.out
-    assert (here / "out" / "01-ddp" / "seed-0" / "events" / "rank-0.jsonl").read_bytes() == first, "what was over stays"
+    assert (
+        "ddp (done before)" in said.out
+        and "ValueError: a batch that this task does not like" in said.out
+    )
+    assert (here / "out" / "01-ddp" / "seed-0" / "events" / "rank-0.jsonl").read_bytes() == first, (
+        "what was over stays"
+    )
 
     found = json.loads((here / "out" / "results.json").read_text())
     by_label = {p["label"]: p for p in found["plans"]}
     assert set(by_label) == {"ddp", "all_reduce", "local_sgd period=4", "all_reduce batch=400"}
-    assert all(by_label[label]["time_s"] > 0 and by_label[label]["runs"][0]["ranks"] == 2 for label in list(by_label)[:3])
-    assert (
-        by_label["all_reduce batch=400"]["runs"][0]["error"].startswith("ValueError") and by_label["ddp"]["ratio_to_ddp"] == 1.0
+    assert all(
+        by_label[label]["time_s"] > 0 and by_label[label]["runs"][0]["ranks"] == 2
+        for label in list(by_label)[:3]
     )
-    assert (here / "out" / "race.png").stat().st_size > 20_000 and "local_sgd" in (here / "out" / "race.html").read_text()
+    assert (
+        by_label["all_reduce batch=400"]["runs"][0]["error"].startswith("ValueError")
+        and by_label["ddp"]["ratio_to_ddp"] == 1.0
+    )
+    assert (here / "out" / "race.png").stat().st_size > 20_000 and "local_sgd" in (
+        here / "out" / "race.html"
+    ).read_text()
 
     # DDP by hand is the same computation as our all_reduce: same batches, same schedule, same clipping, same evaluations
     curves = {}
     for label, folder in {"ddp": "01-ddp", "ours": "02-all-reduce"}.items():
-        events = [e for e in read(here / "out" / folder / "seed-0") if e.name == "evaluate" and e.rank == 0]
-        curves[label] = [(e.value["step"], e.value["loss"], e.value["accuracy"]) for e in events if isinstance(e.value, dict)]
+        events = [
+            e
+            for e in read(here / "out" / folder / "seed-0")
+            if e.name == "evaluate" and e.rank == 0
+        ]
+        curves[label] = [
+            (e.value["step"], e.value["loss"], e.value["accuracy"])
+            for e in events
+            if isinstance(e.value, dict)
+        ]
     assert len(curves["ddp"]) == len(curves["ours"]) > 2
     assert [x for point in curves["ddp"] for x in point] == pytest.approx(
         [x for point in curves["ours"] for x in point], rel=1e-3
@@ -172,7 +237,9 @@ def test_a_changed_script_is_another_race(
     asked = race.settle(None, here / "job.py", ["ddp"], "accuracy=0.8", None, [])
     (here / "out").mkdir()
     (here / "out" / race.RACE).write_text(json.dumps(asked))
-    assert race.settle(here / "out", here / "job.py", [], None, 5, [])["seeds"] == 5, "more seeds are more runs of the same race"
+    assert race.settle(here / "out", here / "job.py", [], None, 5, [])["seeds"] == 5, (
+        "more seeds are more runs of the same race"
+    )
     (here / "job.py").write_text(JOB + "\n# changed\n")
     with pytest.raises(PlanError, match="has changed since"):
         race.settle(here / "out", here / "job.py", [], None, None, [])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute.stages import Stage
+from manyhands.parallel.pipeline.stage_modules import Stage
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo"
 
@@ -24,7 +24,15 @@ def zoo(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def gpt2() -> tuple[nn.Module, tuple[Tensor, ...]]:
     made = pytest.importorskip("transformers")
-    config = made.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0)
+    config = made.GPT2Config(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=16,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return made.GPT2LMHeadModel(config), (torch.randint(31, (8, 12)),)
 
 
@@ -69,7 +77,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "llama": llama,
 }
 # transformers takes seconds to load: one model of it is enough where nothing is changed that concerns them
-QUICK_AND_SLOW = [pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in MODELS]
+QUICK_AND_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in MODELS
+]
 
 
 def model(name: str, batch: int = 6) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -90,17 +100,23 @@ def through(stages: Sequence[Stage], inputs: tuple[Any, ...]) -> Any:
     """One after the other, each given only what it says it takes and reads."""
     values: dict[str, Any] = {}
     for stage in stages:
-        values = stage.forward(tuple(x if i in stage.inputs else None for i, x in enumerate(inputs)), values)
+        values = stage.forward(
+            tuple(x if i in stage.inputs else None for i, x in enumerate(inputs)), values
+        )
     return values["output"]
 
 
 def loss(output: Any) -> Tensor:
     flat = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
     assert flat
-    return sum((t.sin() * torch.linspace(0.5, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in flat)  # type: ignore[return-value]
+    return sum(
+        (t.sin() * torch.linspace(0.5, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in flat
+    )  # type: ignore[return-value]
 
 
-def same_as_whole(stages: Sequence[Stage], cut: nn.Module, inputs: tuple[Any, ...], training: bool) -> None:
+def same_as_whole(
+    stages: Sequence[Stage], cut: nn.Module, inputs: tuple[Any, ...], training: bool
+) -> None:
     """Outputs, gradients and buffers of `cut`, run stage by stage, are those of the whole model, to the last digit."""
     whole = copy.deepcopy(cut).train(training)
     for stage in stages:

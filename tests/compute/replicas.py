@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.update import WholeUpdate
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.update import WholeUpdate
 
-Micros = Sequence[Tensor]  # the rows of each micro-batch of a rank in one step; no rows: nothing to do
+Micros = Sequence[
+    Tensor
+]  # the rows of each micro-batch of a rank in one step; no rows: nothing to do
 Sgd = Callable[[Any], Optimizer]
 
 
@@ -30,7 +32,11 @@ class Mlp(nn.Module):
 
     def __init__(self, inputs: int = 5, hidden: int = 7) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 1)
+        self.first, self.middle, self.last = (
+            nn.Linear(inputs, hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.first(x).tanh()).tanh()).squeeze(-1)
@@ -46,7 +52,9 @@ def squared(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def rows(n: int, inputs: int = 5, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(n, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        n, inputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def memory(numel: int, dtype: torch.dtype) -> Tensor:
@@ -78,7 +86,9 @@ def replica(
     flat = FlatParameters(model, memory, bucket_bytes)
     made = optimizer(model.parameters())
     more = {} if schedule is None else {"schedule": schedule(made)}
-    return ModuleReplica(flat, WholeUpdate(flat, model, made), next_loss, nominal=nominal, **more, **options)
+    return ModuleReplica(
+        flat, WholeUpdate(flat, model, made), next_loss, nominal=nominal, **more, **options
+    )
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -94,20 +104,30 @@ def near(a: dict[str, Tensor], b: dict[str, Tensor], rtol: float = 1e-12) -> Non
     """ORDER: the same numbers up to the order of summation."""
     assert a.keys() == b.keys()
     for k in a:
-        torch.testing.assert_close(a[k], b[k], rtol=rtol, atol=rtol * float(b[k].abs().max()), msg=lambda m, k=k: f"{k}: {m}")
+        torch.testing.assert_close(
+            a[k],
+            b[k],
+            rtol=rtol,
+            atol=rtol * float(b[k].abs().max()),
+            msg=lambda m, k=k: f"{k}: {m}",
+        )
 
 
 def train_together(
     steps: Sequence[Sequence[Micros]], make: Callable[[], nn.Module] = mlp, **options: Any
-) -> tuple[list[dict[str, Tensor]], list[Observed]]:
+) -> tuple[list[dict[str, Tensor]], list[ObservedGroup]]:
     """`steps[s][r]` are the micro-batches of rank r in step s; every rank's weights afterwards, and its link."""
     size = len(steps[0])
     models = [make() for _ in range(size)]
-    nominal = options.pop("nominal", None) or max(sum(len(m) for rank in step for m in rank) for step in steps)
+    nominal = options.pop("nominal", None) or max(
+        sum(len(m) for rank in step for m in rank) for step in steps
+    )
 
-    def main(group: Group) -> Observed:
-        link = Observed(group, lambda event: None)
-        mine = replica(models[group.rank], [step[group.rank] for step in steps], nominal=nominal, **options)
+    def main(group: Group) -> ObservedGroup:
+        link = ObservedGroup(group, lambda event: None)
+        mine = replica(
+            models[group.rank], [step[group.rank] for step in steps], nominal=nominal, **options
+        )
         rule = AllReduce()
         state = rule.init(mine)
         for _ in steps:
@@ -118,6 +138,8 @@ def train_together(
     return [weights(m) for m in models], links
 
 
-def train_alone(steps: Sequence[Tensor], make: Callable[[], nn.Module] = mlp, **options: Any) -> dict[str, Tensor]:
+def train_alone(
+    steps: Sequence[Tensor], make: Callable[[], nn.Module] = mlp, **options: Any
+) -> dict[str, Tensor]:
     """One process on the union batches."""
     return train_together([[[batch]] for batch in steps], make, **options)[0][0]

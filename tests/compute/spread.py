@@ -14,16 +14,22 @@ from replicas import near
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute import state
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.sharded import ShardedParameters
-from manyhands.compute.sharded_update import ShardUpdate
-from manyhands.compute.sharded_whole import model_state
-from manyhands.compute.update import WholeUpdate
-from manyhands.core import Finished, Group, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Group,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.exchange.inproc import World
-from manyhands.exchange.parted import parted
+from manyhands.exchange.reduce_scatter import parted
+from manyhands.parallel.zero.full_state import model_state
+from manyhands.parallel.zero.sharded_parameters import ShardedParameters
+from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.replica import state
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.update import WholeUpdate
 
 ZOO = Path(__file__).parents[1] / "zoo"
 Batch = tuple[Tensor, ...]
@@ -78,7 +84,9 @@ def cut(batch: Batch, shares: Sequence[int]) -> list[Batch]:
 class Walk:
     """`steps[s]` are the micro-batches of one rank; one without samples is None, or borrowed and counted as 0."""
 
-    def __init__(self, model: nn.Module, steps: Sequence[Sequence[Batch]], loss: Loss, borrow: bool):
+    def __init__(
+        self, model: nn.Module, steps: Sequence[Sequence[Batch]], loss: Loss, borrow: bool
+    ):
         self.todo = [(micro, i == len(step) - 1) for step in steps for i, micro in enumerate(step)]
         self.model, self.loss, self.borrow = model, loss, borrow
 
@@ -87,7 +95,10 @@ class Walk:
         count = len(batch[0])
         if not count and not self.borrow:
             return Micro(None, 0, last)
-        value = self.loss(self.model, batch if count else tuple(torch.zeros(1, *x.shape[1:], dtype=x.dtype) for x in batch))
+        value = self.loss(
+            self.model,
+            batch if count else tuple(torch.zeros(1, *x.shape[1:], dtype=x.dtype) for x in batch),
+        )
         return Micro(value, count, last)
 
 
@@ -103,10 +114,17 @@ def spread(
     **options: Any,
 ) -> ModuleReplica:
     halves, memory, common = parted(group)
-    layout = {k: options.pop(k) for k in ("bucket_bytes", "unit_bytes", "short", "ahead") if k in options}
+    layout = {
+        k: options.pop(k) for k in ("bucket_bytes", "unit_bytes", "short", "ahead") if k in options
+    }
     made = optimizer(model.parameters())
     flat = ShardedParameters(
-        model, halves, stage, allocate=memory, common=common, **{"bucket_bytes": 2000, "unit_bytes": 4000, **layout}
+        model,
+        halves,
+        stage,
+        allocate=memory,
+        common=common,
+        **{"bucket_bytes": 2000, "unit_bytes": 4000, **layout},
     )
     update = ShardUpdate(flat, made)
     more = {} if schedule is None else {"schedule": schedule(made)}
@@ -114,13 +132,21 @@ def spread(
 
 
 def alone(
-    model: nn.Module, steps: Sequence[Batch], loss: Loss, *, optimizer: Optimizers, schedule: Any = None, **options: Any
+    model: nn.Module,
+    steps: Sequence[Batch],
+    loss: Loss,
+    *,
+    optimizer: Optimizers,
+    schedule: Any = None,
+    **options: Any,
 ) -> tuple[list[float], ModuleReplica]:
     made = optimizer(model.parameters())
     flat = FlatParameters(model, lambda n, t: torch.zeros(n, dtype=t), 2**20)
     more = {} if schedule is None else {"schedule": schedule(made)}
     walk = Walk(model, [[s] for s in steps], loss, False)
-    one = ModuleReplica(flat, WholeUpdate(flat, model, made), walk, nominal=len(steps[0][0]), **more, **options)
+    one = ModuleReplica(
+        flat, WholeUpdate(flat, model, made), walk, nominal=len(steps[0][0]), **more, **options
+    )
     losses = []
     for _ in steps:
         losses.append(float(one.backward()))
@@ -171,9 +197,16 @@ def assert_same_as_alone(
     def parts(batch: Batch, count: int) -> list[Batch]:
         return cut(batch, [count * (k + 1) // micros - count * k // micros for k in range(micros)])
 
-    steps = [[parts(mine, n) for mine, n in zip(cut(b, s), s, strict=True)] for b, s in zip(data, shares, strict=True)]
+    steps = [
+        [parts(mine, n) for mine, n in zip(cut(b, s), s, strict=True)]
+        for b, s in zip(data, shares, strict=True)
+    ]
     one = make()
-    alone_options = {k: v for k, v in options.items() if k not in ("bucket_bytes", "unit_bytes", "ahead", "look", "prepare")}
+    alone_options = {
+        k: v
+        for k, v in options.items()
+        if k not in ("bucket_bytes", "unit_bytes", "ahead", "look", "prepare")
+    }
     losses, _ = alone(one, data, loss, **alone_options)
     got = together(size, stage, make, steps, loss, **options)
     for theirs, model, _ in got:
@@ -190,21 +223,41 @@ class Axis:
     """Some ranks of a world, as a link of their own."""
 
     def __init__(self, world: Group, peers: Sequence[int]):
-        self.world, self.peers, self.rank, self.size = world, list(peers), list(peers).index(world.rank), len(peers)
+        self.world, self.peers, self.rank, self.size = (
+            world,
+            list(peers),
+            list(peers).index(world.rank),
+            len(peers),
+        )
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         for value in values.values():
-            every = [value.detach().clone() if r == self.rank else torch.empty_like(value) for r in range(self.size)]
+            every = [
+                value.detach().clone() if r == self.rank else torch.empty_like(value)
+                for r in range(self.size)
+            ]
             others = {r: v for r, v in enumerate(every) if r != self.rank}
             self.transfer(dict.fromkeys(others, every[self.rank]), others).wait()
             stacked = torch.stack(every)
-            value.detach().copy_(stacked.amax(0) if op == "max" else stacked.mean(0) if op == "mean" else stacked.sum(0))
+            value.detach().copy_(
+                stacked.amax(0)
+                if op == "max"
+                else stacked.mean(0)
+                if op == "mean"
+                else stacked.sum(0)
+            )
         return Finished()
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.world.swap(values, [self.peers[p] for p in peers])
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
-        return self.world.transfer({self.peers[r]: v for r, v in give.items()}, {self.peers[r]: v for r, v in into.items()}, name)
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
+        return self.world.transfer(
+            {self.peers[r]: v for r, v in give.items()},
+            {self.peers[r]: v for r, v in into.items()},
+            name,
+        )
 
     def close(self) -> None: ...

@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.compute.assembled import Assembled
 from manyhands.core import Layout, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.exchange.inproc import InprocGroup, World
-from manyhands.exchange.observed import Observed
-from manyhands.split.parts import Part, bounds
-from manyhands.split.regions import Region, Slice, numel, renamed, runs
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.parallel.reshard.resharding import Resharding
+from manyhands.split.shard_slice import (
+    Region,
+    ShardSlice,
+    numel,
+    renamed,
+    runs,
+)
+from manyhands.split.shard_spec import ShardSpec, bounds
 
 CUTS = {  # what a tensor layout cuts: name -> (dim, groups); the rest is whole
     "wte.weight": (0, 1), "h.0.qkv.weight": (0, 3), "h.0.qkv.bias": (0, 3), "h.0.out.weight": (1, 1), "h.1.up.weight": (0, 1),
@@ -32,7 +38,10 @@ def whole_model(dtype: torch.dtype = torch.float32) -> Tensors:
         "h.1.up.weight": (7, 5), "h.1.conv.weight": (2, 7, 3, 3), "norm.scale": (), "norm.none": (0, 3),
     }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    model = {k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for k, s in shapes.items()}
+    model = {
+        k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
+        for k, s in shapes.items()
+    }
     model["norm.seen"] = torch.tensor(7)
     model["lm_head.weight"] = model["wte.weight"].clone()
     return model
@@ -61,22 +70,30 @@ def parts_of(layout: Layout, rank: int, model: Tensors) -> dict[str, Region]:
         if layout.pipe == 1 and name in ALIASES:
             continue  # one module has one parameter for both
         dim, groups = CUTS.get(first, (None, 1)) if layout.tensor > 1 else (None, 1)
-        part = Part(first, shape, dim, layout.tensor, at["tensor"], groups) if dim is not None else Part(first, shape)
+        part = (
+            ShardSpec(first, shape, dim, layout.tensor, at["tensor"], groups)
+            if dim is not None
+            else ShardSpec(first, shape)
+        )
         cut = bounds(numel(part), layout.shard)
         sharded = layout.shard > 1 and value.is_floating_point()
-        parts[name] = Slice(part, cut[at["shard"]], cut[at["shard"] + 1]) if sharded else part
+        parts[name] = ShardSlice(part, cut[at["shard"]], cut[at["shard"] + 1]) if sharded else part
     return parts
 
 
-def in_all(layout: Layout, model: Tensors, work: Callable[[Assembled, InprocGroup], Tensors]) -> list[Tensors]:
+def in_all(
+    layout: Layout, model: Tensors, work: Callable[[Resharding, InprocGroup], Tensors]
+) -> list[Tensors]:
     def main(group: InprocGroup) -> Tensors:
-        return work(Assembled(parts_of(layout, group.rank, model), group, ALIASES), group)
+        return work(Resharding(parts_of(layout, group.rank, model), group, ALIASES), group)
 
     return World(layout.size).run(main)
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    return set(a) == set(b) and all(a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and torch.equal(a[k], b[k]) for k in a)
+    return set(a) == set(b) and all(
+        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and torch.equal(a[k], b[k]) for k in a
+    )
 
 
 LAYOUTS = {
@@ -87,7 +104,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(words: str, dtype: torch.dtype) -> None:
+def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(
+    words: str, dtype: torch.dtype
+) -> None:
     model = whole_model(dtype)
     whole = model | whole_optimizer(model)
     local = in_all(LAYOUTS[words], model, lambda a, group: a.take(whole))
@@ -102,7 +121,15 @@ def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(words: str, d
 def test_a_chain_of_layouts_ends_where_it_began() -> None:
     model = whole_model()
     whole = start = model | whole_optimizer(model)
-    for words in ["tensor=2", "data=4", "pipe=2", "shard=3", "data=2 tensor=2 pipe=2", "shard=2 tensor=2", "alone"]:
+    for words in [
+        "tensor=2",
+        "data=4",
+        "pipe=2",
+        "shard=3",
+        "data=2 tensor=2 pipe=2",
+        "shard=2 tensor=2",
+        "alone",
+    ]:
         before = whole
         whole = in_all(LAYOUTS[words], model, lambda a, group: a.gather(a.take(before)))[0]  # noqa: B023 (called at once)
     assert same(whole, start)
@@ -113,8 +140,8 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
     model, layout = whole_model(), Layout(data=3, tensor=2)
 
     def main(group: InprocGroup) -> tuple[int, int]:
-        link = Observed(group, lambda event: None)
-        assembled = Assembled(parts_of(layout, group.rank, model), link, ALIASES)
+        link = ObservedGroup(group, lambda event: None)
+        assembled = Resharding(parts_of(layout, group.rank, model), link, ALIASES)
         local = assembled.take(model)
         speaks_for = sum(h.tensor.nbytes for h in assembled.survey(assembled.held(local)).mine)
         asking = link.nbytes
@@ -122,28 +149,50 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
         return speaks_for, link.nbytes - 2 * asking
 
     speak, sent = zip(*World(layout.size).run(main), strict=True)
-    other_half = {k: r.take(model[k]).nbytes for k, r in parts_of(layout, 1, model).items() if k in CUTS}
+    other_half = {
+        k: r.take(model[k]).nbytes for k, r in parts_of(layout, 1, model).items() if k in CUTS
+    }
     assert sum(speak) == sum(v.nbytes for v in model.values())
-    assert sent == (0, sum(other_half.values()) + other_half["wte.weight"], 0, 0, 0, 0)  # the tied one under both names
+    assert sent == (
+        0,
+        sum(other_half.values()) + other_half["wte.weight"],
+        0,
+        0,
+        0,
+        0,
+    )  # the tied one under both names
 
 
 def test_a_tied_weight_may_be_whole_on_one_stage_and_cut_on_another() -> None:
     weight = torch.arange(12.0).view(6, 2)
-    parts: list[dict[str, Region]] = [{"out.weight": Part("w", (6, 2), 0, 2, i)} for i in range(2)] + [{"w": Part("w", (6, 2))}]
+    parts: list[dict[str, Region]] = [
+        {"out.weight": ShardSpec("w", (6, 2), 0, 2, i)} for i in range(2)
+    ] + [{"w": ShardSpec("w", (6, 2))}]
 
     def main(group: InprocGroup) -> Tensors:
-        assembled = Assembled(parts[group.rank], group, {"out.weight": "w"})
+        assembled = Resharding(parts[group.rank], group, {"out.weight": "w"})
         return assembled.gather(assembled.take({"w": weight}))
 
     assert same(World(3).run(main)[0], {"w": weight, "out.weight": weight})
 
 
 def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
-    assembled = Assembled({"lm_head.weight": Part("lm_head.weight", (4, 2), 0, 2, 1)}, World(1).run(lambda g: g)[0], ALIASES)
+    assembled = Resharding(
+        {"lm_head.weight": ShardSpec("lm_head.weight", (4, 2), 0, 2, 1)},
+        World(1).run(lambda g: g)[0],
+        ALIASES,
+    )
     state = torch.arange(8.0).view(4, 2)
-    taken = assembled.take({"wte.weight": state, "wte.weight/exp_avg": state + 1, "wte.weight/step": torch.tensor(3.0)})
+    taken = assembled.take(
+        {"wte.weight": state, "wte.weight/exp_avg": state + 1, "wte.weight/step": torch.tensor(3.0)}
+    )
     assert same(
-        taken, {"lm_head.weight": state[2:], "lm_head.weight/exp_avg": state[2:] + 1, "lm_head.weight/step": torch.tensor(3.0)}
+        taken,
+        {
+            "lm_head.weight": state[2:],
+            "lm_head.weight/exp_avg": state[2:] + 1,
+            "lm_head.weight/step": torch.tensor(3.0),
+        },
     )
     assert assembled.whole_name("lm_head.weight") == "wte.weight"
 
@@ -152,33 +201,49 @@ def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
 
 
 def gathered(*ranks: tuple[dict[str, Region], Tensors]) -> None:
-    World(len(ranks)).run(lambda group: Assembled(ranks[group.rank][0], group).gather(ranks[group.rank][1]))
+    World(len(ranks)).run(
+        lambda group: Resharding(ranks[group.rank][0], group).gather(ranks[group.rank][1])
+    )
 
 
 def test_a_part_that_nobody_holds_is_an_error_that_names_it() -> None:
-    one = ({"w": Part("w", (4, 2), 0, 2, 0)}, {"w": torch.zeros(2, 2)})
-    with pytest.raises(CheckpointError, match="does not make a whole: of the 8 elements of w the ranks hold 4"):
+    one = ({"w": ShardSpec("w", (4, 2), 0, 2, 0)}, {"w": torch.zeros(2, 2)})
+    with pytest.raises(
+        CheckpointError, match="does not make a whole: of the 8 elements of w the ranks hold 4"
+    ):
         gathered(one, one)
 
 
 def test_ranks_that_contradict_each_other_are_named() -> None:
     first, second = {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.int64)}
-    with pytest.raises(CheckpointError, match=r"w is int64 \[2\] on rank 1, but float32 \[2\] on a rank before it"):
+    with pytest.raises(
+        CheckpointError, match=r"w is int64 \[2\] on rank 1, but float32 \[2\] on a rank before it"
+    ):
         gathered(({}, first), ({}, second))
 
 
 def test_a_tensor_of_another_shape_than_its_part_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"w has shape \(3,\) here, but its part of the whole has \(2,\)"):
-        gathered(({"w": Part("w", (4,), 0, 2, 0)}, {"w": torch.zeros(3)}))
+    with pytest.raises(
+        CheckpointError, match=r"w has shape \(3,\) here, but its part of the whole has \(2,\)"
+    ):
+        gathered(({"w": ShardSpec("w", (4,), 0, 2, 0)}, {"w": torch.zeros(3)}))
 
 
 def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refused() -> None:
     """Adafactor keeps a row and a column of a matrix: what each rank has is of its own cut."""
-    parts: dict[str, Region] = {"w": Part("w", (4, 6), 0, 2, 0), "v": Part("v", (4, 6))}
-    local = {"w/row": torch.zeros(2), "w/step": torch.zeros(1), "v/row": torch.zeros(4), "w": torch.zeros(2, 6)}
-    assembled = Assembled(parts, World(1).run(lambda g: g)[0])
+    parts: dict[str, Region] = {"w": ShardSpec("w", (4, 6), 0, 2, 0), "v": ShardSpec("v", (4, 6))}
+    local = {
+        "w/row": torch.zeros(2),
+        "w/step": torch.zeros(1),
+        "v/row": torch.zeros(4),
+        "w": torch.zeros(2, 6),
+    }
+    assembled = Resharding(parts, World(1).run(lambda g: g)[0])
     assert assembled.unplaced(local) == ["w/row"]
-    with pytest.raises(CheckpointError, match=r"optimizer state w/row has shape \(2,\), its parameter \(2, 6\) of \(4, 6\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"optimizer state w/row has shape \(2,\), its parameter \(2, 6\) of \(4, 6\)",
+    ):
         assembled.held(local)
 
 
@@ -188,13 +253,15 @@ def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refu
 def test_the_runs_of_a_region_are_where_its_elements_lie() -> None:
     for shape in [(6,), (5, 7), (3, 9, 4), (4, 6, 1, 5), (0, 4), ()]:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        regions: list[Region] = [Part("w", shape)]
+        regions: list[Region] = [ShardSpec("w", shape)]
         for dim, size in itertools.product(range(len(shape)), (1, 2, 5)):
             for groups in (1, 3) if shape[dim] % 3 == 0 else (1,):
-                regions += [Part("w", shape, dim, size, i, groups) for i in range(size)]
+                regions += [ShardSpec("w", shape, dim, size, i, groups) for i in range(size)]
         for part in list(regions):
-            assert isinstance(part, Part)
-            regions += [Slice(part, a, b) for a, b in itertools.pairwise(bounds(numel(part), 3))]
+            assert isinstance(part, ShardSpec)
+            regions += [
+                ShardSlice(part, a, b) for a, b in itertools.pairwise(bounds(numel(part), 3))
+            ]
         for region in regions:
             found = [i for start, length in runs(region) for i in range(start, start + length)]
             assert found == region.take(whole).view(-1).tolist(), region

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.compute import batches
-from manyhands.compute.batches import DatasetSource, Indexed, Streamed, StreamSource, TensorSource, source
 from manyhands.core import Position
+from manyhands.data import batches
+from manyhands.data.batches import (
+    DatasetSource,
+    IndexedBatches,
+    StreamedBatches,
+    StreamSource,
+    TensorSource,
+    source,
+)
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit, shuffled
 
@@ -72,16 +79,36 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 def walk(
-    data: Any, rank: int, size: int, at: Position = START, batch: int = 3, global_batch: int | None = None, **options: Any
-) -> Indexed | Streamed:
+    data: Any,
+    rank: int,
+    size: int,
+    at: Position = START,
+    batch: int = 3,
+    global_batch: int | None = None,
+    **options: Any,
+) -> IndexedBatches | StreamedBatches:
     found = source(data, CPU, "Task.train")
     total = global_batch or batch * size
     if isinstance(found, StreamSource):
-        return Streamed(found, lambda n: DataSplit(n, n, batch, rank, size).take(Position()), total, at, **options)
-    return Indexed(found, lambda epoch: shuffled(N, 0, epoch), DataSplit(N, total, batch, rank, size), at, **options)
+        return StreamedBatches(
+            found,
+            lambda n: DataSplit(n, n, batch, rank, size).take(Position()),
+            total,
+            at,
+            **options,
+        )
+    return IndexedBatches(
+        found,
+        lambda epoch: shuffled(N, 0, epoch),
+        DataSplit(N, total, batch, rank, size),
+        at,
+        **options,
+    )
 
 
-def take(walked: Indexed | Streamed, epochs: int = 1, steps: int | None = None) -> list[Any]:
+def take(
+    walked: IndexedBatches | StreamedBatches, epochs: int = 1, steps: int | None = None
+) -> list[Any]:
     """What a rank gets to the end of `epochs` or for `steps` optimizer steps."""
     got, done = [], 0
     while walked.position.epoch < epochs if steps is None else done < steps:
@@ -123,7 +150,11 @@ def test_named_tuples_stay_named_tuples_and_a_collate_function_is_used() -> None
     rows = [Row(torch.tensor([float(i)]), i) for i in range(N)]
     (values, *_) = take(walk(rows, 0, 1))
     assert isinstance(values, Row) and torch.equal(values.x.flatten().long(), values.i)
-    loader = DataLoader(Squares(), batch_size=4, collate_fn=lambda rows: {"sum": torch.tensor([sum(r[1] for r in rows)])})
+    loader = DataLoader(
+        Squares(),
+        batch_size=4,
+        collate_fn=lambda rows: {"sum": torch.tensor([sum(r[1] for r in rows)])},
+    )
     found = source(loader, CPU, "Task.train")
     assert isinstance(found, DatasetSource) and found.fetch(torch.tensor([1, 2]))["sum"].item() == 5
 
@@ -132,13 +163,20 @@ def test_batches_are_placed_and_cast_where_asked_and_integers_stay_integers() ->
     for data in ((X, Y), Squares(), Lines()):
         found = source(data, CPU, "Task.train")
         found.cast(torch.float64)
-        values = found.place([{"x": torch.ones(1), "y": 3}]) if isinstance(found, StreamSource) else found.fetch(torch.arange(2))
+        values = (
+            found.place([{"x": torch.ones(1), "y": 3}])
+            if isinstance(found, StreamSource)
+            else found.fetch(torch.arange(2))
+        )
         x, y = values.values() if isinstance(values, dict) else values
         assert (x.dtype, y.dtype) == (torch.float64, torch.int64)
     assert source((np.zeros((3, 2)),), CPU, "t").fetch(torch.arange(1))[0].dtype == torch.float32, (
         "numpy's doubles are nobody's choice"
     )
-    assert source((torch.zeros(3, dtype=torch.float64),), CPU, "t").fetch(torch.arange(1))[0].dtype == torch.float64
+    assert (
+        source((torch.zeros(3, dtype=torch.float64),), CPU, "t").fetch(torch.arange(1))[0].dtype
+        == torch.float64
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +184,9 @@ def test_batches_are_placed_and_cast_where_asked_and_integers_stay_integers() ->
     [Squares, lambda: (X, Y), lambda: Lines(), lambda: Lines(longer_by=5)],
     ids=["dataset", "tensors", "stream", "stream that grows"],
 )
-def test_a_resumed_walk_goes_on_where_it_stopped_on_any_number_of_ranks(data: Callable[[], Any]) -> None:
+def test_a_resumed_walk_goes_on_where_it_stopped_on_any_number_of_ranks(
+    data: Callable[[], Any],
+) -> None:
     def flat(got: list[Any]) -> list[int]:
         return [int(i) for v in got for i in (v["i"] if isinstance(v, dict) else v[0].flatten())]
 
@@ -165,7 +205,9 @@ def test_every_epoch_of_a_stream_is_told_its_number_and_may_have_its_own_length(
     for size in (1, 3):
         ranks = [walk(Lines(5, longer_by=4), r, size) for r in range(size)]
         got = [v for w in ranks for v in take(w, epochs=3)]
-        pairs = sorted((int(e), int(i)) for v in got for e, i in zip(v["epoch"], v["i"], strict=True))
+        pairs = sorted(
+            (int(e), int(i)) for v in got for e, i in zip(v["epoch"], v["i"], strict=True)
+        )
         assert pairs == [(e, i) for e in range(3) for i in range(5 + 4 * e)]
 
 
@@ -190,15 +232,22 @@ def test_a_stream_without_samples_says_so() -> None:
     [lambda: (X, Y), Squares, Fetched, lambda: {"x": X, "y": Y}, lambda: Lines()],
     ids=["tensors", "dataset", "fetched", "dict", "stream"],
 )
-def test_a_rank_without_samples_borrows_one_that_does_not_count_where_the_model_must_run(data: Callable[[], Any]) -> None:
+def test_a_rank_without_samples_borrows_one_that_does_not_count_where_the_model_must_run(
+    data: Callable[[], Any],
+) -> None:
     """SyncBatchNorm inside the model exchanges: a rank with nothing left must walk through it too."""
-    w = walk(data(), 3, 4, batch=2, global_batch=22, borrow=True)  # 23 samples: the last one goes to rank 0
+    w = walk(
+        data(), 3, 4, batch=2, global_batch=22, borrow=True
+    )  # 23 samples: the last one goes to rank 0
     last = None
     while w.position.epoch == 0:
         last = w.next()
     assert last is not None and last.count == 0 and not w.counts
     full = batches_first(walk(data(), 0, 4).next().values)
-    assert batches_first(last.values).shape == (1, *full.shape[1:]) and batches_first(last.values).dtype == full.dtype
+    assert (
+        batches_first(last.values).shape == (1, *full.shape[1:])
+        and batches_first(last.values).dtype == full.dtype
+    )
 
 
 def test_without_such_a_model_nothing_is_fetched_for_no_samples() -> None:
@@ -216,9 +265,14 @@ class Noisy(Squares):
         return torch.rand(1), i
 
 
-def loading(data: Dataset[Any], rank: int = 0, size: int = 1, loaders: int = 2) -> Indexed:
+def loading(data: Dataset[Any], rank: int = 0, size: int = 1, loaders: int = 2) -> IndexedBatches:
     found = DatasetSource(data, CPU, loaders=loaders)
-    return Indexed(found, lambda epoch: shuffled(N, 0, epoch), DataSplit(N, 4 * size, 4, rank, size), Position())
+    return IndexedBatches(
+        found,
+        lambda epoch: shuffled(N, 0, epoch),
+        DataSplit(N, 4 * size, 4, rank, size),
+        Position(),
+    )
 
 
 def test_loader_processes_give_the_same_batches_over_several_epochs() -> None:
@@ -251,10 +305,16 @@ def test_loader_processes_leave_the_trainings_random_numbers_alone_and_draw_thei
         ([], "Task.train is empty: there is nothing to train or test on; give at least one sample"),
         ((torch.zeros(0, 3), torch.zeros(0)), "Task.train is empty"),
         (Squares(0), "Task.train is empty"),
-        ((torch.zeros(3), torch.zeros(4)), r"tensors of one data set must have equal lengths, got \{0: 3, 1: 4\}"),
+        (
+            (torch.zeros(3), torch.zeros(4)),
+            r"tensors of one data set must have equal lengths, got \{0: 3, 1: 4\}",
+        ),
         ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"got \{'x': 3, 'y': 4\}"),
         ((torch.tensor(3.0), torch.zeros(4)), "a data column is a single number"),
-        (7, "Task.train is a int; a tuple of tensors or arrays, a Dataset, an IterableDataset or a DataLoader is needed"),
+        (
+            7,
+            "Task.train is a int; a tuple of tensors or arrays, a Dataset, an IterableDataset or a DataLoader is needed",
+        ),
         (None, "Task.train is a NoneType"),
     ],
 )
@@ -265,5 +325,7 @@ def test_data_that_cannot_be_used_is_refused_with_what_is_needed(data: Any, says
 
 def test_one_tensor_is_a_data_set_of_one_column() -> None:
     found = source(X, CPU, "Task.train")
-    assert isinstance(found, TensorSource) and torch.equal(found.fetch(torch.tensor([2]))[0], X[2:3])
+    assert isinstance(found, TensorSource) and torch.equal(
+        found.fetch(torch.tensor([2]))[0], X[2:3]
+    )
     assert batches.move({"a": [X, "text"]}, CPU) == {"a": (X, "text")}

@@ -9,10 +9,10 @@ import torch
 from replicas import replica, same, weights
 from torch import Tensor, nn
 
-from manyhands.compute import batchnorm
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.parallel import sync_batchnorm
 
 SHAPES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (4,)), "1d with length": (nn.BatchNorm1d, (4, 3)), "2d": (nn.BatchNorm2d, (4, 3, 5)), "3d": (nn.BatchNorm3d, (4, 2, 3, 2)),
@@ -29,18 +29,24 @@ def norm(kind: type[nn.Module], **options: Any) -> nn.Module:
     return made
 
 
-def summed(group: Group) -> batchnorm.Reduce:
+def summed(group: Group) -> sync_batchnorm.Reduce:
     return lambda values: group.all_reduce({"bn": values}).wait()
 
 
 def data(n: int, shape: tuple[int, ...], seed: int = 1) -> Tensor:
     # far from zero mean: a formula that loses digits there would show
-    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3 + 50
+    return (
+        torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * 3
+        + 50
+    )
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_equals_batchnorm_on_the_union_forward_backward_and_running(shape: str, counts: tuple[int, ...]) -> None:
+def test_it_equals_batchnorm_on_the_union_forward_backward_and_running(
+    shape: str, counts: tuple[int, ...]
+) -> None:
     kind, rest = SHAPES[shape]
     x, weight = data(sum(counts), rest), data(sum(counts), rest, seed=2)
     plain = norm(kind)
@@ -49,7 +55,7 @@ def test_it_equals_batchnorm_on_the_union_forward_backward_and_running(shape: st
     (out.sin() * weight).sum().backward()
 
     def main(group: Group) -> tuple[Tensor, ...]:
-        layer = batchnorm.synchronise(norm(kind), summed(group))
+        layer = sync_batchnorm.synchronise(norm(kind), summed(group))
         mine = x.split(list(counts))[group.rank].clone().requires_grad_()
         y = layer(mine)
         (y.sin() * weight.split(list(counts))[group.rank]).sum().backward()
@@ -80,25 +86,38 @@ def test_in_float32_the_variance_of_data_far_from_zero_is_not_lost() -> None:
     x = (data(64, (4,)) * 0.3 + 3000).float()
 
     def main(group: Group) -> Tensor:
-        return batchnorm.synchronise(nn.BatchNorm1d(4), summed(group))(x.split([40, 24])[group.rank]).detach()
+        return sync_batchnorm.synchronise(nn.BatchNorm1d(4), summed(group))(
+            x.split([40, 24])[group.rank]
+        ).detach()
 
-    torch.testing.assert_close(torch.cat(World(2).run(main)), nn.BatchNorm1d(4)(x).detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.cat(World(2).run(main)), nn.BatchNorm1d(4)(x).detach(), rtol=1e-3, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"momentum": 0.5, "eps": 0.1}], ids=str
+    "options",
+    [
+        {"momentum": None},
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": 0.5, "eps": 0.1},
+    ],
+    ids=str,
 )
 def test_every_setting_of_batchnorm_means_the_same(options: dict[str, Any]) -> None:
     plain, batches = norm(nn.BatchNorm1d, **options), [data(6, (4,), seed=s) for s in range(3)]
     outs = [plain(b) for b in batches]
 
     def main(group: Group) -> tuple[list[Tensor], dict[str, Tensor]]:
-        layer = batchnorm.synchronise(norm(nn.BatchNorm1d, **options), summed(group))
+        layer = sync_batchnorm.synchronise(norm(nn.BatchNorm1d, **options), summed(group))
         return [layer(b.split([2, 4])[group.rank]).detach() for b in batches], layer.state_dict()
 
     results = World(2).run(main)
     for k, out in enumerate(outs):
-        torch.testing.assert_close(torch.cat([r[0][k] for r in results]), out.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            torch.cat([r[0][k] for r in results]), out.detach(), rtol=1e-10, atol=1e-10
+        )
     for _, buffers in results:
         assert buffers.keys() == plain.state_dict().keys()
         for name, value in plain.state_dict().items():
@@ -112,24 +131,32 @@ def test_in_evaluation_nothing_is_exchanged_and_running_statistics_are_used() ->
     def never(values: Tensor) -> None:
         raise AssertionError("no exchange in evaluation")
 
-    layer = batchnorm.synchronise(norm(nn.BatchNorm1d), never)
+    layer = sync_batchnorm.synchronise(norm(nn.BatchNorm1d), never)
     layer.load_state_dict(plain.state_dict())
     x = data(3, (4,), seed=5)
     assert torch.equal(layer.eval()(x), plain.eval()(x))
 
 
 def test_replacing_keeps_names_parameters_and_buffers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), nn.BatchNorm1d(4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.ReLU()), nn.BatchNorm1d(4)
+    )
     before, identities = weights(model), [id(p) for p in model.parameters()]
-    assert batchnorm.has_batchnorm(model) and not batchnorm.has_batchnorm(model[0])
-    made = batchnorm.synchronise(model, lambda values: None)
-    assert made is model and [id(p) for p in model.parameters()] == identities and same(before, weights(model))
-    assert len(batchnorm.running_buffers(model)) == 4
-    assert isinstance(model[2], batchnorm.SyncBatchNorm) and isinstance(model[1][0], nn.modules.batchnorm._BatchNorm)
+    assert sync_batchnorm.has_batchnorm(model) and not sync_batchnorm.has_batchnorm(model[0])
+    made = sync_batchnorm.synchronise(model, lambda values: None)
+    assert (
+        made is model
+        and [id(p) for p in model.parameters()] == identities
+        and same(before, weights(model))
+    )
+    assert len(sync_batchnorm.running_buffers(model)) == 4
+    assert isinstance(model[2], sync_batchnorm.SyncBatchNorm) and isinstance(
+        model[1][0], nn.modules.batchnorm._BatchNorm
+    )
 
 
 def test_a_shape_that_batchnorm_refuses_is_refused() -> None:
-    layer = batchnorm.synchronise(nn.BatchNorm2d(4), lambda values: None)
+    layer = sync_batchnorm.synchronise(nn.BatchNorm2d(4), lambda values: None)
     with pytest.raises(ValueError, match="expected 4D input"):
         layer(torch.zeros(2, 4))
 
@@ -151,7 +178,10 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_training_with_it_equals_one_process_while_buckets_travel(bucket_bytes: int) -> None:
-    batches = [torch.randn(9, 5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(4)]
+    batches = [
+        torch.randn(9, 5, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
+        for s in range(4)
+    ]
     alone = Net()
     mine = replica(alone, [[b] for b in batches], nominal=9, loss=loss)
     for _ in batches:
@@ -160,9 +190,13 @@ def test_training_with_it_equals_one_process_while_buckets_travel(bucket_bytes: 
     made = [Net() for _ in range(3)]
 
     def main(group: Group) -> None:
-        model = batchnorm.synchronise(made[group.rank], summed(group))
+        model = sync_batchnorm.synchronise(made[group.rank], summed(group))
         ours = replica(
-            model, [[b.split([4, 3, 2])[group.rank]] for b in batches], nominal=9, loss=loss, bucket_bytes=bucket_bytes
+            model,
+            [[b.split([4, 3, 2])[group.rank]] for b in batches],
+            nominal=9,
+            loss=loss,
+            bucket_bytes=bucket_bytes,
         )
         for _ in batches:
             AllReduce().round(ours, group, {})

@@ -8,9 +8,9 @@ import pytest
 import torch
 from replicas import mlp, replica, rows
 
-from manyhands.compute.batches import Indexed, TensorSource
-from manyhands.compute.dealt import Dealt
 from manyhands.core import Position
+from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.step_claims import StepClaims
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit
 
@@ -31,19 +31,28 @@ class Counter:
         self.called = True
 
 
-def walks(samples: int, batch: int, ranks: int, at: Position, counter: Counter) -> list[tuple[Dealt, Indexed]]:
+def walks(
+    samples: int, batch: int, ranks: int, at: Position, counter: Counter
+) -> list[tuple[StepClaims, IndexedBatches]]:
     data = TensorSource((torch.arange(samples),), torch.device("cpu"))
     split = DataSplit(samples, batch, batch, 0, 1)
     made = []
     for _ in range(ranks):
-        dealer = Dealt(split, at, counter.deal, counter.call)
-        made.append((dealer, Indexed(data, lambda epoch: torch.arange(samples), split, at, dealer=dealer)))
+        dealer = StepClaims(split, at, counter.deal, counter.call)
+        made.append(
+            (
+                dealer,
+                IndexedBatches(data, lambda epoch: torch.arange(samples), split, at, dealer=dealer),
+            )
+        )
     return made
 
 
 @pytest.mark.parametrize("samples, batch", [(64, 8), (61, 8), (5, 8), (17, 1)])
 @pytest.mark.parametrize("start", [Position(), Position(2, 3, 100)])
-def test_every_sample_of_an_epoch_is_computed_once_whoever_comes(samples: int, batch: int, start: Position) -> None:
+def test_every_sample_of_an_epoch_is_computed_once_whoever_comes(
+    samples: int, batch: int, start: Position
+) -> None:
     counter, rng = Counter(), random.Random(samples)
     ranks = walks(samples, batch, 3, start, counter)
     for epoch in range(start.epoch, start.epoch + 3):
@@ -62,7 +71,9 @@ def test_every_sample_of_an_epoch_is_computed_once_whoever_comes(samples: int, b
         for dealer, walk in ranks:
             assert not dealer.claim(dealer.steps_to(epoch + 1))
             dealer.meet(steps)
-            assert walk.position == Position(epoch + 1, 0, begun.steps + -(-(samples - begun.offset) // batch))
+            assert walk.position == Position(
+                epoch + 1, 0, begun.steps + -(-(samples - begun.offset) // batch)
+            )
 
 
 def test_a_meeting_that_was_called_goes_on_in_the_middle_of_the_epoch() -> None:
@@ -99,7 +110,7 @@ def test_who_was_told_to_meet_asks_no_more_before_the_meeting() -> None:
         return None if len(asked) == 2 else len(asked) - 1
 
     split = DataSplit(64, 8, 8, 0, 1)
-    dealer = Dealt(split, Position(), deal, lambda: None)
+    dealer = StepClaims(split, Position(), deal, lambda: None)
     assert dealer.claim(8)
     next(dealer.takes())
     assert not dealer.claim(8) and not dealer.claim(8) and len(asked) == 2
@@ -119,10 +130,14 @@ def test_a_step_that_was_claimed_and_not_begun_is_not_counted_by_who_rests() -> 
 
 def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one() -> None:
     """Three ranks, of which the last comes once in seven times: when it comes, its rate is that of the others."""
-    counter, size, halving = Counter(), 3, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    counter, size, halving = (
+        Counter(),
+        3,
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
     split, ranks = DataSplit(1000, 4, 4, 0, 1), []
     for _ in range(size):
-        dealer = Dealt(split, Position(), counter.deal, counter.call)
+        dealer = StepClaims(split, Position(), counter.deal, counter.call)
         mine = replica(
             mlp(), [[rows(4)]] * 20, nominal=4, schedule=halving, schedule_at=lambda d=dealer: d.latest.steps // size,
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.compute import forward
-from manyhands.compute.batches import source
+from manyhands.data.batches import source
 from manyhands.errors import TaskError
+from manyhands.replica import forward
 from manyhands.task import accuracy
 
 CPU = torch.device("cpu")
@@ -51,8 +51,21 @@ def model() -> nn.Module:
 
 
 def evaluate(data: Any, rank: int, size: int, batch: int = 4, **options: Any) -> Tensor:
-    known = {"loss": nn.functional.cross_entropy, "step": None, "metrics": {"accuracy": accuracy}, "precision": "fp32"}
-    return forward.evaluate(model(), source(data, CPU, "Task.test"), rank, size, batch, device=CPU, **{**known, **options})
+    known = {
+        "loss": nn.functional.cross_entropy,
+        "step": None,
+        "metrics": {"accuracy": accuracy},
+        "precision": "fp32",
+    }
+    return forward.evaluate(
+        model(),
+        source(data, CPU, "Task.test"),
+        rank,
+        size,
+        batch,
+        device=CPU,
+        **{**known, **options},
+    )
 
 
 def expected() -> Tensor:
@@ -76,7 +89,9 @@ def test_dict_batches_and_token_counts_of_a_step_are_counted_as_the_step_says() 
         assert not net.training
         return nn.functional.cross_entropy(net(batch["x"]), batch["y"]), 10 * len(batch["y"])
 
-    total = sum(evaluate({"x": X, "y": Y}, r, 3, step=step, loss=None, metrics={}) for r in range(3))
+    total = sum(
+        evaluate({"x": X, "y": Y}, r, 3, step=step, loss=None, metrics={}) for r in range(3)
+    )
     assert float(total[-1]) == 10 * N
     torch.testing.assert_close(total[0] / total[-1], expected()[0] / N, rtol=1e-6, atol=0)
 
@@ -85,8 +100,12 @@ def test_the_model_is_in_evaluation_mode_during_it_and_as_it_was_after_also_when
     net = model()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     common = dict(rank=0, size=1, batch=4, step=None, precision="fp32", device=CPU)
-    forward.evaluate(net, source((X, Y), CPU, "t"), loss=nn.functional.cross_entropy, metrics={}, **common)
-    assert net.training and all(torch.equal(before[k], v) for k, v in net.state_dict().items()), "no running statistics moved"
+    forward.evaluate(
+        net, source((X, Y), CPU, "t"), loss=nn.functional.cross_entropy, metrics={}, **common
+    )
+    assert net.training and all(torch.equal(before[k], v) for k, v in net.state_dict().items()), (
+        "no running statistics moved"
+    )
 
     def bad(outputs: Tensor, target: Tensor) -> Tensor:
         raise ValueError("a metric of the user's")
@@ -107,9 +126,14 @@ def test_several_inputs_go_to_the_model_in_order() -> None:
     assert sums.tolist() == [0.0, N]
 
 
-@pytest.mark.parametrize(("data", "says"), [({"x": X}, r"a dict of \['x'\]"), ((X,), "a tuple of 1")])
+@pytest.mark.parametrize(
+    ("data", "says"), [({"x": X}, r"a dict of \['x'\]"), ((X,), "a tuple of 1")]
+)
 def test_batches_that_a_loss_cannot_take_are_named(data: Any, says: str) -> None:
-    with pytest.raises(TaskError, match=rf"loss=\(outputs, target\) needs batches \(inputs..., target\), got {says}; give step="):
+    with pytest.raises(
+        TaskError,
+        match=rf"loss=\(outputs, target\) needs batches \(inputs..., target\), got {says}; give step=",
+    ):
         evaluate(data, 0, 1)
 
 
@@ -118,7 +142,9 @@ def test_accuracy_counts_classes_tokens_and_pixels() -> None:
     assert accuracy(outputs, torch.tensor([0, 1, 0, 0])) == 0.75
     tokens = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0))
     assert accuracy(tokens, tokens.argmax(-1)) == 1.0
-    assert accuracy(tokens.transpose(1, 2), tokens.argmax(-1)) == 1.0, "(N, classes, length), as cross_entropy takes it"
+    assert accuracy(tokens.transpose(1, 2), tokens.argmax(-1)) == 1.0, (
+        "(N, classes, length), as cross_entropy takes it"
+    )
 
 
 def test_the_training_loss_of_no_samples_is_nothing_and_not_nan() -> None:
@@ -128,14 +154,22 @@ def test_the_training_loss_of_no_samples_is_nothing_and_not_nan() -> None:
     value, count = loss.forward((X[:0], Y[:0]), 0)
     assert count == 0 and float(value) == 0.0
     (value * 0.0).backward()
-    assert all(p.grad is not None and not p.grad.any() for p in net.parameters()), "backward ran all the way, and gave nothing"
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters()), (
+        "backward ran all the way, and gave nothing"
+    )
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     loss = forward.TaskLoss(
-        model(), None, lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"), None, "fp32", CPU
+        model(),
+        None,
+        lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"),
+        None,
+        "fp32",
+        CPU,
     )  # type: ignore[arg-type]
     with pytest.raises(
-        TaskError, match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use reduction='mean'"
+        TaskError,
+        match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use reduction='mean'",
     ):
         loss.forward((X, Y), N)

@@ -10,7 +10,7 @@ import torch
 from replicas import mlp, replica, rows, same, sgd, weights
 from torch import Tensor
 
-from manyhands.compute.module import ModuleReplica
+from manyhands.replica.module import ModuleReplica
 
 
 def elsewhere(mine: ModuleReplica) -> None:
@@ -39,7 +39,11 @@ def test_of_a_full_batch_it_is_the_bits_of_the_own_step_clipped_or_not(clip: flo
 
 
 def test_of_micro_batches_and_of_a_part_of_the_samples_it_is_the_mean_too() -> None:
-    away, here = both([[rows(3, seed=1), rows(2, seed=2)], [rows(1, seed=3), rows(0)], [rows(7, seed=4)]], nominal=12, clip=0.3)
+    away, here = both(
+        [[rows(3, seed=1), rows(2, seed=2)], [rows(1, seed=3), rows(0)], [rows(7, seed=4)]],
+        nominal=12,
+        clip=0.3,
+    )
     assert same(away, here)
 
 
@@ -47,11 +51,15 @@ def test_of_a_full_batch_nothing_is_rounded() -> None:
     model = mlp()
     mine = replica(model, [[rows(6)]], nominal=6)
     mine.backward()
-    before = {p.name: p.parameter.grad.clone() for p in mine.flat.pieces if p.parameter.grad is not None}
+    before = {
+        p.name: p.parameter.grad.clone() for p in mine.flat.pieces if p.parameter.grad is not None
+    }
     assert len(before) == len(mine.flat.pieces)
     handed = mine.gradient()
     assert all(torch.equal(p.grad, before[p.name]) for p in mine.flat.pieces)
-    assert {k: (v.shape, v.dtype) for k, v in handed.items()} == {k: (v.shape, v.dtype) for k, v in mine.params.items()}
+    assert {k: (v.shape, v.dtype) for k, v in handed.items()} == {
+        k: (v.shape, v.dtype) for k, v in mine.params.items()
+    }
 
 
 def test_asked_twice_it_is_divided_and_clipped_once_and_the_next_batch_starts_anew() -> None:
@@ -85,7 +93,9 @@ def test_the_schedule_goes_on_and_nothing_else_does() -> None:
     mine = replica(model, [[rows(3)], [rows(0)]], nominal=3, schedule=halved, optimizer=sgd)
     before = weights(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns where a schedule moves and its optimizer never did
+        warnings.simplefilter(
+            "error"
+        )  # torch warns where a schedule moves and its optimizer never did
         for lr in (0.05, 0.025):
             mine.backward()
             mine.stepped()

@@ -16,14 +16,19 @@ from graphs import Inception, Towers, branched, deal_of, graphed
 from piped import Dealt, alone, assert_same, gradients, share, step
 from torch import Tensor, nn
 
-from manyhands.compute.batches import Batch
-from manyhands.compute.graph_common import shortened
-from manyhands.compute.graph_cut import FIELDS, dealt, traced_finely, weigh
 from manyhands.core import Event, Group
+from manyhands.data.batches import Batch
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
 from manyhands.observe.graph_picture import svg
-from manyhands.split.graph import Link, Node, simulate
+from manyhands.parallel.dataflow.common_subexpressions import shortened
+from manyhands.parallel.dataflow.partition import (
+    FIELDS,
+    dealt,
+    traced_finely,
+    weigh,
+)
+from manyhands.split.graph import Node, TransferCost, simulate
 
 CROSS = nn.functional.cross_entropy
 MODELS = ("mlp", "cnn", "gpt", "seq2seq", "towers", "inception")
@@ -38,14 +43,20 @@ def whole(name: str) -> tuple[list[tuple[float, int]], dict[str, Tensor | None],
 
 # every model over three ranks; over other numbers the largest ones are slow
 OVER = [
-    pytest.param(name, ranks, marks=() if ranks == 3 or name in ("mlp", "towers", "inception") else (pytest.mark.slow,))
+    pytest.param(
+        name,
+        ranks,
+        marks=() if ranks == 3 or name in ("mlp", "towers", "inception") else (pytest.mark.slow,),
+    )
     for name in MODELS
     for ranks in (2, 3, 4)
 ]
 
 
 @pytest.mark.parametrize(("name", "ranks"), OVER)
-def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(name: str, ranks: int) -> None:
+def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
+    name: str, ranks: int
+) -> None:
     model, loss, data = branched(name)
     deal = deal_of(model, tuple(v[:4] for v in data[:-1]), ranks)
 
@@ -58,9 +69,13 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(name
     losses, grads, buffers = whole(name)
     merged: dict[str, Any] = {}
     for got, mine, kept in World(ranks).run(main):
-        assert [(float(t), n) for t, n in got] == [(pytest.approx(t, rel=1e-12), n) for t, n in losses]
+        assert [(float(t), n) for t, n in got] == [
+            (pytest.approx(t, rel=1e-12), n) for t, n in losses
+        ]
         assert mine, "every rank holds something"
-        assert all(torch.equal(mine[k], merged[k]) for k in merged.keys() & mine.keys()), "tied: the same bits on all its ranks"
+        assert all(torch.equal(mine[k], merged[k]) for k in merged.keys() & mine.keys()), (
+            "tied: the same bits on all its ranks"
+        )
         merged |= mine
         for key, value in kept.items():
             torch.testing.assert_close(value, buffers[key], rtol=1e-12, atol=1e-12)
@@ -76,7 +91,9 @@ def test_two_towers_stand_on_two_ranks_and_begin_without_waiting_for_each_other(
     flow = deal.flows[True]
     fed = {w.sink for w in flow.wires if flow.parts[w.source].rank != flow.parts[w.sink].rank}
     assert {p.rank for s, p in enumerate(flow.parts) if s not in fed} == {0, 1}
-    held = [{n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.shares]]
+    held = [
+        {n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.shares]
+    ]
     assert held[0] in ({"left"}, {"right"}) and "head" in held[1]
 
 
@@ -86,12 +103,21 @@ def test_measured_towers_take_less_than_two_thirds_of_the_time_of_one_rank() -> 
     traced = shortened(traced_finely(model, (x, x), 2))
     numbers = weigh(traced, (x, x), repeats=3)
     assert len(numbers) == FIELDS * len(traced.steps[True]) and all(type(n) is int for n in numbers)
-    for i, s in enumerate(traced.steps[True]):  # what both towers do is as long, whatever else the machine did while we measured
-        twin = next((k for k, o in enumerate(traced.steps[True]) if o.target == str(s.target).replace("right", "left")), i)
+    for i, s in enumerate(
+        traced.steps[True]
+    ):  # what both towers do is as long, whatever else the machine did while we measured
+        twin = next(
+            (
+                k
+                for k, o in enumerate(traced.steps[True])
+                if o.target == str(s.target).replace("right", "left")
+            ),
+            i,
+        )
         numbers[FIELDS * i] = numbers[FIELDS * twin]
-    deal = dealt(traced, numbers, 2, link=Link(0.0, 1e12))
+    deal = dealt(traced, numbers, 2, link=TransferCost(0.0, 1e12))
     alone = simulate(deal.nodes, [0] * len(deal.nodes), 1)
-    both = simulate(deal.nodes, deal.placement.where, 2, link=Link(0.0, 1e12))
+    both = simulate(deal.nodes, deal.placement.where, 2, link=TransferCost(0.0, 1e12))
     assert both.time == pytest.approx(deal.placement.seconds)
     assert both.time < 0.65 * alone.time
 
@@ -104,10 +130,17 @@ def test_what_cannot_fit_is_refused_with_numbers_and_what_fits_keeps_to_the_limi
     assert max(roomy.placement.memory) <= 0.7 * held
     for rank, held_here in enumerate(roomy.shares):
         assert sum(p.nbytes for p in held_here.module.parameters()) <= roomy.placement.memory[rank]
-    with pytest.raises(PlanError, match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 MiB"):
+    with pytest.raises(
+        PlanError,
+        match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 MiB",
+    ):
         deal_of(model, example, 2, limit=0.3 * held)
-    with pytest.raises(PlanError, match="pipe=9, but the model has 4 pieces with parameters to train"):
-        deal_of(*(branched("mlp")[i] if i == 0 else (branched("mlp")[2][0][:4],) for i in (0, 2)), 9)
+    with pytest.raises(
+        PlanError, match="pipe=9, but the model has 4 pieces with parameters to train"
+    ):
+        deal_of(
+            *(branched("mlp")[i] if i == 0 else (branched("mlp")[2][0][:4],) for i in (0, 2)), 9
+        )
 
 
 def test_numbers_of_another_trace_are_refused() -> None:
@@ -117,12 +150,17 @@ def test_numbers_of_another_trace_are_refused() -> None:
         dealt(traced, [1, 2, 3], 2)
 
 
-def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_blocks_are_alike() -> None:
+def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_blocks_are_alike() -> (
+    None
+):
     model, _, data = branched("inception")
     traced = traced_finely(model, (data[0][:4],), 2)
     names = [s.name for s in traced.steps[True]]
     changed = {(names[a], names[b]) for a, b in traced.together}
-    assert ("blocks_0_three_0", "blocks_0_three_1") in changed and ("blocks_1_five_1", "blocks_1_five_2") in changed
+    assert ("blocks_0_three_0", "blocks_0_three_1") in changed and (
+        "blocks_1_five_1",
+        "blocks_1_five_2",
+    ) in changed
     weigh(traced, (data[0][:4],), repeats=1)
 
 
@@ -167,11 +205,22 @@ def test_a_repeated_expression_is_computed_once_and_what_only_looks_repeated_is_
     short = shortened(whole_trace)
 
     def count(traced: Any, target: str) -> int:
-        return sum(str(getattr(s.target, "__name__", s.target)).strip("_") == target for s in traced.steps[True])
+        return sum(
+            str(getattr(s.target, "__name__", s.target)).strip("_") == target
+            for s in traced.steps[True]
+        )
 
-    assert [count(whole_trace, t) for t in ("a", "tanh", "sigmoid", "norm", "drop")] == [3, 2, 1, 2, 2]
+    assert [count(whole_trace, t) for t in ("a", "tanh", "sigmoid", "norm", "drop")] == [
+        3,
+        2,
+        1,
+        2,
+        2,
+    ]
     assert [count(short, t) for t in ("a", "tanh", "sigmoid", "norm", "drop")] == [1, 1, 1, 2, 2]
-    assert len(whole_trace.steps[True]) - len(short.steps[True]) == 2 + 2 + 1, "two a, two products, one tanh"
+    assert len(whole_trace.steps[True]) - len(short.steps[True]) == 2 + 2 + 1, (
+        "two a, two products, one tanh"
+    )
     assert len(short.steps[True]) == len(short.steps[False])
 
 
@@ -217,8 +266,14 @@ class Unlike(nn.Module):
 
 def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -> None:
     torch.manual_seed(0)
-    model, x, ids = Unlike().double(), torch.randn(8, 6, dtype=torch.float64), torch.arange(48).view(8, 6)
-    assert len(shortened(traced_finely(model, (x, ids), 1)).steps[True]) == len(traced_finely(model, (x, ids), 1).steps[True])
+    model, x, ids = (
+        Unlike().double(),
+        torch.randn(8, 6, dtype=torch.float64),
+        torch.arange(48).view(8, 6),
+    )
+    assert len(shortened(traced_finely(model, (x, ids), 1)).steps[True]) == len(
+        traced_finely(model, (x, ids), 1).steps[True]
+    )
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "skips"])
@@ -295,7 +350,10 @@ def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -
     got = World(3).run(main)
     expected = {n: w for n, w in model.named_parameters()}
     alone(model, CROSS, step((x, torch.arange(8) % 5), (4, 4)))
-    assert_same(functools.reduce(lambda a, b: a | b, (g for _, g in got)), {n: w.grad for n, w in expected.items()})
+    assert_same(
+        functools.reduce(lambda a, b: a | b, (g for _, g in got)),
+        {n: w.grad for n, w in expected.items()},
+    )
     torch.testing.assert_close(got[-1][0], model.eval()(x).detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -310,9 +368,14 @@ def test_recomputing_changes_neither_gradients_nor_states(precision: str) -> Non
         graph(share, Dealt(step((x, y), (4, 4, 4))))
         return gradients(graph.stages), graph.stages[0].module.state_dict()
 
-    kept, again = World(2).run(functools.partial(main, False)), World(2).run(functools.partial(main, True))
+    kept, again = (
+        World(2).run(functools.partial(main, False)),
+        World(2).run(functools.partial(main, True)),
+    )
     for (grads, state), (grads2, state2) in zip(kept, again, strict=True):
-        assert grads.keys() == grads2.keys() and all(torch.equal(g, grads2[n]) for n, g in grads.items())  # type: ignore[arg-type]
+        assert grads.keys() == grads2.keys() and all(
+            torch.equal(g, grads2[n]) for n, g in grads.items()
+        )  # type: ignore[arg-type]
         assert all(torch.equal(v, state2[n]) for n, v in state.items())
 
 
@@ -324,7 +387,10 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
         losses = CROSS(model(batch["x"], y=batch["x2"]), batch["y"], reduction="none")
         return (losses * kept).sum() / max(1, int(kept.sum())), int(kept.sum())
 
-    batches = [Batch({"x": x[i : i + 6], "x2": x2[i : i + 6], "y": y[i : i + 6]}, 6, i == 12) for i in (0, 6, 12)]
+    batches = [
+        Batch({"x": x[i : i + 6], "x2": x2[i : i + 6], "y": y[i : i + 6]}, 6, i == 12)
+        for i in (0, 6, 12)
+    ]
     deal = deal_of(copy.deepcopy(model), (x[:4], x2[:4]), 2)
     expected, count = 0.0, 0
     for batch in batches:
@@ -393,7 +459,9 @@ def test_no_more_micro_batches_are_alive_than_the_window_allows() -> None:
         for w in watch:
             w.alive.clear()  # of tracing
         graph(share, Dealt(step((x, y), (4,) * 12)))
-        assert all(saved() is None for w in watch for saved in w.alive), "nothing is kept after a step"
+        assert all(saved() is None for w in watch for saved in w.alive), (
+            "nothing is kept after a step"
+        )
         return [w.most for w in watch]
 
     assert deal.placement.window == 2
@@ -414,7 +482,11 @@ def test_every_piece_of_work_and_every_message_is_reported() -> None:
     for rank, seen in enumerate(World(2).run(main)):
         assert {(e.rank, e.round) for e in seen} == {(7 + rank, 3)}
         assert {e.name for e in seen} == {"forward", "backward", "send", "receive"}
-        assert all(e.value == {"micro": e.value["micro"], "stage": rank} for e in seen if isinstance(e.value, dict))
+        assert all(
+            e.value == {"micro": e.value["micro"], "stage": rank}
+            for e in seen
+            if isinstance(e.value, dict)
+        )
         assert sum(e.nbytes for e in seen if e.name == "send") > 0
 
 
@@ -423,7 +495,9 @@ def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
     deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 3)
     where = deal.placement.where
     picture = svg(deal.nodes, where, "branches & more")
-    cuts = [(t, where[u]) for u, n in enumerate(deal.nodes) for t in n.takes if where[t] != where[u]]
+    cuts = [
+        (t, where[u]) for u, n in enumerate(deal.nodes) for t in n.takes if where[t] != where[u]
+    ]
     assert cuts and picture.count('class="cut"') == len(cuts)
     assert picture.count('class="crossing"') == len(set(cuts)), "a value goes to a rank once"
     assert picture.count('class="node"') == len(deal.nodes)

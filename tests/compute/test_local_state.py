@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manyhands.compute.assembled import Assembled
-from manyhands.compute.local_state import LocalSlices
-from manyhands.compute.sharded import ShardedParameters
-from manyhands.compute.sharded_update import ShardUpdate
-from manyhands.compute.sharded_whole import model_state
 from manyhands.core import Group, Tensors
 from manyhands.exchange.inproc import World
-from manyhands.exchange.parted import parted
+from manyhands.exchange.reduce_scatter import parted
 from manyhands.exchange.shared import SharedGroup
-from manyhands.split.parts import Part
+from manyhands.parallel.reshard.rank_state import SlicedState
+from manyhands.parallel.reshard.resharding import Resharding
+from manyhands.parallel.zero.full_state import model_state
+from manyhands.parallel.zero.sharded_parameters import ShardedParameters
+from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.split.shard_spec import ShardSpec
 
 ALIASES = {"last.weight": "first.weight"}
 
@@ -49,7 +49,9 @@ def made() -> Tied:
 
 
 def model() -> Tied:
-    return copy.deepcopy(made())  # threads that draw at the same time would draw from each other's seed
+    return copy.deepcopy(
+        made()
+    )  # threads that draw at the same time would draw from each other's seed
 
 
 def gradient(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -65,7 +67,11 @@ def truth() -> tuple[Tensors, Tensors]:
             p.grad = gradient(n, p) if p.requires_grad else None
         optimizer.step()
     names = {id(p): n for n, p in whole.named_parameters()}
-    moments = {f"{names[id(p)]}/{k}": v for p, entries in optimizer.state.items() for k, v in entries.items()}
+    moments = {
+        f"{names[id(p)]}/{k}": v
+        for p, entries in optimizer.state.items()
+        for k, v in entries.items()
+    }
     return {k: v.clone() for k, v in whole.state_dict().items()}, moments
 
 
@@ -73,21 +79,25 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.1, foreach=False, fused=False)
 
 
-def held(group: Group, stage: int) -> tuple[LocalSlices, Assembled]:
+def held(group: Group, stage: int) -> tuple[SlicedState, Resharding]:
     module = model()
-    parts = {n: Part(n, tuple(v.shape)) for n, v in module.state_dict().items()}
+    parts = {n: ShardSpec(n, tuple(v.shape)) for n, v in module.state_dict().items()}
     link, allocate, common = parted(group)
     flat = ShardedParameters(module, link, stage, allocate=allocate, common=common, unit_bytes=1)
-    slices = LocalSlices(flat, ShardUpdate(flat, adam(p for p in module.parameters() if p.requires_grad)))
-    return slices, Assembled(slices.regions(parts), group, ALIASES)
+    slices = SlicedState(
+        flat, ShardUpdate(flat, adam(p for p in module.parameters() if p.requires_grad))
+    )
+    return slices, Resharding(slices.regions(parts), group, ALIASES)
 
 
-def stepped(slices: LocalSlices) -> None:
+def stepped(slices: SlicedState) -> None:
     for _ in range(2):
         for piece in slices.flat.pieces:
             shape = dict(model().named_parameters())[piece.name]
             start, stop = slices.flat.runs()[piece.name]
-            piece.parameter.grad = gradient(piece.name, shape).view(-1)[start:stop] if stop > start else None
+            piece.parameter.grad = (
+                gradient(piece.name, shape).view(-1)[start:stop] if stop > start else None
+            )
         slices.update.optimizer.step()
 
 
@@ -154,8 +164,13 @@ def test_slices_of_every_stage_make_the_whole_and_are_taken_out_of_it(
             whole = model_state(slices.flat)
         if group.rank == 0:
             assert all(torch.equal(again[0][k], v) for k, v in params.items())
-            assert all(torch.equal(again[1][k], v) and again[1][k].shape == v.shape for k, v in moments.items())
-        assert all(torch.equal(whole[k], v) for k, v in params.items())  # also as the module sees it
+            assert all(
+                torch.equal(again[1][k], v) and again[1][k].shape == v.shape
+                for k, v in moments.items()
+            )
+        assert all(
+            torch.equal(whole[k], v) for k, v in params.items()
+        )  # also as the module sees it
         slices.flat.close()
 
     on(2, load)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.compute.pieced import RULES, Pieced, TensorAxis
-from manyhands.compute.pieced_axis import scatter
-from manyhands.compute.tensor import expose
 from manyhands.core import Group
 from manyhands.errors import TaskError
 from manyhands.exchange.inproc import World
+from manyhands.parallel.tensor.collectives import scatter
+from manyhands.parallel.tensor.shard_module import expose
+from manyhands.parallel.tensor.sharding_rules import RULES, ShardedValue, TensorAxis
 
 B, T, C = 4, 6, 12
 HERE = torch.float64
@@ -115,21 +115,25 @@ def data() -> Tensor:
     return torch.randn(B, T, C, generator=torch.Generator().manual_seed(0), dtype=HERE)
 
 
-def pieced(x: Tensor, dim: int, axis: TensorAxis, groups: int = 1) -> Pieced:
-    return Pieced(scatter(x, axis, dim, groups), dim, x.shape[dim], axis, groups)
+def pieced(x: Tensor, dim: int, axis: TensorAxis, groups: int = 1) -> ShardedValue:
+    return ShardedValue(scatter(x, axis, dim, groups), dim, x.shape[dim], axis, groups)
 
 
 def whole(value: Any) -> Tensor:
-    return value.gather() if isinstance(value, Pieced) else value
+    return value.gather() if isinstance(value, ShardedValue) else value
 
 
-def on_shares(func: Callable[[Any], Any], dim: int, size: int, groups: int = 1) -> list[tuple[Tensor, Tensor | None, TensorAxis]]:
+def on_shares(
+    func: Callable[[Any], Any], dim: int, size: int, groups: int = 1
+) -> list[tuple[Tensor, Tensor | None, TensorAxis]]:
     def main(group: Group) -> tuple[Tensor, Tensor | None, TensorAxis]:
         axis = TensorAxis(group, group.rank, size)
         x = data().requires_grad_()
         out = whole(func(pieced(x, dim, axis, groups)))
         if out.requires_grad:
-            (out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+            (
+                out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+            ).sum().backward()
         return out.detach(), x.grad, axis
 
     with warnings.catch_warnings():
@@ -147,7 +151,9 @@ def on_whole(func: Callable[[Any], Any]) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_shares_is_that_of_the_whole_and_gathers_only_where_it_must(name: str, size: int) -> None:
+def test_a_function_of_shares_is_that_of_the_whole_and_gathers_only_where_it_must(
+    name: str, size: int
+) -> None:
     func, free = FUNCTIONS[name]
     out, grad = on_whole(func)
     for dim in range(3):
@@ -157,10 +163,18 @@ def test_a_function_of_shares_is_that_of_the_whole_and_gathers_only_where_it_mus
             continue
         for got, got_grad, axis in on_shares(func, dim, size):
             torch.testing.assert_close(
-                got, out, rtol=1e-12, atol=1e-12, msg=lambda m, where=f"dim {dim}, {size} ranks": f"{where}: {m}"
+                got,
+                out,
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda m, where=f"dim {dim}, {size} ranks": f"{where}: {m}",
             )
             torch.testing.assert_close(
-                got_grad, grad, rtol=1e-12, atol=1e-12, msg=lambda m, where=f"dim {dim}, {size} ranks": f"{where}: {m}"
+                got_grad,
+                grad,
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda m, where=f"dim {dim}, {size} ranks": f"{where}: {m}",
             )
             if str(dim) in free and size == 2:  # 6 do not divide over 4
                 assert not axis.gathers, f"dim {dim}: {axis.gathers}"
@@ -190,7 +204,16 @@ def test_blocks_of_a_fused_dimension_come_apart_without_an_exchange() -> None:
 
 
 def test_sizes_that_do_not_divide_are_shared_out_unevenly() -> None:
-    for name in ("relu", "a plane", "sum", "softmax", "cross_entropy", "linear of plain", "transpose", "mean of all"):
+    for name in (
+        "relu",
+        "a plane",
+        "sum",
+        "softmax",
+        "cross_entropy",
+        "linear of plain",
+        "transpose",
+        "mean of all",
+    ):
         func, _ = FUNCTIONS[name]
         out, grad = on_whole(func)
         for dim in range(3):
@@ -202,8 +225,19 @@ def test_sizes_that_do_not_divide_are_shared_out_unevenly() -> None:
 def test_it_speaks_of_the_whole() -> None:
     def main(group: Group) -> None:
         p = pieced(data(), 2, TensorAxis(group, group.rank, 3))
-        assert p.shape == (B, T, C) and p.size() == (B, T, C) and p.size(-1) == C and p.dim() == p.ndim == 3
-        assert p.numel() == B * T * C and len(p) == B and p.dtype == HERE and p.device.type == "cpu" and p.is_floating_point()
+        assert (
+            p.shape == (B, T, C)
+            and p.size() == (B, T, C)
+            and p.size(-1) == C
+            and p.dim() == p.ndim == 3
+        )
+        assert (
+            p.numel() == B * T * C
+            and len(p) == B
+            and p.dtype == HERE
+            and p.device.type == "cpu"
+            and p.is_floating_point()
+        )
         assert "dim 2 cut over 3 ranks" in repr(p) and p.local.shape == (B, T, 4)
         assert float(p.sum()) == pytest.approx(float(data().sum()))
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
@@ -283,10 +317,14 @@ def test_padding_of_an_embedding_gets_no_gradient_and_uneven_tables_work() -> No
 
 def test_what_belongs_to_no_rank_is_an_error_as_on_the_whole() -> None:
     def ids(group: Group) -> None:
-        F.embedding(torch.tensor([11]), pieced(torch.zeros(11, 4), 0, TensorAxis(group, group.rank, 2)))
+        F.embedding(
+            torch.tensor([11]), pieced(torch.zeros(11, 4), 0, TensorAxis(group, group.rank, 2))
+        )
 
     def target(group: Group) -> None:
-        F.cross_entropy(pieced(torch.zeros(2, 6), 1, TensorAxis(group, group.rank, 2)), torch.tensor([1, 6]))
+        F.cross_entropy(
+            pieced(torch.zeros(2, 6), 1, TensorAxis(group, group.rank, 2)), torch.tensor([1, 6])
+        )
 
     with pytest.raises(IndexError, match="outside of the table of 11 rows"):
         World(2).run(ids)
@@ -306,7 +344,9 @@ def test_whole_running_statistics_are_kept_by_gathering_and_cut_ones_by_scatteri
             given = [pieced(s, 0, axis) if stats_cut else s for s in stats]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = F.batch_norm(x if x_dim is None else pieced(x, x_dim, axis), *given, training=True)
+                got = F.batch_norm(
+                    x if x_dim is None else pieced(x, x_dim, axis), *given, training=True
+                )
             torch.testing.assert_close(whole(got), out.detach())
             for g, due in zip(given, (plain.running_mean, plain.running_var), strict=True):
                 torch.testing.assert_close(whole(g), due)
@@ -349,22 +389,44 @@ def test_in_bfloat16_the_loss_is_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"need_weights": True}, {"is_causal": True, "attn_mask": True}, {"key_padding_mask": True}], ids=str
+    "options",
+    [
+        {},
+        {"need_weights": True},
+        {"is_causal": True, "attn_mask": True},
+        {"key_padding_mask": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
-    "kind", [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}], ids=str
+    "kind",
+    [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}],
+    ids=str,
 )
-def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(kind: dict[str, Any], options: dict[str, Any]) -> None:
+def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(
+    kind: dict[str, Any], options: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(8, 4, batch_first=True, dtype=HERE, **kind)
     q, k, v = (torch.randn(3, 5, kind.get(n, 8), dtype=HERE) for n in ("", "kdim", "vdim"))
-    mask = torch.triu(torch.full((5, 5), -torch.inf, dtype=HERE), 1) if options.get("attn_mask") else None
+    mask = (
+        torch.triu(torch.full((5, 5), -torch.inf, dtype=HERE), 1)
+        if options.get("attn_mask")
+        else None
+    )
     padding = torch.arange(5).expand(3, 5) > 3 if options.get("key_padding_mask") else None
-    rest = {"need_weights": bool(options.get("need_weights")), "attn_mask": mask, "key_padding_mask": padding}
-    rest["is_causal"] = bool(options.get("is_causal"))
-    cuts = {"in_proj_weight": (0, 3), "in_proj_bias": (0, 3), "bias_k": (2, 1), "bias_v": (2, 1)} | {
-        f"{n}_proj_weight": (0, 1) for n in "qkv"
+    rest = {
+        "need_weights": bool(options.get("need_weights")),
+        "attn_mask": mask,
+        "key_padding_mask": padding,
     }
+    rest["is_causal"] = bool(options.get("is_causal"))
+    cuts = {
+        "in_proj_weight": (0, 3),
+        "in_proj_bias": (0, 3),
+        "bias_k": (2, 1),
+        "bias_v": (2, 1),
+    } | {f"{n}_proj_weight": (0, 1) for n in "qkv"}
     out, weights = layer(q, k, v, **rest)
     out.sin().sum().backward()
 
@@ -387,6 +449,8 @@ def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(kind: dict[str
         got.sin().sum().backward()
         for (name, p), r in zip(mine.named_parameters(), layer.parameters(), strict=True):
             dim, groups = cuts.get(name, (1, 1) if name == "out_proj.weight" else (None, 1))
-            torch.testing.assert_close(p.grad, r.grad if dim is None else axis.take(r.grad, dim, groups))
+            torch.testing.assert_close(
+                p.grad, r.grad if dim is None else axis.take(r.grad, dim, groups)
+            )
 
     World(2).run(main)

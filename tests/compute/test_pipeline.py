@@ -10,19 +10,34 @@ from typing import Any
 
 import pytest
 import torch
-from piped import Dealt, Part, alone, assert_same, chain, gradients, in_zoo, piped, share, step, traced
+from piped import (
+    Dealt,
+    Part,
+    alone,
+    assert_same,
+    chain,
+    gradients,
+    in_zoo,
+    piped,
+    share,
+    step,
+    traced,
+)
 from torch import Tensor, nn
 
-from manyhands.compute.batches import Batch
-from manyhands.compute.pieced import Pieced, TensorAxis
 from manyhands.core import Event, Group
+from manyhands.data.batches import Batch
 from manyhands.errors import TaskError
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
-from manyhands.split.pipeline import SCHEDULES, most_kept
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
+from manyhands.split.stages import SCHEDULES, most_kept
 
 CROSS = nn.functional.cross_entropy
-X, Y = torch.randn(64, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64), torch.arange(64) % 5
+X, Y = (
+    torch.randn(64, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64),
+    torch.arange(64) % 5,
+)
 
 
 def layers(count: int = 8, seed: int = 0) -> list[nn.Module]:
@@ -55,13 +70,19 @@ def zoo_cases() -> list[Any]:
     """All of them; slow are those that add neither a model nor a schedule to what the others show."""
     found = []
     for name, p, schedule in itertools.product(["mlp", "cnn", "gpt", "seq2seq"], [2, 4], SCHEDULES):
-        quick = name == "mlp" or (p == 2 and schedule == "1f1b") or (name, p, schedule) == ("gpt", 2, "interleaved")
+        quick = (
+            name == "mlp"
+            or (p == 2 and schedule == "1f1b")
+            or (name, p, schedule) == ("gpt", 2, "interleaved")
+        )
         found.append(pytest.param(name, p, schedule, marks=() if quick else (pytest.mark.slow,)))
     return found
 
 
 @pytest.mark.parametrize(("name", "p", "schedule"), zoo_cases())
-def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(name: str, p: int, schedule: str) -> None:
+def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(
+    name: str, p: int, schedule: str
+) -> None:
     chunks = chunks_of(schedule) if (name, p) != ("mlp", 4) else 1  # four layers make four stages
     stages, loss, data = cut_in_zoo(name, p * chunks)
 
@@ -75,14 +96,22 @@ def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(name: st
     merged: dict[str, Any] = {}
     for (got, n), mine, kept in World(p).run(main):
         assert float(got) == pytest.approx(total, rel=1e-12) and n == count
-        assert all(torch.equal(mine[k], merged[k]) for k in merged.keys() & mine.keys()), "tied: the same bits on all its ranks"
+        assert all(torch.equal(mine[k], merged[k]) for k in merged.keys() & mine.keys()), (
+            "tied: the same bits on all its ranks"
+        )
         merged |= mine
         for key, value in kept.items():
             torch.testing.assert_close(value, buffers[key], rtol=1e-12, atol=1e-12)
     assert_same(merged, grads)
 
 
-SIZES = {"uneven": (3, 3, 2, 2), "empty": (4, 0, 3, 0), "one": (5,), "none": (0, 0), "many": (2,) * 11}
+SIZES = {
+    "uneven": (3, 3, 2, 2),
+    "empty": (4, 0, 3, 0),
+    "one": (5,),
+    "none": (0, 0),
+    "many": (2,) * 11,
+}
 
 
 def size_cases() -> list[Any]:
@@ -91,7 +120,9 @@ def size_cases() -> list[Any]:
     for p, schedule, kind in itertools.product([1, 2, 4], SCHEDULES, SIZES):
         quick = p == 4 or (p, kind) in ((1, "uneven"), (2, "empty"))
         marks = () if quick else (pytest.mark.slow,)
-        found.append(pytest.param(p, schedule, SIZES[kind], marks=marks, id=f"{p}-{schedule}-{kind}"))
+        found.append(
+            pytest.param(p, schedule, SIZES[kind], marks=marks, id=f"{p}-{schedule}-{kind}")
+        )
     return found
 
 
@@ -100,7 +131,9 @@ def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_s
     p: int, schedule: str, sizes: tuple[int, ...]
 ) -> None:
     def main(group: Group) -> Any:
-        pipeline = piped(group, schedule, chunks_of(schedule), chain(layers(), p * chunks_of(schedule)), CROSS)
+        pipeline = piped(
+            group, schedule, chunks_of(schedule), chain(layers(), p * chunks_of(schedule)), CROSS
+        )
         steps = Dealt([*step((X, Y), (4, 4)), *step((X, Y), sizes), *step((X, Y), (1, 4, 4, 1))])
         return [pipeline(share, steps) for _ in range(3)], [s.module for s in pipeline.stages]
 
@@ -108,8 +141,12 @@ def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_s
     expected = [alone(model, CROSS, step((X, Y), some)) for some in ((4, 4), sizes, (1, 4, 4, 1))]
     ranks = World(p).run(main)
     for got, _ in ranks:
-        assert [(float(t), n) for t, n in got] == [(pytest.approx(t, rel=1e-12), n) for t, n in expected]
-    ours = [w.grad for k in range(p * chunks_of(schedule)) for w in ranks[k % p][1][k // p].parameters()]
+        assert [(float(t), n) for t, n in got] == [
+            (pytest.approx(t, rel=1e-12), n) for t, n in expected
+        ]
+    ours = [
+        w.grad for k in range(p * chunks_of(schedule)) for w in ranks[k % p][1][k // p].parameters()
+    ]
     assert_same(dict(enumerate(ours)), dict(enumerate(w.grad for w in model.parameters())))  # type: ignore[arg-type]
 
 
@@ -118,7 +155,9 @@ class Skip(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.unused, self.second, self.third = (nn.Linear(6, 6).double() for _ in range(4))
+        self.first, self.unused, self.second, self.third = (
+            nn.Linear(6, 6).double() for _ in range(4)
+        )
         self.word = nn.Embedding(7, 6).double()
 
     def begin(self, x: Tensor, ids: Tensor) -> dict[str, Any]:
@@ -131,9 +170,23 @@ class Skip(nn.Module):
 
     def middle(self, v: dict[str, Any]) -> dict[str, Any]:
         nothing, (number, text), words, rows, shape = v["rest"]
-        assert nothing is None and text == "text" and words["k"] is torch.float64 and shape == v["a"].shape
-        b = self.second(v["a"][rows] * number).masked_fill(v["mask"], 0.0) + self.word(v["ids"]) + v["bare"]
-        return {"b": b, "skip": v["skip"], "sum": v["kept"].sum() / max(1, v["rows"]), "rows": v["rows"]}
+        assert (
+            nothing is None
+            and text == "text"
+            and words["k"] is torch.float64
+            and shape == v["a"].shape
+        )
+        b = (
+            self.second(v["a"][rows] * number).masked_fill(v["mask"], 0.0)
+            + self.word(v["ids"])
+            + v["bare"]
+        )
+        return {
+            "b": b,
+            "skip": v["skip"],
+            "sum": v["kept"].sum() / max(1, v["rows"]),
+            "rows": v["rows"],
+        }
 
     def end(self, v: dict[str, Any]) -> Tensor:
         return self.third(v["b"] + v["skip"]) * (1 + v["sum"]) + v["rows"]
@@ -156,7 +209,9 @@ def skipping(model: Skip) -> list[Part]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(schedule: str, recompute: bool) -> None:
+def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(
+    schedule: str, recompute: bool
+) -> None:
     ids = torch.arange(64) % 7
     torch.manual_seed(0)
     model = Skip()
@@ -181,12 +236,21 @@ def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradien
     def main(group: Group) -> Any:
         axis = TensorAxis(None, 1, 2)
 
-        def begin(module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-            return {"cut": Pieced(module(inputs[0]), 1, 15, axis, 3)}
+        def begin(
+            module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]
+        ) -> dict[str, Any]:
+            return {"cut": ShardedValue(module(inputs[0]), 1, 15, axis, 3)}
 
-        def end(module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        def end(
+            module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]
+        ) -> dict[str, Any]:
             cut = values["cut"]
-            assert cut.axis is axis and (cut.along, cut.length, cut.groups, cut.shape) == (1, 15, 3, (4, 15))
+            assert cut.axis is axis and (cut.along, cut.length, cut.groups, cut.shape) == (
+                1,
+                15,
+                3,
+                (4, 15),
+            )
             return {"output": module(cut.local)}
 
         torch.manual_seed(0)
@@ -198,7 +262,9 @@ def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradien
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6).double(), nn.Linear(6, 5).double())
     alone(model, CROSS, step((X, Y), (4, 4)))
-    for got, w in zip([g for some in World(2).run(main) for g in some], model.parameters(), strict=True):
+    for got, w in zip(
+        [g for some in World(2).run(main) for g in some], model.parameters(), strict=True
+    ):
         torch.testing.assert_close(got.grad, w.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -251,11 +317,16 @@ def test_no_more_micro_batches_are_alive_than_the_schedule_promises(p: int, sche
     def main(group: Group) -> int:
         alive: list[weakref.ref[Tensor]] = []
         # between two layers: what is only needed for gradients of inputs goes before the weights have theirs
-        watched = [nn.Sequential(nn.Linear(6, 6), Watch(alive), nn.Linear(6, 6)).double() for _ in range(p * chunks)]
+        watched = [
+            nn.Sequential(nn.Linear(6, 6), Watch(alive), nn.Linear(6, 6)).double()
+            for _ in range(p * chunks)
+        ]
         pipeline = piped(group, schedule, chunks, chain(watched, p * chunks), CROSS)
         pipeline(share, Dealt(step((X, Y), (4,) * m)))
         assert not any(saved() is not None for saved in alive), "nothing is kept after a step"
-        return max(w.most for s in pipeline.stages for w in s.module.modules() if isinstance(w, Watch))
+        return max(
+            w.most for s in pipeline.stages for w in s.module.modules() if isinstance(w, Watch)
+        )
 
     # no fewer either, or this test would not see them
     assert World(p).run(main) == [most_kept(schedule, p, rank, m, chunks) for rank in range(p)]
@@ -263,7 +334,7 @@ def test_no_more_micro_batches_are_alive_than_the_schedule_promises(p: int, sche
 
 def test_once_both_ends_know_the_shapes_one_message_goes_each_way_for_every_micro_batch() -> None:
     def main(group: Group) -> list[int]:
-        watched = Observed(group, lambda event: None)
+        watched = ObservedGroup(group, lambda event: None)
         pipeline = piped(watched, "1f1b", 1, chain(layers(), 3), CROSS)
         calls = []
         for sizes in ((3, 3, 2, 2), (3, 3, 2, 2), (3, 2, 3, 2)):
@@ -281,7 +352,7 @@ def test_what_needs_no_gradient_gets_no_message() -> None:
         stages = chain(layers(2), 2)
         for w in stages[0].module.parameters():
             w.requires_grad_(False)
-        watched = Observed(group, lambda event: None)
+        watched = ObservedGroup(group, lambda event: None)
         pipeline = piped(watched, "1f1b", 1, stages, CROSS)
         pipeline(share, Dealt(step((X, Y), (4, 4))))
         before = watched.calls
@@ -296,7 +367,9 @@ def test_what_needs_no_gradient_gets_no_message() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_short_types_and_a_loss_scale_give_the_bits_of_one_process(schedule: str, precision: str) -> None:
+def test_short_types_and_a_loss_scale_give_the_bits_of_one_process(
+    schedule: str, precision: str
+) -> None:
     scale = 1024.0 if precision == "fp16" else 1.0
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     x = X.float()
@@ -323,11 +396,18 @@ def test_short_types_and_a_loss_scale_give_the_bits_of_one_process(schedule: str
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_recomputing_changes_neither_gradients_nor_dropout_nor_running_statistics(schedule: str) -> None:
+def test_recomputing_changes_neither_gradients_nor_dropout_nor_running_statistics(
+    schedule: str,
+) -> None:
     def main(recompute: bool, group: Group) -> Any:
         torch.manual_seed(5)
         mine = [
-            nn.Sequential(nn.ReLU(inplace=True) if i else nn.Identity(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3))
+            nn.Sequential(
+                nn.ReLU(inplace=True) if i else nn.Identity(),
+                nn.Linear(6, 6),
+                nn.BatchNorm1d(6),
+                nn.Dropout(0.3),
+            )
             for i in range(8)
         ]
         chunks = chunks_of(schedule)
@@ -341,7 +421,10 @@ def test_recomputing_changes_neither_gradients_nor_dropout_nor_running_statistic
             [s.module.state_dict() for s in pipeline.stages],
         )
 
-    kept, again = World(2).run(functools.partial(main, False)), World(2).run(functools.partial(main, True))
+    kept, again = (
+        World(2).run(functools.partial(main, False)),
+        World(2).run(functools.partial(main, True)),
+    )
     for (t, grads, states), (t2, grads2, states2) in zip(kept, again, strict=True):
         assert float(t) == float(t2)
         assert all(torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
@@ -399,13 +482,17 @@ def test_a_step_of_ones_own_counts_as_it_likes_and_reads_batches_of_its_own_form
         assert (float(total), n) == (pytest.approx(expected, rel=1e-12), count)
         return list(pipeline.stages[0].module.parameters())
 
-    for got, w in zip([g for some in World(3).run(main) for g in some], model.parameters(), strict=True):
+    for got, w in zip(
+        [g for some in World(3).run(main) for g in some], model.parameters(), strict=True
+    ):
         torch.testing.assert_close(got.grad, w.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_that_never_calls_the_model_is_refused() -> None:
     def main(group: Group) -> None:
-        pipeline = piped(group, "1f1b", 1, chain(layers(), 2), step=lambda model, batch: torch.zeros(()))
+        pipeline = piped(
+            group, "1f1b", 1, chain(layers(), 2), step=lambda model, batch: torch.zeros(())
+        )
         pipeline(share, Dealt(step((X, Y), (4,))))
 
     with pytest.raises(TaskError, match="did not call the model"):
@@ -431,9 +518,15 @@ def test_every_piece_of_work_and_every_message_is_reported_with_its_time() -> No
         return seen
 
     first, last = World(2).run(main)
-    assert {(e.rank, e.round) for e in first} == {(7, 3)} and {(e.rank, e.round) for e in last} == {(8, 3)}
+    assert {(e.rank, e.round) for e in first} == {(7, 3)} and {(e.rank, e.round) for e in last} == {
+        (8, 3)
+    }
     assert all(e.seconds == 1.0 for e in first + last)
-    names = [(e.name, e.value["micro"]) for e in last if isinstance(e.value, dict) and e.value["stage"] == 1]
+    names = [
+        (e.name, e.value["micro"])
+        for e in last
+        if isinstance(e.value, dict) and e.value["stage"] == 1
+    ]
     assert names == [
         ("receive", 0), ("forward", 0), ("backward", 0), ("send", 0), ("receive", 1), ("forward", 1), ("backward", 1), ("send", 1),
         ("weight", 0), ("weight", 1),
@@ -447,7 +540,8 @@ def test_a_weight_tied_between_stages_that_no_micro_batch_used_keeps_no_gradient
         spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
         for part in parts:
             part.module.register_parameter(
-                "spare", spare if group.rank == 0 else nn.Parameter(torch.ones(3, dtype=torch.float64))
+                "spare",
+                spare if group.rank == 0 else nn.Parameter(torch.ones(3, dtype=torch.float64)),
             )
             part.tied["spare"] = [0, 1]
         pipeline = piped(group, "1f1b", 1, parts, CROSS)

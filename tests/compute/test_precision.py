@@ -10,11 +10,11 @@ import torch
 from replicas import mlp, near, replica, rows, same, train_alone, train_together, weights
 from torch import Tensor, nn
 
-from manyhands.compute import forward
-from manyhands.compute.batches import Indexed, TensorSource
 from manyhands.core import Group, Position
+from manyhands.data.batches import IndexedBatches, TensorSource
 from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.replica import forward
 from manyhands.split.data import DataSplit
 
 CPU = torch.device("cpu")
@@ -63,7 +63,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() ->
         for _ in range(5):
             rule.round(mine, group, {})
             steps = {float(s["step"]) for s in mine.optimizer.state.values()}
-            trace.append((mine.scaler.get_scale(), mine.optimizer.param_groups[0]["lr"], steps, weights(model)))
+            trace.append(
+                (
+                    mine.scaler.get_scale(),
+                    mine.optimizer.param_groups[0]["lr"],
+                    steps,
+                    weights(model),
+                )
+            )
         return trace
 
     traces = World(3).run(main)
@@ -71,7 +78,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() ->
         assert [t[0] for t in trace] == [1024.0, 512.0, 512.0, 256.0, 256.0]
         assert [t[1] for t in trace] == pytest.approx([0.005, 0.005, 0.0025, 0.0025, 0.00125])
         assert [t[2] for t in trace] == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}]
-        assert same(trace[0][3], trace[1][3]) and same(trace[2][3], trace[3][3]) and not same(trace[1][3], trace[2][3])
+        assert (
+            same(trace[0][3], trace[1][3])
+            and same(trace[2][3], trace[3][3])
+            and not same(trace[1][3], trace[2][3])
+        )
     for k in range(5):
         assert same(traces[0][k][3], traces[1][k][3]) and same(traces[0][k][3], traces[2][k][3])
 
@@ -79,7 +90,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() ->
 def test_a_scale_that_is_a_power_of_two_leaves_every_bit_as_it_was() -> None:
     batches = [rows(6, seed=s, dtype=torch.float32) for s in range(3)]
     plain = train_alone(batches, make=lambda: mlp(torch.float32), clip=0.1)
-    scaled = train_alone(batches, make=lambda: mlp(torch.float32), clip=0.1, scaler=scaler(init_scale=2.0**10))
+    scaled = train_alone(
+        batches, make=lambda: mlp(torch.float32), clip=0.1, scaler=scaler(init_scale=2.0**10)
+    )
     assert same(plain, scaled), "clipping must see the true gradient, not the scaled one"
 
 
@@ -105,7 +118,12 @@ def test_a_rank_whose_first_round_has_no_samples_joins_a_scaled_step() -> None:
     made = [mlp(torch.float32) for _ in range(2)]
 
     def main(group: Group) -> float:
-        mine = replica(made[group.rank], [[batch if group.rank == 0 else batch[:0]]], nominal=4, scaler=scaler(init_scale=8.0))
+        mine = replica(
+            made[group.rank],
+            [[batch if group.rank == 0 else batch[:0]]],
+            nominal=4,
+            scaler=scaler(init_scale=8.0),
+        )
         AllReduce().round(mine, group, {})
         return mine.scaler.get_scale()
 
@@ -114,10 +132,19 @@ def test_a_rank_whose_first_round_has_no_samples_joins_a_scaled_step() -> None:
 
 
 def task_loss(
-    model: nn.Module, x: Tensor, y: Tensor, precision: str, loss: Callable[..., Tensor] = nn.functional.mse_loss
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    precision: str,
+    loss: Callable[..., Tensor] = nn.functional.mse_loss,
 ) -> forward.TaskLoss:
     source = TensorSource((x, y), CPU)
-    walk = Indexed(source, lambda epoch: torch.arange(len(x)), DataSplit(len(x), len(x), len(x), 0, 1), Position())
+    walk = IndexedBatches(
+        source,
+        lambda epoch: torch.arange(len(x)),
+        DataSplit(len(x), len(x), len(x), 0, 1),
+        Position(),
+    )
     return forward.TaskLoss(model, walk, loss, None, precision, CPU)
 
 
@@ -127,7 +154,9 @@ def test_an_update_that_bf16_would_lose_is_kept_by_the_fp32_parameters() -> None
     assert torch.tensor(256.0, dtype=torch.bfloat16) - 0.5 == 256.0, "bf16 has 8 significant bits"
     seen: list[torch.dtype] = []
     model.register_forward_hook(lambda m, i, out: seen.append(out.dtype))
-    loss = task_loss(model, torch.ones(2, 1), torch.zeros(2, 1), "bf16", loss=lambda out, y: out.mean())
+    loss = task_loss(
+        model, torch.ones(2, 1), torch.zeros(2, 1), "bf16", loss=lambda out, y: out.mean()
+    )
     mine = replica(model, [], nominal=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
     mine.next_loss = loss
     mine.backward()
@@ -145,7 +174,9 @@ def test_short_types_follow_the_fp32_run_and_their_loss_is_fp32(precision: str) 
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
         options = {"scaler": scaler()} if kind == "fp16" else {}
-        mine = replica(model, [], nominal=32, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        mine = replica(
+            model, [], nominal=32, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options
+        )
         mine.next_loss = task_loss(model, x, y, kind)
         for _ in range(20):
             loss = mine.backward()
@@ -166,7 +197,12 @@ def test_accumulation_with_scaling_equals_one_batch() -> None:
     made = [mlp(torch.float32) for _ in range(2)]
 
     def main(group: Group) -> None:
-        mine = replica(made[group.rank], [s[group.rank] for s in steps], nominal=8, scaler=scaler(init_scale=2.0**8))
+        mine = replica(
+            made[group.rank],
+            [s[group.rank] for s in steps],
+            nominal=8,
+            scaler=scaler(init_scale=2.0**8),
+        )
         for _ in steps:
             AllReduce().round(mine, group, {})
 

@@ -12,7 +12,7 @@ from replicas import memory, mlp, near, replica, rows, same, sgd, squared, train
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute.flat import FlatParameters
+from manyhands.replica.flat import FlatParameters
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
@@ -34,7 +34,10 @@ def run(model: nn.Module, steps: list[list[Tensor]], **options: Any) -> list[flo
 
 
 def plain(
-    model: nn.Module, batches: list[Tensor], optimizer: Callable[[Any], Optimizer], clip: float | None = None
+    model: nn.Module,
+    batches: list[Tensor],
+    optimizer: Callable[[Any], Optimizer],
+    clip: float | None = None,
 ) -> list[float]:
     made, losses = optimizer(model.parameters()), []
     for batch in batches:
@@ -60,7 +63,11 @@ def test_alone_it_is_a_plain_torch_loop_to_the_last_bit(name: str, dtype: torch.
 
 def test_accumulated_micro_batches_are_one_batch_however_ragged() -> None:
     whole = [rows(12, seed=s) for s in range(3)]
-    ragged = [list(whole[0].split([5, 1, 6])), list(whole[1].split([4, 4, 4])), list(whole[2].split([1, 10, 1]))]
+    ragged = [
+        list(whole[0].split([5, 1, 6])),
+        list(whole[1].split([4, 4, 4])),
+        list(whole[2].split([1, 10, 1])),
+    ]
     ours = mlp()
     losses = run(ours, ragged, nominal=12)
     theirs = mlp()
@@ -79,10 +86,16 @@ def test_token_counts_weigh_a_micro_batch_and_not_its_number_of_rows() -> None:
         kept = micro[mask]
         return squared(model, kept), len(kept)
 
-    padded = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True, padding_value=float("nan"))
+    padded = nn.utils.rnn.pad_sequence(
+        list(sequences), batch_first=True, padding_value=float("nan")
+    )
     ours, wrong = mlp(), mlp()
-    run(ours, [[padded[:1], padded[1:2], padded[2:]]], loss=masked, nominal=4)  # nominal is a scale only
-    run(wrong, [[padded[:1], padded[1:2], padded[2:]]], loss=lambda m, x: masked(m, x)[0], nominal=4)
+    run(
+        ours, [[padded[:1], padded[1:2], padded[2:]]], loss=masked, nominal=4
+    )  # nominal is a scale only
+    run(
+        wrong, [[padded[:1], padded[1:2], padded[2:]]], loss=lambda m, x: masked(m, x)[0], nominal=4
+    )
     theirs = train_alone([tokens])
     near(weights(ours), theirs)
     with pytest.raises(AssertionError):
@@ -112,7 +125,11 @@ def test_clipping_is_torchs_own_clip_of_the_whole_gradient(clip: float) -> None:
 class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.unused, self.frozen = mlp(), nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+        self.used, self.unused, self.frozen = (
+            mlp(),
+            nn.Linear(5, 5).double(),
+            nn.Linear(5, 5).double(),
+        )
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +140,12 @@ def test_unused_parameters_are_named_once_and_left_as_they_are_also_by_weight_de
     torch.manual_seed(2)
     model = Partly()
     before, named = weights(model), []
-    run(model, [[rows(4)]] * 3, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5), on_unused=named.append)
+    run(
+        model,
+        [[rows(4)]] * 3,
+        optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5),
+        on_unused=named.append,
+    )
     after = weights(model)
     assert named == [["unused.weight", "unused.bias"]]
     for key in before:
@@ -146,10 +168,18 @@ def test_a_parameter_used_in_one_micro_batch_only_keeps_that_gradient() -> None:
         model = Sometimes()
         three, four = rows(3), rows(4, seed=1)
         seen: list[Any] = []
-        mine = replica(model, [[three if n == 3 else four for n in order]], nominal=7, on_unused=named.append, bucket_bytes=1)
+        mine = replica(
+            model,
+            [[three if n == 3 else four for n in order]],
+            nominal=7,
+            on_unused=named.append,
+            bucket_bytes=1,
+        )
         mine.backward(on_ready=seen.append)
         mine.step()
-        assert [name for part in seen for name in part] == [b.name for b in mine.flat.buckets], "every bucket once, in order"
+        assert [name for part in seen for name in part] == [b.name for b in mine.flat.buckets], (
+            "every bucket once, in order"
+        )
         models.append(weights(model))
     assert not named
     near(models[0], models[1])
@@ -213,10 +243,21 @@ def test_parameters_of_several_dtypes_share_a_step_and_a_clip() -> None:
     ours, theirs = Mixed(), Mixed()
     batches = [rows(6, seed=s) for s in range(3)]
     run(ours, [[b] for b in batches], clip=0.5)
-    plain(theirs, batches, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False), clip=0.5)
-    assert {v.dtype for v in replica(ours, [], nominal=1).params.values()} == {torch.float32, torch.float64, torch.bfloat16}
+    plain(
+        theirs,
+        batches,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False),
+        clip=0.5,
+    )
+    assert {v.dtype for v in replica(ours, [], nominal=1).params.values()} == {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    }
     for k, v in weights(theirs).items():
-        torch.testing.assert_close(weights(ours)[k], v, rtol=1e-2 if v.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weights(ours)[k], v, rtol=1e-2 if v.dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
 
 
 def test_parameter_groups_keep_their_own_settings() -> None:
@@ -224,7 +265,12 @@ def test_parameter_groups_keep_their_own_settings() -> None:
         decay = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
         return torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.5}, {"params": rest, "lr": 0.1, "weight_decay": 0.0}], lr=0.01, fused=True
+            [
+                {"params": decay, "weight_decay": 0.5},
+                {"params": rest, "lr": 0.1, "weight_decay": 0.0},
+            ],
+            lr=0.01,
+            fused=True,
         )
 
     batches = [rows(6, seed=s) for s in range(3)]
@@ -276,14 +322,18 @@ def test_buckets_cover_every_gradient_once_from_the_back(bucket_bytes: int) -> N
     order = [i for b in flat.buckets for i in reversed(b.pieces)]
     assert order == list(reversed(range(len(flat.pieces))))
     assert sum(b.grad.numel() for b in flat.buckets) == flat.grads["float32"].numel()
-    assert len(flat.buckets) == (1 if bucket_bytes == 2**20 else len(flat.buckets)) and len(flat.buckets) <= len(flat.pieces)
+    assert len(flat.buckets) == (1 if bucket_bytes == 2**20 else len(flat.buckets)) and len(
+        flat.buckets
+    ) <= len(flat.pieces)
 
 
 def test_the_first_bucket_leaves_while_backward_still_runs() -> None:
     model = mlp()
     mine = replica(model, [[rows(4)]], nominal=4, bucket_bytes=1)
     still_missing: list[int] = []
-    mine.backward(on_ready=lambda part: still_missing.append(sum(not done for done in mine._in_flat)))
+    mine.backward(
+        on_ready=lambda part: still_missing.append(sum(not done for done in mine._in_flat))
+    )
     assert still_missing == [5, 4, 3, 2, 1, 0]
 
 

@@ -9,10 +9,10 @@ import torch
 from replicas import memory
 from torch import Tensor, nn
 
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.served import flat_state, named_state, served_rule
 from manyhands.core import Table
-from manyhands.exchange.server.local import LocalStore
+from manyhands.embedding.server_optimizer import flat_state, named_state, served_rule
+from manyhands.replica.flat import FlatParameters
+from manyhands.server.local_store import LocalStore
 
 MAKES = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -51,10 +51,15 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
     (key,) = flat.values
     state = flat_state(flat, key, optimizer)
     at = {piece.name: piece.start for piece in flat.pieces}
-    assert state["momentum_buffer"][at["spare.weight"] :][:10].eq(0).all() and state["momentum_buffer"].abs().max() > 0
+    assert (
+        state["momentum_buffer"][at["spare.weight"] :][:10].eq(0).all()
+        and state["momentum_buffer"].abs().max() > 0
+    )
     store = LocalStore()
     store.create(
-        Table(key, length=flat.values[key].numel(), dtype="float64", rule=rule, options=options), flat.values[key], state
+        Table(key, length=flat.values[key].numel(), dtype="float64", rule=rule, options=options),
+        flat.values[key],
+        state,
     )
     for step in range(3, 6):  # now it has some
         for p in ours.parameters():
@@ -63,15 +68,21 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
         gradient = torch.zeros_like(flat.values[key])
         for piece in flat.pieces:
             assert piece.parameter.grad is not None
-            torch.as_strided(gradient, piece.value.shape, piece.value.stride(), piece.start).copy_(piece.parameter.grad)
+            torch.as_strided(gradient, piece.value.shape, piece.value.stride(), piece.start).copy_(
+                piece.parameter.grad
+            )
         store.push({key: None}, {key: gradient}).wait()
         store.pull({key: None}, into=flat.values)
     plain_steps(torchs, theirs, range(3, 6), both=True)
     for (name, mine), other in zip(ours.named_parameters(), torchs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-14, atol=1e-14, msg=name)
-    kept = {k.removeprefix("state/"): v for k, v in store.dump(key).items() if k.startswith("state/")}
+    kept = {
+        k.removeprefix("state/"): v for k, v in store.dump(key).items() if k.startswith("state/")
+    }
     back = named_state(flat, optimizer, {key: kept})
-    torch.testing.assert_close(back["spare.weight/momentum_buffer"], theirs.state[torchs.spare.weight]["momentum_buffer"])
+    torch.testing.assert_close(
+        back["spare.weight/momentum_buffer"], theirs.state[torchs.spare.weight]["momentum_buffer"]
+    )
 
 
 def test_an_optimizer_that_remembers_nothing_yet_gives_nothing_over() -> None:

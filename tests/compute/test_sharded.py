@@ -26,22 +26,27 @@ from spread import (
 )
 from torch import Tensor, nn
 
-from manyhands.compute import batchnorm, state
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.module import ModuleReplica
-from manyhands.compute.sharded import ShardedParameters
-from manyhands.compute.sharded_memory import Peak
-from manyhands.compute.sharded_update import ShardUpdate
-from manyhands.compute.sharded_whole import gradient_state, load_model, model_state
-from manyhands.compute.update import WholeUpdate
-from manyhands.core import Group, Layout, Strategy, Tensors
+from manyhands.core import (
+    Group,
+    Layout,
+    Strategy,
+    Tensors,
+)
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
-from manyhands.exchange.parted import parted
+from manyhands.exchange.reduce_scatter import parted
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.diloco import DiLoCo
 from manyhands.merge.easgd import EASGD
 from manyhands.merge.local_sgd import LocalSGD
+from manyhands.parallel import state, sync_batchnorm
+from manyhands.parallel.zero.full_state import gradient_state, load_model, model_state
+from manyhands.parallel.zero.memory_use import Peak
+from manyhands.parallel.zero.sharded_parameters import ShardedParameters
+from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.update import WholeUpdate
 
 STAGES = [1, 2, 3]
 MLP: dict[str, Any] = {"make": lambda: model_of("mlp"), "loss": loss_of("mlp")}
@@ -54,22 +59,40 @@ def union_cases() -> list[Any]:
     """One model at all sizes, all models at one size; the rest of the product is slow."""
     found = []
     for name, stage, size in itertools.product(["mlp", "gpt", "seq2seq"], STAGES, [1, 2, 3, 4]):
-        found.append(pytest.param(name, stage, size, marks=() if name == "mlp" or size == 3 else (pytest.mark.slow,)))
+        found.append(
+            pytest.param(
+                name, stage, size, marks=() if name == "mlp" or size == 3 else (pytest.mark.slow,)
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize(("name", "stage", "size"), union_cases())
 def test_n_ranks_are_one_process_on_the_union_batch(name: str, stage: int, size: int) -> None:
     assert_same_as_alone(
-        size, stage, lambda: model_of(name), data_of(name, 3, 8), loss_of(name), even(size, 8, 3), optimizer=OPTIMIZERS["adam"]
+        size,
+        stage,
+        lambda: model_of(name),
+        data_of(name, 3, 8),
+        loss_of(name),
+        even(size, 8, 3),
+        optimizer=OPTIMIZERS["adam"],
     )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_optimizer_that_treats_elements_by_themselves_is_the_same_in_slices(stage: int, optimizer: str) -> None:
+def test_every_optimizer_that_treats_elements_by_themselves_is_the_same_in_slices(
+    stage: int, optimizer: str
+) -> None:
     assert_same_as_alone(
-        3, stage, lambda: model_of("mlp"), data_of("mlp", 4, 9), loss_of("mlp"), even(3, 9, 4), optimizer=OPTIMIZERS[optimizer]
+        3,
+        stage,
+        lambda: model_of("mlp"),
+        data_of("mlp", 4, 9),
+        loss_of("mlp"),
+        even(3, 9, 4),
+        optimizer=OPTIMIZERS[optimizer],
     )
 
 
@@ -94,7 +117,9 @@ def test_groups_of_parameters_a_schedule_and_a_clip_are_those_of_the_whole(stage
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("shares", [[7, 1], [8, 0], [0, 8]], ids=str)
-def test_uneven_shares_and_ragged_micro_batches_weigh_what_they_have(shares: list[int], stage: int) -> None:
+def test_uneven_shares_and_ragged_micro_batches_weigh_what_they_have(
+    shares: list[int], stage: int
+) -> None:
     assert_same_as_alone(
         2,
         stage,
@@ -113,7 +138,12 @@ def test_where_nobody_has_samples_nothing_moves(stage: int) -> None:
     batch = data_of("mlp", 1, 8)[0]
     halves, nothing = cut(batch, [4, 4]), tuple(x[:0] for x in batch)
     got = together(
-        2, stage, MLP["make"], [[[h] for h in halves], [[nothing], [nothing]]], MLP["loss"], optimizer=OPTIMIZERS["sgd"]
+        2,
+        stage,
+        MLP["make"],
+        [[[h] for h in halves], [[nothing], [nothing]]],
+        MLP["loss"],
+        optimizer=OPTIMIZERS["sgd"],
     )
     one = MLP["make"]()
     alone(one, [batch], MLP["loss"], optimizer=OPTIMIZERS["sgd"])
@@ -145,13 +175,24 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_and_unused_parameters_stay_as_they_are(stage: int) -> None:
     data = data_of("mlp", 3, 8)
-    for i, batch in enumerate(data):  # the second rank never uses `sometimes`, and in the last step nobody does
+    for i, batch in enumerate(
+        data
+    ):  # the second rank never uses `sometimes`, and in the last step nobody does
         batch[0][4:, 0] = -1.0
         batch[0][:4, 0] = 1.0 if i < 2 else -1.0
     loss = MLP["loss"]
     before = Partly()
-    assert_same_as_alone(2, stage, Partly, data, loss, even(2, 8, 3), optimizer=OPTIMIZERS["adamw"], clip=0.3)
-    after = together(2, stage, Partly, [[[m] for m in cut(b, [4, 4])] for b in data], loss, optimizer=OPTIMIZERS["adamw"])[0][1]
+    assert_same_as_alone(
+        2, stage, Partly, data, loss, even(2, 8, 3), optimizer=OPTIMIZERS["adamw"], clip=0.3
+    )
+    after = together(
+        2,
+        stage,
+        Partly,
+        [[[m] for m in cut(b, [4, 4])] for b in data],
+        loss,
+        optimizer=OPTIMIZERS["adamw"],
+    )[0][1]
     for name in ("unused.weight", "blocks.1.weight", "blocks.2.bias", "norm.weight"):
         assert torch.equal(after[name], before.state_dict()[name]), name
     assert not torch.equal(after["sometimes"], before.sometimes)
@@ -162,7 +203,10 @@ def test_gradients_of_all_stages_are_the_same() -> None:
     steps = [[cut(mine, [1, 2]) for mine in cut(b, [3, 3])] for b in data]
     look = lambda replica: gradient_state(replica.sharded)
     got = {
-        s: together(2, s, lambda: model_of("gpt"), steps, loss_of("gpt"), look, optimizer=OPTIMIZERS["sgd"])[1][2] for s in STAGES
+        s: together(
+            2, s, lambda: model_of("gpt"), steps, loss_of("gpt"), look, optimizer=OPTIMIZERS["sgd"]
+        )[1][2]
+        for s in STAGES
     }
     near(got[2], got[1])
     near(got[3], got[1])
@@ -171,7 +215,9 @@ def test_gradients_of_all_stages_are_the_same() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_batchnorm_sees_the_union_of_all_ranks(stage: int) -> None:
     def synced(model: nn.Module, group: Group) -> nn.Module:
-        return batchnorm.synchronise(model, lambda values: group.all_reduce({"norm": values}).wait())
+        return sync_batchnorm.synchronise(
+            model, lambda values: group.all_reduce({"norm": values}).wait()
+        )
 
     assert_same_as_alone(
         2, stage, lambda: model_of("cnn"), data_of("cnn", 3, 8), loss_of("cnn"), even(2, 8, 3), optimizer=OPTIMIZERS["sgd"],
@@ -183,7 +229,9 @@ def test_batchnorm_sees_the_union_of_all_ranks(stage: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_stage(optimizer: str) -> None:
+def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_stage(
+    optimizer: str,
+) -> None:
     data, loss, make = data_of("mlp", 6, 12), MLP["loss"], OPTIMIZERS[optimizer]
     one = MLP["make"]()
     _, first = alone(one, data[:3], loss, optimizer=make)
@@ -193,8 +241,14 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
         return replica.update.save(), model_state(replica.sharded)
 
     steps = [[[m] for m in cut(b, [4, 4, 4])] for b in data]
-    (tensors, ours), params = together(3, 2, MLP["make"], steps[:3], loss, saves, optimizer=make)[0][2]
-    near({k: v.double() for k, v in tensors.items()}, {k: v.double() for k, v in needed.items()}, rtol=1e-10)
+    (tensors, ours), params = together(3, 2, MLP["make"], steps[:3], loss, saves, optimizer=make)[
+        0
+    ][2]
+    near(
+        {k: v.double() for k, v in tensors.items()},
+        {k: v.double() for k, v in needed.items()},
+        rtol=1e-10,
+    )
     assert [g["params"] for g in ours["groups"]] == [g["params"] for g in meta["groups"]]
     whole = MLP["make"]()
     alone(whole, data, loss, optimizer=make)
@@ -236,8 +290,22 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
         parameters, unit = (sum(p.nbytes for p in m.parameters()) for m in (model, model.h[0]))
         chance = torch.Generator().manual_seed(group.rank)
         ids = torch.randint(29, (2, 13), generator=chance)
-        walk = Walk(model, [[(ids[:1, :-1], ids[:1, 1:]), (ids[1:, :-1], ids[1:, 1:])]] * 2, loss_of("gpt"), True)
-        mine = spread(group, model, stage, walk, nominal=2 * size, optimizer=torch.optim.AdamW, bucket_bytes=100_000, ahead=ahead)
+        walk = Walk(
+            model,
+            [[(ids[:1, :-1], ids[:1, 1:]), (ids[1:, :-1], ids[1:, 1:])]] * 2,
+            loss_of("gpt"),
+            True,
+        )
+        mine = spread(
+            group,
+            model,
+            stage,
+            walk,
+            nominal=2 * size,
+            optimizer=torch.optim.AdamW,
+            bucket_bytes=100_000,
+            ahead=ahead,
+        )
         peak = Peak(mine.sharded, mine.optimizer)
         for _ in range(2):
             mine.backward()
@@ -247,8 +315,14 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
 
     for measured, p, unit, bucket in World(size).run(main):
         g, o, here = p, 2 * p, 1 + ahead  # at work, and ahead of it
-        formula = {1: p + g + o / size, 2: p + (g + o) / size + here * bucket, 3: (p + g + o) / size + here * 2 * unit}[stage]
-        assert abs(measured / formula - 1) < 0.05, f"{measured} bytes held, {formula:.0f} by the formula"
+        formula = {
+            1: p + g + o / size,
+            2: p + (g + o) / size + here * bucket,
+            3: (p + g + o) / size + here * 2 * unit,
+        }[stage]
+        assert abs(measured / formula - 1) < 0.05, (
+            f"{measured} bytes held, {formula:.0f} by the formula"
+        )
 
 
 # -- merging between replicas that are themselves spread --
@@ -263,7 +337,9 @@ RULES: dict[str, Strategy[Any]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(rule: str, stage: int) -> None:
+def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
+    rule: str, stage: int
+) -> None:
     data, loss, strategy = data_of("mlp", 4, 16), MLP["loss"], RULES[rule]
     rounds = 4 if rule == "all_reduce" else 2
     nominal = 16 if rule == "all_reduce" else 8
@@ -274,7 +350,9 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(rul
         made = OPTIMIZERS["adam"](model.parameters())
         flat = FlatParameters(model, lambda n, t: torch.zeros(n, dtype=t), 2**20)
         walk = Walk(model, [[cut(b, shares)[group.rank]] for b in data], loss, False)
-        return merged(ModuleReplica(flat, WholeUpdate(flat, model, made), walk, nominal=nominal), group, model)
+        return merged(
+            ModuleReplica(flat, WholeUpdate(flat, model, made), walk, nominal=nominal), group, model
+        )
 
     def merged(mine: ModuleReplica, link: Group, model: nn.Module) -> Tensors:
         kept = strategy.init(mine)
@@ -286,13 +364,22 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(rul
 
     def both(world: Group) -> Tensors:
         where, model = layout.coordinates(world.rank), MLP["make"]()
-        inside, between = (Axis(world, layout.peers(world.rank, axis)) for axis in ("shard", "data"))
+        inside, between = (
+            Axis(world, layout.peers(world.rank, axis)) for axis in ("shard", "data")
+        )
         steps = []
         for b in data:
             of_replica = cut(b, shares)[where["data"]]
             n = len(of_replica[0])
             steps.append([cut(of_replica, [n - n // 3, n // 3])[where["shard"]]])
-        mine = spread(inside, model, stage, Walk(model, steps, loss, True), nominal=nominal, optimizer=OPTIMIZERS["adam"])
+        mine = spread(
+            inside,
+            model,
+            stage,
+            Walk(model, steps, loss, True),
+            nominal=nominal,
+            optimizer=OPTIMIZERS["adam"],
+        )
         return merged(mine, between, model)
 
     needed, got = World(2).run(plain), World(4).run(both)
@@ -337,7 +424,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
         x = torch.ones(4, 12) * (1e38 if group.rank == 1 else 1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         walk = Walk(model, [[(x,)]], lambda m, b: m(b[0]).square().mean(), True)
-        mine = spread(group, model, stage, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler)
+        mine = spread(
+            group, model, stage, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler
+        )
         start = model_state(mine.sharded)
         mine.backward()
         mine.step()
@@ -367,7 +456,10 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(PlanError, match="zero=4; needed: 1"):
             ShardedParameters(model, halves, 4, allocate=memory)
         with pytest.raises(TaskError, match="LBFGS is not known to treat every element by itself"):
-            ShardUpdate(ShardedParameters(model, halves, 1, allocate=memory), torch.optim.LBFGS(model.parameters()))
+            ShardUpdate(
+                ShardedParameters(model, halves, 1, allocate=memory),
+                torch.optim.LBFGS(model.parameters()),
+            )
         walk = Walk(model, [[tuple(x[:0] for x in data_of("mlp", 1, 4)[0])]], MLP["loss"], False)
         mine = spread(group, model_of("mlp"), 3, walk, nominal=4, optimizer=OPTIMIZERS["sgd"])
         with pytest.raises(TaskError, match="no samples and did not run it"):

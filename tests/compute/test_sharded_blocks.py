@@ -8,17 +8,29 @@ from typing import Any
 import pytest
 import torch
 from replicas import near
-from spread import OPTIMIZERS, Walk, alone, assert_same_as_alone, cut, data_of, even, loss_of, model_of, spread, together
+from spread import (
+    OPTIMIZERS,
+    Walk,
+    alone,
+    assert_same_as_alone,
+    cut,
+    data_of,
+    even,
+    loss_of,
+    model_of,
+    spread,
+    together,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.compute import state
-from manyhands.compute.module import ModuleReplica
-from manyhands.compute.recompute import recompute
-from manyhands.compute.sharded_layout import blocks
-from manyhands.compute.sharded_whole import model_state
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
+from manyhands.parallel.zero.full_state import model_state
+from manyhands.parallel.zero.spans import blocks
+from manyhands.replica import state
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.recompute import recompute
 
 LOSS = loss_of("mlp")
 
@@ -66,7 +78,9 @@ class InPlace(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(12, 12), nn.Linear(12, 12)
 
-    def forward(self, x: Tensor, *, scale: Tensor, rest: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, *, scale: Tensor, rest: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         x = x.mul_(0.9)
         x = x + self.down(self.up(x).relu_()) * scale
         return x, {"skip": rest["skip"] + x}
@@ -78,7 +92,11 @@ class Structured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.layers, self.head = nn.Linear(12, 12), nn.ModuleList([InPlace(), InPlace(), InPlace()]), nn.Linear(12, 5)
+        self.first, self.layers, self.head = (
+            nn.Linear(12, 12),
+            nn.ModuleList([InPlace(), InPlace(), InPlace()]),
+            nn.Linear(12, 5),
+        )
         self.scale = nn.Parameter(torch.ones(12))
         self.double()
 
@@ -94,7 +112,9 @@ class Checkpointed(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self._two, x, use_reentrant=self.reentrant)
-        return self.head(x + checkpoint(self.blocks[3], self.blocks[2](x), use_reentrant=self.reentrant))
+        return self.head(
+            x + checkpoint(self.blocks[3], self.blocks[2](x), use_reentrant=self.reentrant)
+        )
 
     def _two(self, x: Tensor) -> Tensor:
         return self.blocks[1](self.blocks[0](x))
@@ -124,12 +144,15 @@ def recomputed() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    m.__name__.lower(): m for m in (Stack, Again, Tied, Functional, Structured, Checkpointed, Reentrant, Dropped)
+    m.__name__.lower(): m
+    for m in (Stack, Again, Tied, Functional, Structured, Checkpointed, Reentrant, Dropped)
 }
 
 
 AHEAD = [
-    pytest.param(name, ahead, marks=() if ahead or name in ("stack", "again") else (pytest.mark.slow,))
+    pytest.param(
+        name, ahead, marks=() if ahead or name in ("stack", "again") else (pytest.mark.slow,)
+    )
     for name in MODELS
     for ahead in (0, 1)
 ]
@@ -153,7 +176,15 @@ def test_whatever_a_model_does_with_its_blocks(name: str, ahead: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_blocks_that_are_computed_again_for_their_backward_pass(stage: int) -> None:
-    assert_same_as_alone(2, stage, recomputed, data_of("gpt", 2, 6), loss_of("gpt"), even(2, 6, 2), optimizer=OPTIMIZERS["sgd"])
+    assert_same_as_alone(
+        2,
+        stage,
+        recomputed,
+        data_of("gpt", 2, 6),
+        loss_of("gpt"),
+        even(2, 6, 2),
+        optimizer=OPTIMIZERS["sgd"],
+    )
 
 
 def test_a_loss_that_goes_around_the_models_own_forward() -> None:
@@ -161,7 +192,9 @@ def test_a_loss_that_goes_around_the_models_own_forward() -> None:
         x = model.blocks[0](batch[0])
         return nn.functional.cross_entropy(model.head(x) + model.head.weight.sum(), batch[1])
 
-    assert_same_as_alone(2, 3, Stack, data_of("mlp", 3, 8), around, even(2, 8, 3), optimizer=OPTIMIZERS["adam"])
+    assert_same_as_alone(
+        2, 3, Stack, data_of("mlp", 3, 8), around, even(2, 8, 3), optimizer=OPTIMIZERS["adam"]
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -181,7 +214,9 @@ def test_passes_that_others_drive_are_summed_at_the_end_of_the_step(stage: int) 
                 scaled(loss, n).backward()
             return sum(loss.detach() * n for loss, n in zip(losses, (1, 3), strict=True)), 4
 
-        replica = spread(group, model, stage, None, nominal=8, optimizer=OPTIMIZERS["adam"], passes=passes)
+        replica = spread(
+            group, model, stage, None, nominal=8, optimizer=OPTIMIZERS["adam"], passes=passes
+        )
         for _ in data:
             replica.backward()
             replica.step()
@@ -202,7 +237,10 @@ def test_between_steps_a_rank_has_only_its_slices_and_the_rest_reads_as_nan() ->
 
     steps = [[[m] for m in cut(b, [4, 4])] for b in data_of("mlp", 2, 8)]
     (_, model, shapes), _ = together(2, 3, Stack, steps, LOSS, look, optimizer=OPTIMIZERS["sgd"])
-    assert shapes == {n: tuple(p.shape) for n, p in Stack().named_parameters()} and model["head.weight"].isfinite().all()
+    assert (
+        shapes == {n: tuple(p.shape) for n, p in Stack().named_parameters()}
+        and model["head.weight"].isfinite().all()
+    )
 
 
 def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
@@ -211,12 +249,16 @@ def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
     def main(group: Group) -> None:
         model = Stack()
         walk = Walk(model, [[cut(b, [4, 4])[group.rank]] for b in data_of("mlp", 3, 8)], LOSS, True)
-        mine = spread(group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], unit_bytes=10**9)
+        mine = spread(
+            group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], unit_bytes=10**9
+        )
         flat = mine.sharded
         assert flat is not None and flat.gathering is not None
         units = flat.gathering.units
         assert [u.name for u in units] == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-        flat.watch = lambda: most.append(sum(any(s.full.untyped_storage().nbytes() for s in u.spans) for u in units[1:]))
+        flat.watch = lambda: most.append(
+            sum(any(s.full.untyped_storage().nbytes() for s in u.spans) for u in units[1:])
+        )
         for _ in range(3):
             mine.backward()
             mine.step()
@@ -237,11 +279,25 @@ def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
     make = lambda: model_of("gpt").float()
     one = make()
     losses, _ = alone(one, data, half, optimizer=OPTIMIZERS["sgd"])
-    ((got, model, _),) = together(1, stage, make, [[[b]] for b in data], half, optimizer=OPTIMIZERS["sgd"], short=torch.bfloat16)
+    ((got, model, _),) = together(
+        1,
+        stage,
+        make,
+        [[[b]] for b in data],
+        half,
+        optimizer=OPTIMIZERS["sgd"],
+        short=torch.bfloat16,
+    )
     assert got == losses
     near(model, state.model_state(one), rtol=1e-6)
     two = together(
-        2, stage, make, [[[m] for m in cut(b, [2, 2])] for b in data], half, optimizer=OPTIMIZERS["sgd"], short=torch.bfloat16
+        2,
+        stage,
+        make,
+        [[[m] for m in cut(b, [2, 2])] for b in data],
+        half,
+        optimizer=OPTIMIZERS["sgd"],
+        short=torch.bfloat16,
     )
     assert two[0][0] == pytest.approx(losses, rel=2e-2)
 
@@ -249,6 +305,20 @@ def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
 def test_blocks_are_the_members_of_lists_and_what_is_large_beside_them() -> None:
     gpt = model_of("gpt")
     assert [n for n, _ in blocks(gpt, 10**9)] == ["h.0", "h.1", "h.2", "h.3"]
-    assert [n for n, _ in blocks(gpt, 1)] == ["wte", "wpe", "h.0", "h.1", "h.2", "h.3", "ln_f", "lm_head"]
+    assert [n for n, _ in blocks(gpt, 1)] == [
+        "wte",
+        "wpe",
+        "h.0",
+        "h.1",
+        "h.2",
+        "h.3",
+        "ln_f",
+        "lm_head",
+    ]
     assert [n for n, _ in blocks(model_of("mlp"), 10**9)] == ["0", "2", "4", "6"]
-    assert [n for n, _ in blocks(model_of("seq2seq"), 10**9)] == ["encoders.0", "encoders.1", "decoders.0", "decoders.1"]
+    assert [n for n, _ in blocks(model_of("seq2seq"), 10**9)] == [
+        "encoders.0",
+        "encoders.1",
+        "decoders.0",
+        "decoders.1",
+    ]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.compute import sparse, tables
-from manyhands.compute.gather import bags_of
-from manyhands.compute.sparse import Embedding, EmbeddingBag
-from manyhands.compute.tables import Tables
+from manyhands.embedding import modules, tables
+from manyhands.embedding.gather import bags_of
+from manyhands.embedding.modules import Embedding, EmbeddingBag
+from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import CheckpointError, StoreError, TaskError
-from manyhands.exchange.server.local import LocalStore
+from manyhands.server.local_store import LocalStore
 
 DIM = 5
 
@@ -25,27 +25,32 @@ DIM = 5
 @pytest.fixture(autouse=True)
 def rows_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that nobody attaches find their rows in a store that no other test has seen."""
-    monkeypatch.setattr(sparse, "_open", lambda: tables.alone(lambda: LocalStore(0, 1)))
-    monkeypatch.setattr(sparse, "_own", None)
+    monkeypatch.setattr(modules, "_open", lambda: tables.alone(lambda: LocalStore(0, 1)))
+    monkeypatch.setattr(modules, "_own", None)
 
 
-def attached(model: nn.Module, **options: Any) -> Tables:
-    made = Tables(model, LocalStore(0, 1), **options)
+def attached(model: nn.Module, **options: Any) -> EmbeddingTables:
+    made = EmbeddingTables(model, LocalStore(0, 1), **options)
     made.attach()
     return made
 
 
-def both(ids: Tensor, make: Callable[..., Any] = Embedding, peer: type[nn.Module] = nn.Embedding, **options: Any) -> Any:
+def both(
+    ids: Tensor,
+    make: Callable[..., Any] = Embedding,
+    peer: type[nn.Module] = nn.Embedding,
+    **options: Any,
+) -> Any:
     """One of ours and one of torch's with equal rows under the ids 0, 1, ..."""
     theirs = peer(int(ids.max()) + 1, DIM, **options)
-    ours = make("rows", DIM, rule="sgd", lr=0.1, **options)
+    ours = make("rows", DIM, optimizer="sgd", lr=0.1, **options)
     held = attached(ours)
     weight = theirs.weight.detach().clone()  # type: ignore[union-attr]
     held.restore({"rows/ids": torch.arange(len(weight)), "rows/values": weight})  # type: ignore[arg-type]
     return ours, theirs, held
 
 
-def rows_of(held: Tables, name: str = "rows") -> dict[int, Tensor]:
+def rows_of(held: EmbeddingTables, name: str = "rows") -> dict[int, Tensor]:
     content = held.store.dump(name)
     return dict(zip(content["ids"].tolist(), content["values"], strict=True))
 
@@ -73,12 +78,14 @@ def test_one_process_learns_the_bits_of_a_dense_embedding(shape: tuple[int, ...]
 
 
 def test_gradients_of_an_id_that_repeats_are_summed_before_the_rule() -> None:
-    model = Embedding("rows", 2, rule="adagrad", lr=1.0, init="zeros")
+    model = Embedding("rows", 2, optimizer="adagrad", lr=1.0, init="zeros")
     held = attached(model)
     out = model(torch.tensor([3, 8, 3, 3]))
     out.backward(torch.tensor([[1.0, 2.0], [5.0, 5.0], [1.0, 0.0], [2.0, -2.0]]))
     held.push()
-    assert rows_of(held)[3].tolist() == pytest.approx([-1.0, 0.0])  # 4 / sqrt(16): one step of 4, not one of 1, 1 and 2
+    assert rows_of(held)[3].tolist() == pytest.approx(
+        [-1.0, 0.0]
+    )  # 4 / sqrt(16): one step of 4, not one of 1, 1 and 2
     assert rows_of(held)[8].tolist() == pytest.approx([-1.0, -1.0])
 
 
@@ -87,10 +94,14 @@ def test_gradients_of_an_id_that_repeats_are_summed_before_the_rule() -> None:
 def test_bags_are_those_of_torch_and_so_is_what_they_learn(mode: str, layout: str) -> None:
     torch.manual_seed(1)
     padding = {"padding_idx": 0} if layout == "padded" else {}
-    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(name, dim, padding_id=padding_idx, **more)
+    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(
+        name, dim, padding_id=padding_idx, **more
+    )
     ours, theirs, held = both(torch.arange(9), make, nn.EmbeddingBag, mode=mode, **padding)
     ids = torch.tensor([[1, 2, 2], [0, 0, 0], [4, 0, 8], [8, 8, 1]])
-    given = (ids,) if layout != "offsets" else (ids.reshape(-1), torch.tensor([0, 5, 5, 11]))  # the second bag is empty
+    given = (
+        (ids,) if layout != "offsets" else (ids.reshape(-1), torch.tensor([0, 5, 5, 11]))
+    )  # the second bag is empty
     out, expected = ours(*given), theirs(*given)
     assert torch.equal(out, expected)
     if layout != "rows":
@@ -106,8 +117,16 @@ def test_bags_are_those_of_torch_and_so_is_what_they_learn(mode: str, layout: st
 
 @pytest.mark.parametrize("padding", [None, 2])
 def test_weights_multiply_the_rows_of_a_sum_and_get_gradients(padding: int | None) -> None:
-    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(name, dim, padding_id=padding_idx, **more)
-    ours, theirs, _ = both(torch.arange(6), make, nn.EmbeddingBag, mode="sum", **({"padding_idx": padding} if padding else {}))
+    make = lambda name, dim, padding_idx=None, **more: EmbeddingBag(
+        name, dim, padding_id=padding_idx, **more
+    )
+    ours, theirs, _ = both(
+        torch.arange(6),
+        make,
+        nn.EmbeddingBag,
+        mode="sum",
+        **({"padding_idx": padding} if padding else {}),
+    )
     ids = torch.tensor([[1, 2, 2], [4, 0, 5]])
     w, v = (torch.linspace(-1, 1, 6).view(2, 3).clone().requires_grad_() for _ in range(2))
     out, expected = ours(ids, weights=w), theirs(ids, per_sample_weights=v)
@@ -122,7 +141,9 @@ def test_padding_is_not_fetched() -> None:
     held = attached(model)
     out = model(torch.tensor([[-1, -1], [-1, 7]]))
     assert out[0].tolist() == [0.0] * DIM and out[1].abs().sum() > 0
-    assert model(torch.tensor([[-1, -1]])).tolist() == [[0.0] * DIM]  # and where a batch is nothing else
+    assert model(torch.tensor([[-1, -1]])).tolist() == [
+        [0.0] * DIM
+    ]  # and where a batch is nothing else
     assert list(rows_of(held)) == [7]
 
 
@@ -144,7 +165,14 @@ def test_rows_start_by_table_seed_and_id_alone() -> None:
     ids = torch.tensor([4, -7, 4])
     make = lambda name="rows", **more: Embedding(name, DIM, **more)
     starts = []
-    for model in make(), make(), make(seed=1), make("others"), make(init="normal", scale=2.0), make(init="zeros"):
+    for model in (
+        make(),
+        make(),
+        make(seed=1),
+        make("others"),
+        make(init="normal", scale=2.0),
+        make(init="zeros"),
+    ):
         attached(model)
         starts.append(model(ids).detach())
     assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0][0], starts[0][2])
@@ -153,20 +181,32 @@ def test_rows_start_by_table_seed_and_id_alone() -> None:
 
 
 def test_two_modules_of_one_name_share_a_table() -> None:
-    model = nn.ModuleList([Embedding("rows", 2, rule="sgd", lr=1.0), EmbeddingBag("rows", 2, rule="sgd", lr=1.0)])
+    model = nn.ModuleList(
+        [
+            Embedding("rows", 2, optimizer="sgd", lr=1.0),
+            EmbeddingBag("rows", 2, optimizer="sgd", lr=1.0),
+        ]
+    )
     held = attached(model)
     before = model[0](torch.tensor([1])).detach()
     (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([[1, 1]])).sum()).backward()
     held.push()
     assert len(held.specs) == 1
     assert torch.allclose(model[0](torch.tensor([1])), before - 3.0)
-    with pytest.raises(TaskError, match="two embeddings named 'rows' differ: dim=2 and 3; give both the same"):
-        Tables(nn.ModuleList([*model, Embedding("rows", 3, rule="sgd", lr=1.0)]), LocalStore(0, 1))
+    with pytest.raises(
+        TaskError, match="two embeddings named 'rows' differ: dim=2 and 3; give both the same"
+    ):
+        EmbeddingTables(
+            nn.ModuleList([*model, Embedding("rows", 3, optimizer="sgd", lr=1.0)]), LocalStore(0, 1)
+        )
 
 
 def test_micro_batches_are_pushed_once_and_learning_rates_follow_a_schedule() -> None:
     model = nn.ModuleList(
-        [Embedding("a", 1, rule="adagrad", lr=1.0, init="zeros"), Embedding("b", 1, rule="sgd", lr=0.5, init="zeros")]
+        [
+            Embedding("a", 1, optimizer="adagrad", lr=1.0, init="zeros"),
+            Embedding("b", 1, optimizer="sgd", lr=0.5, init="zeros"),
+        ]
     )
     held = attached(model)
     for _ in range(2):
@@ -178,7 +218,7 @@ def test_micro_batches_are_pushed_once_and_learning_rates_follow_a_schedule() ->
 
 
 def test_a_step_that_did_not_happen_leaves_no_trace() -> None:
-    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    model = Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros")
     held = attached(model)
     model(torch.tensor([1])).sum().backward()
     held.drop()
@@ -187,7 +227,7 @@ def test_a_step_that_did_not_happen_leaves_no_trace() -> None:
 
 
 def test_a_gradient_that_is_no_number_is_refused_by_table_and_id() -> None:
-    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    model = Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros")
     held = attached(model)
     (model(torch.tensor([1, 77])) * torch.tensor([[1.0], [float("nan")]])).sum().backward()
     with pytest.raises(StoreError, match=r"rows.*77"):
@@ -201,7 +241,7 @@ def test_a_gradient_that_is_no_number_is_refused_by_table_and_id() -> None:
 
 @pytest.mark.parametrize("how", ["eval", "no_grad"])
 def test_an_evaluation_reads_and_pushes_nothing(how: str) -> None:
-    model = Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros")
+    model = Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros")
     held = attached(model)
     model(torch.tensor([1])).sum().backward()
     held.push()
@@ -248,10 +288,10 @@ def test_a_model_is_saved_without_rows_and_copies_of_it_share_them() -> None:
 
 
 def test_all_rows_go_out_and_come_back() -> None:
-    make = lambda: nn.ModuleList([Embedding("a", 2), Embedding("b", 3, rule="adam", lr=0.1)])
+    make = lambda: nn.ModuleList([Embedding("a", 2), Embedding("b", 3, optimizer="adam", lr=0.1)])
     ids = torch.tensor([1, -1, 2**40])
 
-    def train(model: nn.Module, held: Tables) -> None:
+    def train(model: nn.Module, held: EmbeddingTables) -> None:
         for _ in range(3):
             sum(m(ids).square().sum() + m(ids).sum() for m in model).backward()  # type: ignore[attr-defined, union-attr]
             held.push()
@@ -299,29 +339,63 @@ def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model(
         (lambda: Embedding("t", 2, lr=0.0), "lr=0.0, but a positive number is needed"),
         (lambda: Embedding("t", 2, init="ones"), "init='ones', but zeros, uniform or normal"),  # type: ignore[arg-type]
         (lambda: Embedding("t", 2, dtype=torch.float16), "float32 or torch.float64 is needed"),
-        (lambda: EmbeddingBag("t", 2, mode="median"), "mode='median', but sum or mean or max is needed"),  # type: ignore[arg-type]
+        (
+            lambda: EmbeddingBag("t", 2, mode="median"),
+            "mode='median', but sum or mean or max is needed",
+        ),  # type: ignore[arg-type]
         (lambda: Embedding("t", 2)([1, 2]), "ids are a list, but a tensor of int64 is needed"),
-        (lambda: Embedding("t", 2)(torch.tensor([1.0])), "ids are torch.float32, but int64 is needed"),
-        (lambda: Embedding("t", 2)(torch.tensor([1], dtype=torch.int32)), "ids are torch.int32, but int64 is needed; call .long"),
-        (lambda: EmbeddingBag("t", 2)(torch.tensor([1])), r"ids of shape \[1\], but \[bags, length\], or one axis and offsets"),
+        (
+            lambda: Embedding("t", 2)(torch.tensor([1.0])),
+            "ids are torch.float32, but int64 is needed",
+        ),
+        (
+            lambda: Embedding("t", 2)(torch.tensor([1], dtype=torch.int32)),
+            "ids are torch.int32, but int64 is needed; call .long",
+        ),
+        (
+            lambda: EmbeddingBag("t", 2)(torch.tensor([1])),
+            r"ids of shape \[1\], but \[bags, length\], or one axis and offsets",
+        ),
         (lambda: EmbeddingBag("t", 2)(torch.ones(1, 1, 1).long()), r"ids of shape \[1, 1, 1\]"),
-        (lambda: EmbeddingBag("t", 2)(torch.ones(1, 1).long(), torch.tensor([0])), "2-D ids with offsets"),
+        (
+            lambda: EmbeddingBag("t", 2)(torch.ones(1, 1).long(), torch.tensor([0])),
+            "2-D ids with offsets",
+        ),
         (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([1])), "begin at 0"),
         (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([0, 2, 1])), "rise"),
         (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([0, 3])), "over 2 ids"),
-        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([])), "offsets are torch.float32"),
-        (lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)), "2 ids and no offsets"),
-        (lambda: EmbeddingBag("t", 2, "mean")(torch.ones(1, 1).long(), weights=torch.ones(1, 1)), "weights with mode='mean'"),
-        (lambda: EmbeddingBag("t", 2)(torch.ones(1, 2).long(), weights=torch.ones(2)), r"weights of shape \[2\]"),
+        (
+            lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([])),
+            "offsets are torch.float32",
+        ),
+        (
+            lambda: EmbeddingBag("t", 2)(torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)),
+            "2 ids and no offsets",
+        ),
+        (
+            lambda: EmbeddingBag("t", 2, "mean")(torch.ones(1, 1).long(), weights=torch.ones(1, 1)),
+            "weights with mode='mean'",
+        ),
+        (
+            lambda: EmbeddingBag("t", 2)(torch.ones(1, 2).long(), weights=torch.ones(2)),
+            r"weights of shape \[2\]",
+        ),
     ],
 )
-def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(make: Callable[[], Any], complaint: str) -> None:
+def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(
+    make: Callable[[], Any], complaint: str
+) -> None:
     with pytest.raises(TaskError, match=complaint):
         make()
 
 
-@pytest.mark.parametrize(("options", "named"), [({"rule": "nesterof"}, "nesterof"), ({"rule": "sgd", "epsilon": 1.0}, "epsilon")])
-def test_an_unknown_rule_or_option_is_refused_when_the_table_is_made(options: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"rule": "nesterof"}, "nesterof"), ({"rule": "sgd", "epsilon": 1.0}, "epsilon")],
+)
+def test_an_unknown_rule_or_option_is_refused_when_the_table_is_made(
+    options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(StoreError, match=named):
         attached(Embedding("t", 2, **options))
 
@@ -348,8 +422,8 @@ def test_distinct_ids_and_where_they_stand(n: int) -> None:
 class Both(nn.Module):
     def __init__(self, dim: int = 3, second: str = "bags") -> None:
         super().__init__()
-        self.one = Embedding("ones", dim, rule="sgd", lr=0.1)
-        self.bag = EmbeddingBag(second, dim, mode="mean", rule="adagrad", lr=0.1)
+        self.one = Embedding("ones", dim, optimizer="sgd", lr=0.1)
+        self.bag = EmbeddingBag(second, dim, mode="mean", optimizer="adagrad", lr=0.1)
         self.last = nn.Linear(dim, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -362,7 +436,9 @@ def test_a_compiled_model_learns_what_it_learns_uncompiled() -> None:
     torch.manual_seed(0)
     plain = Both()
     wrapped = copy.deepcopy(plain)
-    compiled = torch.compile(wrapped, backend="eager")  # traces as other backends do, and takes no time to make code
+    compiled = torch.compile(
+        wrapped, backend="eager"
+    )  # traces as other backends do, and takes no time to make code
     a, b = attached(plain), attached(wrapped)
     for _ in range(3):
         losses = [m(ids).square().mean() for m in (plain, compiled)]
@@ -373,10 +449,12 @@ def test_a_compiled_model_learns_what_it_learns_uncompiled() -> None:
         b.push()
     assert torch.equal(plain.last.weight.grad, wrapped.last.weight.grad)  # type: ignore[arg-type]
     x, y = a.dump(), b.dump()
-    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) and len(x["ones/ids"]) == 7
+    assert (
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) and len(x["ones/ids"]) == 7
+    )
 
 
-def trained() -> tuple[Both, Tables]:
+def trained() -> tuple[Both, EmbeddingTables]:
     model = Both(second="ones/more")  # a name that begins as the other does
     held = attached(model)
     for _ in range(3):
@@ -390,7 +468,7 @@ def test_saved_rows_are_those_of_a_loaded_model_and_learn_on() -> None:
     saved = held.dump()
     other = Both(second="ones/more").double().eval()  # rows come in the numbers of the model
     other.load_state_dict(model.state_dict())
-    sparse.load_rows(other, saved)
+    modules.load_rows(other, saved)
     ids = torch.arange(8).view(2, 4)
     assert torch.allclose(other(ids).float(), model.eval()(ids), rtol=1e-6)
     other.train()(ids).sum().backward()  # what its rule keeps of rows came too
@@ -400,12 +478,17 @@ def test_saved_rows_are_those_of_a_loaded_model_and_learn_on() -> None:
 def test_rows_of_another_model_and_a_model_in_a_run_are_refused() -> None:
     model, held = trained()
     saved = held.dump()
-    with pytest.raises(CheckpointError, match=r"(?s)only in the model: .*'else'.*only in the checkpoint: .*'ones/more'"):
-        sparse.load_rows(Both(second="else"), saved)
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)only in the model: .*'else'.*only in the checkpoint: .*'ones/more'",
+    ):
+        modules.load_rows(Both(second="else"), saved)
     with pytest.raises(CheckpointError, match="'ones': model dim=2, checkpoint dim=3"):
-        sparse.load_rows(Both(dim=2, second="ones/more"), saved)
-    with pytest.raises(TaskError, match="'ones': it is part of a run, but a model of its own is needed"):
-        sparse.load_rows(model, saved)
+        modules.load_rows(Both(dim=2, second="ones/more"), saved)
+    with pytest.raises(
+        TaskError, match="'ones': it is part of a run, but a model of its own is needed"
+    ):
+        modules.load_rows(model, saved)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -413,8 +496,14 @@ def test_rows_of_another_model_and_a_model_in_a_run_are_refused() -> None:
 def test_bags_are_torchs_also_empty_ones_and_of_one_number(mode: str, dim: int) -> None:
     chance = torch.Generator().manual_seed(2)
     index, starts = torch.randint(9, (40,), generator=chance), torch.tensor([0, 5, 5, 30, 40])
-    rows = [torch.randn(9, dim, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
-    ours, theirs = bags_of(rows[0], index, starts, mode, None), F.embedding_bag(index, rows[1], starts, mode=mode)
+    rows = [
+        torch.randn(9, dim, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2)
+    ]
+    ours, theirs = (
+        bags_of(rows[0], index, starts, mode, None),
+        F.embedding_bag(index, rows[1], starts, mode=mode),
+    )
     assert torch.equal(ours, theirs)
     for out in (ours, theirs):
         (out * torch.arange(1.0, 6.0)[:, None]).sum().backward()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from manyhands.compute.split_backward import backward_inputs
+from manyhands.parallel.pipeline.split_backward import backward_inputs
 
 
 class Tied(nn.Module):
@@ -20,7 +20,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.weight = (nn.Parameter(torch.randn(n, dtype=torch.float64)) for n in ((5,), (5,), (5, 5)))
+        self.one, self.two, self.weight = (
+            nn.Parameter(torch.randn(n, dtype=torch.float64)) for n in ((5,), (5,), (5, 5))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.linear(x, self.weight, self.one).tanh()
@@ -32,7 +34,11 @@ class Past(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared, self.alone, self.unused = nn.Linear(5, 5).double(), nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+        self.shared, self.alone, self.unused = (
+            nn.Linear(5, 5).double(),
+            nn.Linear(5, 5).double(),
+            nn.Linear(5, 5).double(),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         fixed = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5)
@@ -58,7 +64,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "past": Past,
     "layers": Layers,
     "no weights": lambda: nn.Sequential(nn.Tanh(), nn.Softmax(1)),
-    "batchnorm": lambda: nn.Sequential(nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 5)).double(),
+    "batchnorm": lambda: nn.Sequential(
+        nn.BatchNorm1d(5), nn.ReLU(inplace=True), nn.Linear(5, 5)
+    ).double(),
 }
 
 
@@ -87,7 +95,11 @@ def test_both_parts_together_are_the_whole(name: str) -> None:
         edges = [get_gradient_edge(y) for y in outputs]
         (dx,), rest = backward_inputs(edges, grads, [get_gradient_edge(split)], model.parameters())
         assert {n for n, w in model.named_parameters() if w.grad is not None} == before.keys()
-        assert all(torch.equal(w.grad, before[n]) for n, w in model.named_parameters() if w.grad is not None)
+        assert all(
+            torch.equal(w.grad, before[n])
+            for n, w in model.named_parameters()
+            if w.grad is not None
+        )
         rest()
         x = x + 1
     assert dx is not None and whole.grad is not None
@@ -95,7 +107,9 @@ def test_both_parts_together_are_the_whole(name: str) -> None:
     for n, w in model.named_parameters():
         assert (w.grad is None) == (theirs[n] is None), n
         if w.grad is not None:
-            torch.testing.assert_close(w.grad, theirs[n], rtol=1e-13, atol=1e-13, msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                w.grad, theirs[n], rtol=1e-13, atol=1e-13, msg=lambda m, n=n: f"{n}: {m}"
+            )
 
 
 class Counted(torch.autograd.Function):
@@ -117,7 +131,9 @@ def test_no_step_runs_twice_where_every_weight_is_used_once() -> None:
     y: Tensor = x
     for i, w in enumerate(weights):
         y = Counted.apply(y, seen, f"y{i}") @ Counted.apply(w, seen, f"w{i}")
-    _, rest = backward_inputs([get_gradient_edge(y)], [torch.ones_like(y)], [get_gradient_edge(x)], weights)
+    _, rest = backward_inputs(
+        [get_gradient_edge(y)], [torch.ones_like(y)], [get_gradient_edge(x)], weights
+    )
     assert seen == ["y2", "y1", "y0"]
     rest()
     assert sorted(seen[3:]) == ["w0", "w1", "w2"]
@@ -135,7 +151,9 @@ def test_the_graph_goes_with_the_second_part_without_waiting_for_the_collector()
     y = model[2](model[1](model[0](Noted.apply(x, [], "inside"))))
     gc.disable()
     try:
-        _, rest = backward_inputs([get_gradient_edge(y)], [torch.ones_like(y)], [get_gradient_edge(x)], model.parameters())
+        _, rest = backward_inputs(
+            [get_gradient_edge(y)], [torch.ones_like(y)], [get_gradient_edge(x)], model.parameters()
+        )
         del y
         assert len(alive) == 1
         rest()

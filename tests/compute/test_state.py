@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lr
 
-from manyhands.compute import state
 from manyhands.errors import CheckpointError
+from manyhands.replica import state
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -37,7 +37,9 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda o: lr.CosineAnnealingLR(o, 10),
     "warm restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
     "one cycle": lambda o: lr.OneCycleLR(o, 0.2, total_steps=12),
-    "linear then cosine": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 8)], [3]),
+    "linear then cosine": lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, 0.1, total_iters=3), lr.CosineAnnealingLR(o, 8)], [3]
+    ),
     "lambda": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
     "chained": lambda o: lr.ChainedScheduler([lr.StepLR(o, 2, 0.9), lr.ExponentialLR(o, 0.95)]),
 }
@@ -47,7 +49,13 @@ BATCHES = [rows(6, seed=s, dtype=torch.float32) for s in range(10)]
 def build(optimizer: str, schedule: str | None, first: int = 0) -> tuple[nn.Module, Any]:
     model = mlp(torch.float32)
     made = None if schedule is None else SCHEDULES[schedule]
-    return model, replica(model, [[b] for b in BATCHES[first:]], nominal=6, optimizer=OPTIMIZERS[optimizer], schedule=made)
+    return model, replica(
+        model,
+        [[b] for b in BATCHES[first:]],
+        nominal=6,
+        optimizer=OPTIMIZERS[optimizer],
+        schedule=made,
+    )
 
 
 def steps(mine: Any, n: int) -> list[float]:
@@ -61,17 +69,25 @@ def steps(mine: Any, n: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
-    [*((o, None) for o in OPTIMIZERS), *(("momentum", s) for s in SCHEDULES), ("adam", "one cycle")],
+    [
+        *((o, None) for o in OPTIMIZERS),
+        *(("momentum", s) for s in SCHEDULES),
+        ("adam", "one cycle"),
+    ],
     ids=str,
 )
-def test_four_steps_saved_and_loaded_into_a_fresh_model_then_six_are_ten_steps(optimizer: str, schedule: str | None) -> None:
+def test_four_steps_saved_and_loaded_into_a_fresh_model_then_six_are_ten_steps(
+    optimizer: str, schedule: str | None
+) -> None:
     whole, alone = build(optimizer, schedule)
     rates = steps(alone, 10)
     before, first = build(optimizer, schedule)
     steps(first, 4)
     tensors, meta = state.optimizer_state(before, first.optimizer)
     meta = json.loads(json.dumps(meta))  # a checkpoint's manifest is JSON
-    kept = json.loads(json.dumps(None if first.schedule is None else state.to_plain(first.schedule.state_dict())))
+    kept = json.loads(
+        json.dumps(None if first.schedule is None else state.to_plain(first.schedule.state_dict()))
+    )
     saved = state.model_state(before)
 
     model, second = build(optimizer, schedule, first=4)
@@ -97,8 +113,13 @@ def test_saved_tensors_are_copies_that_later_steps_do_not_change() -> None:
 
 def test_groups_keep_their_own_settings_and_this_machine_chooses_its_own_kernels() -> None:
     def groups(model: nn.Module, rate: float, **how: Any) -> Optimizer:
-        a, b = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim <= 1]
-        return torch.optim.AdamW([{"params": a, "weight_decay": 0.5}, {"params": b, "lr": rate * 10}], lr=rate, **how)
+        a, b = (
+            [p for p in model.parameters() if p.ndim > 1],
+            [p for p in model.parameters() if p.ndim <= 1],
+        )
+        return torch.optim.AdamW(
+            [{"params": a, "weight_decay": 0.5}, {"params": b, "lr": rate * 10}], lr=rate, **how
+        )
 
     ours, theirs = mlp(torch.float32), mlp(torch.float32)
     saved_from, loaded = groups(ours, 0.01, fused=True), groups(theirs, 0.5, foreach=False)
@@ -108,7 +129,8 @@ def test_groups_keep_their_own_settings_and_this_machine_chooses_its_own_kernels
     assert all(g["foreach"] is False and not g["fused"] for g in loaded.param_groups)
     fewer = torch.optim.AdamW(theirs.parameters())
     with pytest.raises(
-        CheckpointError, match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same optimizer"
+        CheckpointError,
+        match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same optimizer",
     ):
         state.load_optimizer(theirs, fewer, tensors, meta)
 

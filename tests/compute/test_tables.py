@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute.ahead import Ahead
-from manyhands.compute.batches import Indexed, TensorSource
-from manyhands.compute.sparse import Embedding, EmbeddingBag
-from manyhands.compute.tables import Tables
 from manyhands.core import Position, Rows, Tensors
+from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.prefetch import PrefetchedBatches
+from manyhands.embedding.modules import Embedding, EmbeddingBag
+from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import TaskError
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.local import LocalStore
-from manyhands.exchange.server.shard import Shard
+from manyhands.server.clock import Clock
+from manyhands.server.local_store import LocalStore
+from manyhands.server.shard import Shard
 from manyhands.split.data import DataSplit
 
 
@@ -64,14 +64,19 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = Embedding("user", 2, rule="sgd", lr=0.1)
-        self.item = Embedding("item", 3, rule="adagrad", lr=0.1)
-        self.again = Embedding("item", 3, rule="adagrad", lr=0.1)
-        self.bag = EmbeddingBag("tags", 1, rule="sgd", lr=0.1, padding_id=0)
+        self.user = Embedding("user", 2, optimizer="sgd", lr=0.1)
+        self.item = Embedding("item", 3, optimizer="adagrad", lr=0.1)
+        self.again = Embedding("item", 3, optimizer="adagrad", lr=0.1)
+        self.bag = EmbeddingBag("tags", 1, optimizer="sgd", lr=0.1, padding_id=0)
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
-        seen = [self.user(ids[:, 0]), self.item(ids[:, 1]), self.again(ids[:, 2:]).sum(1), self.bag(tags)]
+        seen = [
+            self.user(ids[:, 0]),
+            self.item(ids[:, 1]),
+            self.again(ids[:, 2:]).sum(1),
+            self.bag(tags),
+        ]
         return torch.cat(seen, 1).tanh().sum(1) + self.bias
 
 
@@ -84,21 +89,24 @@ def columns(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def walk(batch: int = 8, n: int = 40) -> Indexed:
+def walk(batch: int = 8, n: int = 40) -> IndexedBatches:
     data = columns(n)
-    return Indexed(
-        TensorSource(data, torch.device("cpu")), lambda epoch: torch.arange(n), DataSplit(n, batch, batch, 0, 1), Position()
+    return IndexedBatches(
+        TensorSource(data, torch.device("cpu")),
+        lambda epoch: torch.arange(n),
+        DataSplit(n, batch, batch, 0, 1),
+        Position(),
     )
 
 
 def trained(
     store: LocalStore, lookahead: int | None, steps: int = 7, accumulate: int = 1, **options: Any
-) -> tuple[Tables, list[float], Ahead | Indexed]:
+) -> tuple[EmbeddingTables, list[float], PrefetchedBatches | IndexedBatches]:
     """None: the modules are on their own."""
     model = Model()
-    tables = Tables(model, store, **options)
+    tables = EmbeddingTables(model, store, **options)
     tables.attach()
-    batches = walk() if lookahead is None else Ahead(walk(), tables, lookahead)
+    batches = walk() if lookahead is None else PrefetchedBatches(walk(), tables, lookahead)
     losses = []
     for _ in range(steps):
         for _ in range(accumulate):
@@ -111,11 +119,13 @@ def trained(
     return tables, losses, batches
 
 
-def equal(a: Tables, b: Tables) -> bool:
+def equal(a: EmbeddingTables, b: EmbeddingTables) -> bool:
     left, right = a.dump(), b.dump()
 
     def rows(content: Tensors, name: str) -> dict[int, list[float]]:
-        return dict(zip(content[f"{name}/ids"].tolist(), content[f"{name}/values"].tolist(), strict=True))
+        return dict(
+            zip(content[f"{name}/ids"].tolist(), content[f"{name}/values"].tolist(), strict=True)
+        )
 
     return all(rows(left, t.name) == rows(right, t.name) for t in a.specs)
 
@@ -126,7 +136,9 @@ def equal(a: Tables, b: Tables) -> bool:
 def test_a_batch_is_one_pull_and_a_step_is_one_push_for_all_tables() -> None:
     store = Counted()
     tables, _, _ = trained(store, 0, steps=5)
-    assert len(store.pulls) == 4 + 4 and store.pushes == 5  # the first batch is where it is learned what to ask for
+    assert (
+        len(store.pulls) == 4 + 4 and store.pushes == 5
+    )  # the first batch is where it is learned what to ask for
     assert all(set(pull) == {"user", "item", "tags"} for pull in store.pulls[4:])
     counts = tables.stats()
     assert counts["lookups"] == 20 and counts["lookups_ahead"] == 16
@@ -135,24 +147,35 @@ def test_a_batch_is_one_pull_and_a_step_is_one_push_for_all_tables() -> None:
 
 def test_a_task_may_say_which_ids_a_batch_has() -> None:
     store = Counted()
-    say = lambda batch: {"user": batch[0][:, 0], "item": [batch[0][:, 1], batch[0][:, 2:]], "tags": batch[1]}
+    say = lambda batch: {
+        "user": batch[0][:, 0],
+        "item": [batch[0][:, 1], batch[0][:, 2:]],
+        "tags": batch[1],
+    }
     told, losses, _ = trained(store, 0, steps=3, ids=say)
     assert len(store.pulls) == 3 and told.stats()["lookups_ahead"] == 12
     plain, expected, _ = trained(Counted(), None, steps=3)
     assert losses == expected and equal(told, plain)
-    with pytest.raises(TaskError, match=r"Task\.ids gives ids of users, but the model's tables are user, item, tags"):
+    with pytest.raises(
+        TaskError,
+        match=r"Task\.ids gives ids of users, but the model's tables are user, item, tags",
+    ):
         trained(store, 0, ids=lambda batch: {"users": batch[0]})
 
 
 def test_ids_that_a_task_got_wrong_are_looked_up_when_they_come() -> None:
-    tables, losses, _ = trained(Counted(), 0, steps=3, ids=lambda batch: {"user": batch[0][:, 0] + 1})
+    tables, losses, _ = trained(
+        Counted(), 0, steps=3, ids=lambda batch: {"user": batch[0][:, 0] + 1}
+    )
     _, expected, _ = trained(Counted(), None, steps=3)
     assert losses == expected and tables.stats()["lookups_ahead"] == 0
 
 
 @pytest.mark.parametrize("make", [Counted, InBackground, InOneRequest])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_without_lookahead_the_numbers_are_those_of_modules_on_their_own(make: type[Counted], accumulate: int) -> None:
+def test_without_lookahead_the_numbers_are_those_of_modules_on_their_own(
+    make: type[Counted], accumulate: int
+) -> None:
     together, losses, _ = trained(make(), 0, accumulate=accumulate)
     apart, expected, _ = trained(Counted(), None, accumulate=accumulate)
     assert losses == expected and equal(together, apart)
@@ -160,13 +183,24 @@ def test_without_lookahead_the_numbers_are_those_of_modules_on_their_own(make: t
 
 @pytest.mark.parametrize("make", [Counted, InBackground, InOneRequest])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_rows_fetched_ahead_miss_what_was_pushed_since_and_nothing_else(make: type[Counted], lookahead: int) -> None:
-    model, store = Embedding("rows", 1, rule="sgd", lr=0.5, init="zeros"), make()
-    tables = Tables(model, store, ids=lambda batch: {"rows": batch[0]})
+def test_rows_fetched_ahead_miss_what_was_pushed_since_and_nothing_else(
+    make: type[Counted], lookahead: int
+) -> None:
+    model, store = Embedding("rows", 1, optimizer="sgd", lr=0.5, init="zeros"), make()
+    tables = EmbeddingTables(model, store, ids=lambda batch: {"rows": batch[0]})
     tables.attach()
-    ids, target = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 40)
+    ids, target = (
+        torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(0)),
+        torch.linspace(-1, 1, 40),
+    )
     source = TensorSource((ids, target), torch.device("cpu"))
-    batches = Ahead(Indexed(source, lambda epoch: torch.arange(40), DataSplit(40, 4, 4, 0, 1), Position()), tables, lookahead)
+    batches = PrefetchedBatches(
+        IndexedBatches(
+            source, lambda epoch: torch.arange(40), DataSplit(40, 4, 4, 0, 1), Position()
+        ),
+        tables,
+        lookahead,
+    )
     versions = [torch.zeros(6)]  # of a dense vector, after so many steps
     for step in range(10):
         ids, target = batches.next().values
@@ -191,7 +225,7 @@ def test_ids_that_the_model_computes_are_not_guessed_and_this_is_said_once() -> 
     said: list[str] = []
     store = Counted()
     model = Computes()
-    tables = Tables(model, store, notice=said.append)
+    tables = EmbeddingTables(model, store, notice=said.append)
     tables.attach()
     for i in range(4):
         batch = (torch.arange(6) + i,)
@@ -199,16 +233,21 @@ def test_ids_that_the_model_computes_are_not_guessed_and_this_is_said_once() -> 
         model(*batch).backward()
         tables.push()
     assert [sorted(p) for p in store.pulls[2:4]] == [["known"], ["made"]]
-    assert said == ["ids of made are computed in the model, so their rows are not fetched ahead; Task.ids can tell"]
+    assert said == [
+        "ids of made are computed in the model, so their rows are not fetched ahead; Task.ids can tell"
+    ]
 
 
 def test_batches_of_other_lengths_and_shapes_are_still_understood() -> None:
     model = nn.ModuleDict({"a": Embedding("a", 1), "b": Embedding("b", 1)})
     store = Counted()
-    tables = Tables(model, store)
+    tables = EmbeddingTables(model, store)
     tables.attach()
     for rows, length in ((4, 3), (4, 3), (2, 5), (1, 1)):
-        batch = {"x": torch.arange(rows * length).view(rows, length), "y": [torch.arange(rows * 2).view(rows, 2)]}
+        batch = {
+            "x": torch.arange(rows * length).view(rows, length),
+            "y": [torch.arange(rows * 2).view(rows, 2)],
+        }
         tables.begin(batch)
         out = model["a"](batch["x"].view(-1)).sum() + model["b"](batch["y"][0][:, 1]).sum()  # type: ignore[call-overload, union-attr]
         out.backward()
@@ -229,10 +268,10 @@ def test_an_evaluation_sees_what_was_pushed_and_never_what_was_fetched_for_train
 
 
 def test_a_push_that_waits_for_the_next_request_is_not_forgotten() -> None:
-    model = nn.Sequential(Embedding("rows", 1, rule="sgd", lr=1.0, init="zeros"))
+    model = nn.Sequential(Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros"))
     for after in ("flush", "dump", "close", "restore", "evaluate", "push"):
         store = InOneRequest()
-        tables = Tables(model, store)
+        tables = EmbeddingTables(model, store)
         tables.attach()
         model(torch.tensor([1])).sum().backward()
         tables.push()
@@ -250,8 +289,8 @@ def test_a_push_that_waits_for_the_next_request_is_not_forgotten() -> None:
 
 def test_tables_whose_names_begin_alike_each_get_their_own_rows_back() -> None:
     names = ("a", "a/b", "a/state", "a/state/sum")
-    model = nn.ModuleList([Embedding(name, 1, rule="adagrad", lr=0.5) for name in names])
-    tables, other = Tables(model, Counted()), Tables(model, Counted())
+    model = nn.ModuleList([Embedding(name, 1, optimizer="adagrad", lr=0.5) for name in names])
+    tables, other = EmbeddingTables(model, Counted()), EmbeddingTables(model, Counted())
     tables.attach()
     for i, module in enumerate(model):
         module(torch.tensor([i, 7])).sum().backward()
@@ -260,11 +299,15 @@ def test_tables_whose_names_begin_alike_each_get_their_own_rows_back() -> None:
     other.attach()
     other.restore(saved)
     restored = other.dump()
-    assert restored.keys() == saved.keys() and all(torch.equal(restored[k], saved[k]) for k in saved)
-    without = Tables(model[:1], Counted())  # type: ignore[arg-type]
+    assert restored.keys() == saved.keys() and all(
+        torch.equal(restored[k], saved[k]) for k in saved
+    )
+    without = EmbeddingTables(model[:1], Counted())  # type: ignore[arg-type]
     without.attach()
     without.restore(saved)
-    assert without.dump()["a/ids"].tolist() == [0, 7], "nor does it take those of a table that is no more"
+    assert without.dump()["a/ids"].tolist() == [0, 7], (
+        "nor does it take those of a table that is no more"
+    )
 
 
 # -- position --
@@ -273,9 +316,9 @@ def test_tables_whose_names_begin_alike_each_get_their_own_rows_back() -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_batches_drawn_ahead_do_not_move_the_position_of_the_run(lookahead: int) -> None:
     plain = walk()
-    tables = Tables(Model(), Counted())
+    tables = EmbeddingTables(Model(), Counted())
     tables.attach()
-    ahead = Ahead(walk(), tables, lookahead)
+    ahead = PrefetchedBatches(walk(), tables, lookahead)
     assert ahead.position == plain.position == Position()
     for _ in range(12):
         a, b = ahead.next(), plain.next()
@@ -292,7 +335,10 @@ def test_gradients_held_together_equal_one_process() -> None:
     shards, clock = [Shard()], Clock(2)
     data = columns(24)
     models = [Model() for _ in range(2)]
-    made = [Tables(m, LocalStore(r, 2, shards, clock), together=True) for r, m in enumerate(models)]
+    made = [
+        EmbeddingTables(m, LocalStore(r, 2, shards, clock), together=True)
+        for r, m in enumerate(models)
+    ]
     for tables in made:
         tables.attach()
 
@@ -309,7 +355,7 @@ def test_gradients_held_together_equal_one_process() -> None:
         thread.join()
 
     one = Model()
-    alone = Tables(one, Counted())
+    alone = EmbeddingTables(one, Counted())
     alone.attach()
     for step in range(3):
         ids, tags, target = (column[step * 8 :][:8] for column in data)

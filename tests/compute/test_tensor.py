@@ -14,14 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.compute import batchnorm, tensor
-from manyhands.compute.pieced import Pieced, TensorAxis
-from manyhands.compute.pieced_probe import attempt
 from manyhands.core import Group
 from manyhands.errors import PlanError
 from manyhands.exchange.inproc import World
-from manyhands.split.parts import Part
-from manyhands.split.tensor import Cut, derive, everything, parts
+from manyhands.parallel import sync_batchnorm
+from manyhands.parallel.tensor import shard_module
+from manyhands.parallel.tensor.dry_run import attempt
+from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
+from manyhands.split.shard_spec import ShardSpec
+from manyhands.split.tensor import (
+    Cut,
+    derive,
+    everything,
+    parts,
+)
 from manyhands.task import accuracy
 
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -78,17 +84,22 @@ def made(name: str) -> Made:
 
 
 def cuts_of(
-    model: nn.Module, loss: Loss, inputs: list[Tensor], target: Tensor, size: int, sequence: bool = False
+    model: nn.Module,
+    loss: Loss,
+    inputs: list[Tensor],
+    target: Tensor,
+    size: int,
+    sequence: bool = False,
 ) -> dict[str, Cut]:
     return derive(model, attempt(model, inputs, size, loss, target, sequence), size).cuts
 
 
 def cut(
     model: nn.Module, cuts: dict[str, Cut], group: Group, sequence: bool = False
-) -> tuple[nn.Module, dict[str, Part], TensorAxis]:
+) -> tuple[nn.Module, dict[str, ShardSpec], TensorAxis]:
     mine = copy.deepcopy(model)
     held = parts(everything(mine), cuts, group.size, group.rank)
-    return mine, held, tensor.apply(mine, held, group, sequence)
+    return mine, held, shard_module.apply(mine, held, group, sequence)
 
 
 class Counted:
@@ -127,12 +138,18 @@ class Among:
             came = {r: torch.empty_like(mine) for r in self.ranks if r != self.group.rank}
             work = self.group.transfer(dict.fromkeys(came, mine), came)
             work.wait()
-            all_of_them = torch.stack([mine if r == self.group.rank else came[r] for r in self.ranks])
+            all_of_them = torch.stack(
+                [mine if r == self.group.rank else came[r] for r in self.ranks]
+            )
             v.detach().copy_(all_of_them.amax(0) if op == "max" else all_of_them.sum(0))
         return work
 
     def transfer(self, give: dict[int, Tensor], into: dict[int, Tensor], name: str = "") -> Any:
-        return self.group.transfer({self.ranks[r]: v for r, v in give.items()}, {self.ranks[r]: v for r, v in into.items()}, name)
+        return self.group.transfer(
+            {self.ranks[r]: v for r, v in give.items()},
+            {self.ranks[r]: v for r, v in into.items()},
+            name,
+        )
 
 
 MODELS = ("mlp", "cnn", "gpt", "seq2seq", "gpt2", "llama", "llama with fewer heads of k and v")
@@ -143,14 +160,22 @@ def whole_cases() -> list[Any]:
     found = []
     for name, size, sequence in itertools.product(MODELS, [2, 4], [False, True]):
         own = (ZOO / f"{name}.py").exists()
-        quick = (own and (size == 2 or name == "gpt")) or (name, size, sequence) == (MODELS[-1], 2, True)
+        quick = (own and (size == 2 or name == "gpt")) or (name, size, sequence) == (
+            MODELS[-1],
+            2,
+            True,
+        )
         words = "-".join([name, str(size), *(["sequence"] if sequence else [])])
-        found.append(pytest.param(name, size, sequence, id=words, marks=() if quick else (pytest.mark.slow,)))
+        found.append(
+            pytest.param(name, size, sequence, id=words, marks=() if quick else (pytest.mark.slow,))
+        )
     return found
 
 
 @pytest.mark.parametrize(("name", "size", "sequence"), whole_cases())
-def test_loss_gradients_and_buffers_are_those_of_the_whole_model(name: str, size: int, sequence: bool) -> None:
+def test_loss_gradients_and_buffers_are_those_of_the_whole_model(
+    name: str, size: int, sequence: bool
+) -> None:
     model, loss, inputs, target = made(name)
     cuts = cuts_of(model, loss, inputs, target, size, sequence)
     assert cuts == cuts_of(model, loss, inputs, target, size)
@@ -158,7 +183,10 @@ def test_loss_gradients_and_buffers_are_those_of_the_whole_model(name: str, size
     expected = loss(whole(*inputs), target)
     expected.backward()
     grads, buffers = {n: p.grad for n, p in whole.named_parameters()}, dict(whole.named_buffers())
-    assert sum(p.numel() for n, p in whole.named_parameters() if n in cuts) > sum(p.numel() for p in whole.parameters()) / 2
+    assert (
+        sum(p.numel() for n, p in whole.named_parameters() if n in cuts)
+        > sum(p.numel() for p in whole.parameters()) / 2
+    )
 
     def main(group: Group) -> dict[str, Tensor]:
         mine, held, axis = cut(model, cuts, group, sequence)
@@ -168,7 +196,11 @@ def test_loss_gradients_and_buffers_are_those_of_the_whole_model(name: str, size
         for n, p in mine.named_parameters():
             scale = grads[n].abs().max().item()
             torch.testing.assert_close(
-                p.grad, held[n].take(grads[n]), rtol=1e-12, atol=1e-12 * scale, msg=lambda m, n=n: f"{n}: {m}"
+                p.grad,
+                held[n].take(grads[n]),
+                rtol=1e-12,
+                atol=1e-12 * scale,
+                msg=lambda m, n=n: f"{n}: {m}",
             )
         for n, b in mine.named_buffers():
             torch.testing.assert_close(b, held[n].take(buffers[n]))
@@ -177,7 +209,9 @@ def test_loss_gradients_and_buffers_are_those_of_the_whole_model(name: str, size
 
     first, *others = World(size).run(main)
     for other in others:
-        assert all(torch.equal(g, other[n]) for n, g in first.items())  # to the bit, without an exchange
+        assert all(
+            torch.equal(g, other[n]) for n, g in first.items()
+        )  # to the bit, without an exchange
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
@@ -193,12 +227,15 @@ def test_three_steps_and_then_the_shares_put_together_are_the_trained_model(name
             optimizer.step()
         return m
 
-    def main(group: Group) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    def main(group: Group) -> tuple[dict[str, Tensor], dict[str, ShardSpec]]:
         mine, held, _ = cut(model, cuts, group)
         assert list(mine.state_dict()) == list(model.state_dict())
         return train(mine).state_dict(), held
 
-    together = {n: torch.full_like(v, torch.nan) if v.is_floating_point() else v.clone() for n, v in model.state_dict().items()}
+    together = {
+        n: torch.full_like(v, torch.nan) if v.is_floating_point() else v.clone()
+        for n, v in model.state_dict().items()
+    }
     for values, held in World(2).run(main):
         for n, v in values.items():
             held[n].put(v, together[n])
@@ -236,7 +273,12 @@ def test_a_layer_costs_two_all_reduces_forward_and_two_backward(name: str) -> No
 
 def test_in_sequence_parallel_a_layer_gathers_and_reduce_scatters_twice_each_way() -> None:
     one, two = (layers_exchange("llama", layers, sequence=True) for layers in (1, 2))
-    assert [b - a for a, b in zip(one, two, strict=True)] == [0, 4, 2, 4]  # and the gradients of two norms are summed
+    assert [b - a for a, b in zip(one, two, strict=True)] == [
+        0,
+        4,
+        2,
+        4,
+    ]  # and the gradients of two norms are summed
 
 
 def test_between_layers_sequence_parallel_holds_a_share_of_the_rows() -> None:
@@ -251,21 +293,31 @@ def test_between_layers_sequence_parallel_holds_a_share_of_the_rows() -> None:
         return seen[0]
 
     for between in World(2).run(main):
-        assert isinstance(between, Pieced) and between.along == 1 and between.local.shape[1] == inputs[0].shape[1] // 2
+        assert (
+            isinstance(between, ShardedValue)
+            and between.along == 1
+            and between.local.shape[1] == inputs[0].shape[1] // 2
+        )
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_a_recomputed_block_gives_the_same_gradients_dropout_included(reentrant: bool, sequence: bool) -> None:
+def test_a_recomputed_block_gives_the_same_gradients_dropout_included(
+    reentrant: bool, sequence: bool
+) -> None:
     module = runpy.run_path(str(ZOO / "gpt.py"))
     torch.manual_seed(0)
     model, loss = module["GPT"](dropout=0.3).double(), module["loss"]
     _, _, inputs, target = zoo("gpt")
     cuts = cuts_of(model, loss, inputs, target, 2)
-    if reentrant and sequence:  # it does not see what is no tensor, and between blocks there are shares
+    if (
+        reentrant and sequence
+    ):  # it does not see what is no tensor, and between blocks there are shares
         recomputed = copy.deepcopy(model)
         for block in recomputed.h:
-            block.register_forward_pre_hook(lambda m, args: checkpoint(lambda x: x, *args, use_reentrant=True))
+            block.register_forward_pre_hook(
+                lambda m, args: checkpoint(lambda x: x, *args, use_reentrant=True)
+            )
         with pytest.raises(PlanError, match=r"CheckpointFunction.apply.*use sequence=false"):
             cuts_of(recomputed, loss, inputs, target, 2, sequence=True)
         return
@@ -291,7 +343,12 @@ def test_dropout_is_the_same_on_whole_tensors_and_another_on_shares() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.down, self.inside, self.after = nn.Linear(4, 64), nn.Linear(64, 64), nn.Dropout(0.5), nn.Dropout(0.5)
+            self.up, self.down, self.inside, self.after = (
+                nn.Linear(4, 64),
+                nn.Linear(64, 64),
+                nn.Dropout(0.5),
+                nn.Dropout(0.5),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.after(self.down(self.inside(torch.ones_like(self.up(x)))))
@@ -307,7 +364,11 @@ def test_dropout_is_the_same_on_whole_tensors_and_another_on_shares() -> None:
         return mine(x).detach(), seen[0]
 
     (out, inside), (same, other) = World(2).run(main)
-    assert torch.equal(out, same) and 0 < (out == 0).float().mean() < 1 and not torch.equal(inside, other)
+    assert (
+        torch.equal(out, same)
+        and 0 < (out == 0).float().mean() < 1
+        and not torch.equal(inside, other)
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
@@ -323,7 +384,9 @@ def test_evaluation_without_gradients_and_its_metrics_see_the_whole_output(name:
         mine, _, axis = cut(model, cuts, group)
         with torch.inference_mode():
             got = mine(*inputs)
-            for value, due in zip((loss(got, target), accuracy(got, target), got.argmax(-1)), expected, strict=True):
+            for value, due in zip(
+                (loss(got, target), accuracy(got, target), got.argmax(-1)), expected, strict=True
+            ):
                 torch.testing.assert_close(value, due)
         assert not axis.gathers
 
@@ -342,27 +405,38 @@ def test_batchnorm_over_replicas_works_on_shares_of_the_channels(cut_first: bool
 
     def main(group: Group) -> None:
         replica, index = divmod(group.rank, 2)
-        along_data, along_tensor = Among(group, [index, 2 + index]), Among(group, [2 * replica, 2 * replica + 1])
+        along_data, along_tensor = (
+            Among(group, [index, 2 + index]),
+            Among(group, [2 * replica, 2 * replica + 1]),
+        )
 
         def reduce(values: Tensor) -> None:
             along_data.all_reduce({"batchnorm": values})
 
         mine = copy.deepcopy(model)
         if not cut_first:
-            mine = batchnorm.synchronise(mine, reduce)
+            mine = sync_batchnorm.synchronise(mine, reduce)
         held = parts(everything(mine), cuts, 2, index)
-        tensor.apply(mine, held, along_tensor)  # type: ignore[arg-type]
+        shard_module.apply(mine, held, along_tensor)  # type: ignore[arg-type]
         if cut_first:
-            mine = batchnorm.synchronise(mine, reduce)
+            mine = sync_batchnorm.synchronise(mine, reduce)
         half = slice(4 * replica, 4 * replica + 4)
         (loss(mine(x[half]), target[half]) / 2).backward()
         for n, p in mine.named_parameters():
             along_data.all_reduce({"grad": p.grad})
-            torch.testing.assert_close(p.grad, held[n].take(grads[n]), rtol=1e-8, atol=1e-10, msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                p.grad,
+                held[n].take(grads[n]),
+                rtol=1e-8,
+                atol=1e-10,
+                msg=lambda m, n=n: f"{n}: {m}",
+            )
         for n, b in mine.named_buffers():
             torch.testing.assert_close(b, held[n].take(buffers[n]), rtol=1e-8, atol=1e-10)
         got = mine.eval()(x)
-        torch.testing.assert_close(got.gather() if isinstance(got, Pieced) else got, whole_eval, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(
+            got.gather() if isinstance(got, ShardedValue) else got, whole_eval, rtol=1e-7, atol=1e-9
+        )
 
     World(4).run(main)
 
@@ -376,7 +450,11 @@ def test_a_part_of_the_model_is_cut_by_the_names_of_the_whole() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.h, self.ln_f, self.lm_head = nn.ModuleDict({"3": model.h[3]}), model.ln_f, model.lm_head
+            self.h, self.ln_f, self.lm_head = (
+                nn.ModuleDict({"3": model.h[3]}),
+                model.ln_f,
+                model.lm_head,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.lm_head(self.ln_f(self.h["3"](x)))
@@ -387,7 +465,7 @@ def test_a_part_of_the_model_is_cut_by_the_names_of_the_whole() -> None:
     def main(group: Group) -> None:
         mine, held, _ = cut(stage, cuts, group)
         got = mine(x)
-        assert isinstance(got, Pieced) and held["lm_head.weight"].dim == 0
+        assert isinstance(got, ShardedValue) and held["lm_head.weight"].dim == 0
         torch.testing.assert_close(got.gather().detach(), expected)
 
     World(2).run(main)
@@ -404,7 +482,9 @@ def test_under_autocast_the_shares_are_computed_in_bfloat16() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             got = loss(mine(*inputs), target)
         got.backward()
-        assert got.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in mine.parameters())
+        assert got.dtype == torch.float32 and all(
+            p.grad.dtype == torch.float32 for p in mine.parameters()
+        )
         return got.item()
 
     assert World(2).run(main) == pytest.approx([expected] * 2, rel=2e-2)

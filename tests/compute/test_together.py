@@ -31,7 +31,9 @@ def shares(step: tuple[int, ...], seed: int) -> list[list[Tensor]]:
 def test_n_ranks_equal_one_rank_on_the_union_batch_and_each_other_bit_for_bit(
     case: list[tuple[int, ...]], bucket_bytes: int
 ) -> None:
-    together, _ = train_together([shares(step, s) for s, step in enumerate(case)], bucket_bytes=bucket_bytes)
+    together, _ = train_together(
+        [shares(step, s) for s, step in enumerate(case)], bucket_bytes=bucket_bytes
+    )
     for other in together[1:]:
         assert same(together[0], other)
     near(together[0], train_alone([rows(sum(step), seed=s) for s, step in enumerate(case)]))
@@ -42,7 +44,9 @@ def test_accumulation_on_every_rank_equals_one_batch_though_the_windows_differ()
     steps = []
     for s, batch in enumerate(batches):
         a, b = batch[: 9 - s], batch[9 - s :]
-        steps.append([list(a.split(4)), [*b.split(2), b[:0]]])  # 3 and 3 or 4 micro-batches, the last of rank 1 empty
+        steps.append(
+            [list(a.split(4)), [*b.split(2), b[:0]]]
+        )  # 3 and 3 or 4 micro-batches, the last of rank 1 empty
     together, _ = train_together(steps)
     assert same(*together)
     near(together[0], train_alone(batches))
@@ -55,7 +59,9 @@ def test_one_window_is_one_exchange_however_many_micro_batches_it_has() -> None:
     (parameters,) = {sum(p.numel() for p in mlp().parameters())}
     for link, other in zip(whole, windows, strict=True):
         assert (link.calls, link.nbytes) == (other.calls, other.nbytes)
-        assert parameters * 8 <= link.nbytes <= parameters * 8 + 2000, "every gradient once, and a few counts"
+        assert parameters * 8 <= link.nbytes <= parameters * 8 + 2000, (
+            "every gradient once, and a few counts"
+        )
 
 
 def test_moving_samples_between_ranks_changes_nothing() -> None:
@@ -86,7 +92,9 @@ def test_token_counts_of_all_ranks_are_summed_before_the_one_division() -> None:
     batch = rows(10)
 
     def counted(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-        return (model(x) - x.sum(1).sin()).square().mean(), 7 * len(x)  # as if every row were seven tokens
+        return (model(x) - x.sum(1).sin()).square().mean(), 7 * len(
+            x
+        )  # as if every row were seven tokens
 
     together, _ = train_together([[[batch[:1], batch[1:3]], [batch[3:]]]], loss=counted)
     near(together[0], train_alone([batch]))
@@ -115,7 +123,9 @@ def test_a_parameter_used_on_one_rank_only_moves_on_all_of_them_alike(bucket_byt
     batch = rows(12)
     positive, rest = batch[batch[:, 0] > 0], batch[batch[:, 0] <= 0]
     before = {k: v.clone() for k, v in Routed().state_dict().items()}
-    together, _ = train_together([[[positive], [rest]], [[rest], [positive]]], make=Routed, bucket_bytes=bucket_bytes)
+    together, _ = train_together(
+        [[[positive], [rest]], [[rest], [positive]]], make=Routed, bucket_bytes=bucket_bytes
+    )
     assert same(*together)
     near(together[0], train_alone([batch, batch], make=Routed))
     for name in before:
@@ -127,7 +137,10 @@ def test_unused_names_are_said_by_each_rank_for_itself_and_once() -> None:
     positive, rest = batch[batch[:, 0] > 0], batch[batch[:, 0] <= 0]
     named: list[list[str]] = []
     train_together([[[positive], [rest]]] * 3, make=Routed, on_unused=named.append)
-    assert sorted(named) == [["a.weight", "a.bias", "c.weight", "c.bias"], ["b.weight", "b.bias", "c.weight", "c.bias"]]
+    assert sorted(named) == [
+        ["a.weight", "a.bias", "c.weight", "c.bias"],
+        ["b.weight", "b.bias", "c.weight", "c.bias"],
+    ]
 
 
 def test_tied_and_frozen_parameters_merge_like_any_other() -> None:
@@ -158,7 +171,9 @@ def test_float32_and_bfloat16_parameters_merge_within_their_precision() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.short(self.single(x.float()).bfloat16()).squeeze(-1).float()
 
-    together, _ = train_together([shares((4, 2, 2), 0), shares((1, 6, 0), 1)], make=Mixed, bucket_bytes=1)
+    together, _ = train_together(
+        [shares((4, 2, 2), 0), shares((1, 6, 0), 1)], make=Mixed, bucket_bytes=1
+    )
     assert same(*together[:2]) and same(*together[1:])
     alone = train_alone([rows(8), rows(7, seed=1)], make=Mixed)
     for k, v in alone.items():

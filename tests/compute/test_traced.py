@@ -13,16 +13,16 @@ from cuttable import QUICK_AND_SLOW, model, same_as_whole, through
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.compute.sizes import Check, others
-from manyhands.compute.stages import cut
-from manyhands.compute.traced import Input, Traced, trace
 from manyhands.errors import PlanError, TaskError
-from manyhands.split.pipeline import contiguous
+from manyhands.parallel.pipeline.stage_modules import cut
+from manyhands.parallel.trace.program import Input, TracedProgram, trace
+from manyhands.parallel.trace.symbolic_sizes import SizeGuard, others
+from manyhands.split.stages import contiguous
 
 HERE = Path(__file__).name
 
 
-def cuts(traced: Traced, stages: int) -> list[int]:
+def cuts(traced: TracedProgram, stages: int) -> list[int]:
     crossing = [0.0 if traced.cuttable(i) else math.inf for i in range(len(traced.steps[True]))]
     return contiguous([1.0] * len(crossing), stages, counts=traced.weighty, crossing=crossing)
 
@@ -33,7 +33,9 @@ def line_of(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", QUICK_AND_SLOW)
-def test_a_traced_model_gives_what_the_model_gives_in_any_number_of_stages_and_for_any_batch(name: str) -> None:
+def test_a_traced_model_gives_what_the_model_gives_in_any_number_of_stages_and_for_any_batch(
+    name: str,
+) -> None:
     whole, inputs = model(name)
     before = {k: v.clone() for k, v in whole.state_dict().items()}
     traced = trace(whole, inputs, pieces=4)
@@ -92,7 +94,9 @@ def test_tracing_leaves_the_modes_of_parts_as_they_were() -> None:
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.one, self.two, self.three = (
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x)
@@ -113,7 +117,9 @@ class Inside(nn.Module):
 
 
 def test_a_branch_on_a_value_is_refused_with_its_line_and_modules_to_cut_at() -> None:
-    with pytest.raises(TaskError, match=rf"{line_of('if x.sum() > 1e9:')} .*asks for a value.*cut=two,three"):
+    with pytest.raises(
+        TaskError, match=rf"{line_of('if x.sum() > 1e9:')} .*asks for a value.*cut=two,three"
+    ):
         trace(Branch(), (torch.randn(3, 4),), pieces=2)
 
 
@@ -178,7 +184,9 @@ class BySize(nn.Module):
 def test_a_batch_that_would_take_another_way_is_refused_rather_than_computed_wrongly() -> None:
     made = cut(trace(BySize(), (torch.randn(6, 4),)), [2])
     through(made, (torch.randn(5, 4),))
-    with pytest.raises(TaskError, match=rf"batch of shape \(3, 4\).*does not hold, asked for near .*{HERE}"):
+    with pytest.raises(
+        TaskError, match=rf"batch of shape \(3, 4\).*does not hold, asked for near .*{HERE}"
+    ):
         through(made, (torch.randn(3, 4),))
     with pytest.raises(TaskError, match=r"shape \(6, 5\).*\(any, 4\)"):
         through(made, (torch.randn(6, 5),))
@@ -232,7 +240,10 @@ class Counting(nn.Module):
 
 
 def test_a_buffer_that_would_no_longer_be_updated_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"Counting puts a new tensor in place of its buffer seen; change it in place"):
+    with pytest.raises(
+        TaskError,
+        match=r"Counting puts a new tensor in place of its buffer seen; change it in place",
+    ):
         trace(Counting(), (torch.randn(3, 4),), pieces=2)
 
 
@@ -250,13 +261,19 @@ class Between(nn.Module):
 
 CONV = nn.Conv2d(1, 1, 3, padding=1)
 ASKING = {
-    "conv": (Between(nn.Sequential(CONV, nn.GroupNorm(1, 1), nn.ConvTranspose2d(1, 1, 3, padding=1))), (1, 8, 8)),
+    "conv": (
+        Between(nn.Sequential(CONV, nn.GroupNorm(1, 1), nn.ConvTranspose2d(1, 1, 3, padding=1))),
+        (1, 8, 8),
+    ),
     "pad": (Between(nn.Identity(), lambda y: F.pad(y[..., :4], (0, 4))), (5, 8)),
     "pad module": (Between(nn.ConstantPad1d((4, -4), 0.0)), (5, 8)),
     "gru": (Between(nn.GRU(8, 8, batch_first=True)), (5, 8)),
     "lstm": (Between(nn.LSTM(8, 8, batch_first=True)), (5, 8)),
     "unfold": (Between(CONV, lambda y: F.unfold(y, (2, 4)).transpose(1, 2)), (1, 8, 8)),
-    "pool": (Between(CONV, lambda y: F.adaptive_avg_pool2d(y, (4, 8)).flatten(1).view(y.size(0), 4, 8)), (1, 8, 8)),
+    "pool": (
+        Between(CONV, lambda y: F.adaptive_avg_pool2d(y, (4, 8)).flatten(1).view(y.size(0), 4, 8)),
+        (1, 8, 8),
+    ),
     "interpolate": (Between(CONV, lambda y: F.interpolate(y, scale_factor=2)[..., :8]), (1, 8, 8)),
 }
 
@@ -299,15 +316,21 @@ def test_sizes_are_found_that_answer_a_question_otherwise() -> None:
     tried = list(others({rows: 4, length: 12}, {rows}, lambda: left))
     assert any(sizes[rows] == 48 for sizes in tried)
     assert any(sizes[rows] * sizes[length] == 24 for sizes in tried)
-    assert all(size > 1 for sizes in tried for size in sizes.values())  # torch takes that for a constant
+    assert all(
+        size > 1 for sizes in tried for size in sizes.values()
+    )  # torch takes that for a constant
     assert all(tried.count(sizes) == 1 for sizes in tried)
 
 
-def test_one_row_is_bound_by_what_the_model_asked_and_not_by_what_torch_asked_inside_of_a_step() -> None:
+def test_one_row_is_bound_by_what_the_model_asked_and_not_by_what_torch_asked_inside_of_a_step() -> (
+    None
+):
     rows = sympy.Symbol("rows", positive=True, integer=True)
     one = (torch.zeros(1, 7),)
-    Check({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 7), "there")], {})(one)
+    SizeGuard({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 7), "there")], {})(one)
     with pytest.raises(TaskError, match=r"batch of shape \(1, 7\).*asked for near there"):
-        Check({Input(0, 0): (rows, 7)}, [(sympy.Ne(7 * rows, 7), "there")], [], {})(one)
+        SizeGuard({Input(0, 0): (rows, 7)}, [(sympy.Ne(7 * rows, 7), "there")], [], {})(one)
     with pytest.raises(TaskError, match=r"batch of shape \(3, 7\).*asked for near there"):
-        Check({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 21), "there")], {})((torch.zeros(3, 7),))
+        SizeGuard({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 21), "there")], {})(
+            (torch.zeros(3, 7),)
+        )

@@ -18,16 +18,30 @@ import torch.distributed as dist
 from test_links import CHECKS, TIMEOUT_S, Case, start
 from torch import Tensor
 
-from manyhands.core import Group, Op, Tensors, Work
+from manyhands.core import (
+    Group,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.errors import PlanError
-from manyhands.exchange.algorithms import ALGORITHMS, NAMES, Algorithmic, check, choose, cost, measure, wrap
+from manyhands.exchange.algorithms import (
+    ALGORITHMS,
+    NAMES,
+    AlgorithmGroup,
+    check,
+    choose,
+    cost,
+    measure,
+    wrap,
+)
 from manyhands.exchange.algorithms.binary_blocks import blocks_of
 from manyhands.exchange.algorithms.cost import CANDIDATES
 from manyhands.exchange.algorithms.double_tree import _family
 from manyhands.exchange.algorithms.hierarchical import group_of
 from manyhands.exchange.algorithms.steps import EXAMPLE, steps
 from manyhands.exchange.inproc import InprocGroup, World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
 
 SIZES = range(1, 18)
@@ -58,10 +72,14 @@ class Counted:
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         raise AssertionError("the algorithms are made of transfers")
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         self.messages += len(give)
         self.elements += sum(v.numel() for v in give.values())
-        assert all(v.numel() for v in (*give.values(), *into.values())), "an empty message is no message"
+        assert all(v.numel() for v in (*give.values(), *into.values())), (
+            "an empty message is no message"
+        )
         return self.group.transfer(give, into)
 
     def close(self) -> None: ...
@@ -71,7 +89,9 @@ Sent = tuple[int, int]  # elements, messages
 
 
 @functools.cache
-def reduced(name: str, p: int) -> list[tuple[dict[tuple[int, torch.dtype], Tensor], dict[int, Sent]]]:
+def reduced(
+    name: str, p: int
+) -> list[tuple[dict[tuple[int, torch.dtype], Tensor], dict[int, Sent]]]:
     """For every rank: what it ended with, and what it sent to get there."""
 
     def main(link: InprocGroup) -> tuple[dict[tuple[int, torch.dtype], Tensor], dict[int, Sent]]:
@@ -91,14 +111,19 @@ def reduced(name: str, p: int) -> list[tuple[dict[tuple[int, torch.dtype], Tenso
 def test_all_ranks_get_the_sum_and_the_same_bits(name: str, p: int) -> None:
     everyone = [results for results, _ in reduced(name, p)]
     for (n, dtype), first in everyone[0].items():
-        exact = sum(given(r, n, dtype).to(torch.float64 if dtype.is_floating_point else dtype) for r in range(p))
+        exact = sum(
+            given(r, n, dtype).to(torch.float64 if dtype.is_floating_point else dtype)
+            for r in range(p)
+        )
         assert isinstance(exact, Tensor)
         if dtype == torch.int64:
             assert torch.equal(first, exact)
         else:
             torch.testing.assert_close(first.double(), exact, rtol=1e-5, atol=1e-5)
         for other in everyone[1:]:
-            assert torch.equal(first.view(torch.uint8), other[n, dtype].view(torch.uint8)), f"{n} {dtype}"
+            assert torch.equal(first.view(torch.uint8), other[n, dtype].view(torch.uint8)), (
+                f"{n} {dtype}"
+            )
 
 
 # -- bytes and messages, against the formulas --
@@ -119,7 +144,9 @@ def plus(*sent: Sent) -> Sent:
 def halving_sends(chunks: list[int], i: int) -> Sent:
     """Every block but the own one on the way down, every block that holds the own chunk on the way up."""
     q = len(chunks)
-    block = {d: chunks[i // d * d : i // d * d + d] for d in (1 << k for k in range(q.bit_length() - 1))}
+    block = {
+        d: chunks[i // d * d : i // d * d + d] for d in (1 << k for k in range(q.bit_length() - 1))
+    }
     other = {d: chunks[(i ^ d) // d * d : (i ^ d) // d * d + d] for d in block}
     return some(*(sum(c) for c in other.values()), *(sum(c) for c in block.values()))
 
@@ -133,7 +160,10 @@ def folded(n: int, p: int, r: int, active: list[Sent]) -> Sent:
 
 def ring_sends(n: int, p: int, r: int) -> Sent:
     chunks = cut(n, p)
-    return some(*(c for i, c in enumerate(chunks) if i != (r + 1) % p), *(c for i, c in enumerate(chunks) if i != (r + 2) % p))
+    return some(
+        *(c for i, c in enumerate(chunks) if i != (r + 1) % p),
+        *(c for i, c in enumerate(chunks) if i != (r + 2) % p),
+    )
 
 
 def expected(name: str, n: int, p: int, r: int) -> Sent:
@@ -145,11 +175,19 @@ def expected(name: str, n: int, p: int, r: int) -> Sent:
         return some(n) if r else some(*[n] * (p - 1))
     if name == "tree":
         reach = (r & -r) if r else 2 * q
-        children = [r + (1 << i) for i in range(p.bit_length()) if 1 << i < reach and r + (1 << i) < p]
+        children = [
+            r + (1 << i) for i in range(p.bit_length()) if 1 << i < reach and r + (1 << i) < p
+        ]
         return some(*[n] * (len(children) + (r > 0)))
     if name == "double_tree":
-        up_and_down = [half * ((parent is not None) + len(children)) for half, (parent, children) in families(n, p, r)]
-        messages = [((parent is not None) + len(children)) * (half > 0) for half, (parent, children) in families(n, p, r)]
+        up_and_down = [
+            half * ((parent is not None) + len(children))
+            for half, (parent, children) in families(n, p, r)
+        ]
+        messages = [
+            ((parent is not None) + len(children)) * (half > 0)
+            for half, (parent, children) in families(n, p, r)
+        ]
         return sum(up_and_down), sum(messages)
     if name == "butterfly":
         return folded(n, p, r, [some(*[n] * int(log2(q)))] * q)
@@ -162,7 +200,9 @@ def expected(name: str, n: int, p: int, r: int) -> Sent:
         mine = next(i for i, block in enumerate(blocks) if r in block)
         step, i = q // len(blocks[mine]), r - blocks[mine].start
         chunks = [sum(pieces[j : j + step]) for j in range(0, q, step)]
-        over = len(blocks[mine - 1]) // len(blocks[mine]) if mine else 0  # ranks of the larger block that share our chunk
+        over = (
+            len(blocks[mine - 1]) // len(blocks[mine]) if mine else 0
+        )  # ranks of the larger block that share our chunk
         finer = q // len(blocks[mine - 1]) if mine else 0
         up = [sum(pieces[i * step + k * finer : i * step + (k + 1) * finer]) for k in range(over)]
         back = [chunks[i]] if mine + 1 < len(blocks) else []
@@ -171,7 +211,11 @@ def expected(name: str, n: int, p: int, r: int) -> Sent:
     own = cut(n, length)[(r % length + 1) % length]
     m = p // length
     power = 1 << (m.bit_length() - 1)
-    across = folded(own, m, r // length, [halving_sends(cut(own, power), i) for i in range(power)]) if m > 1 else (0, 0)
+    across = (
+        folded(own, m, r // length, [halving_sends(cut(own, power), i) for i in range(power)])
+        if m > 1
+        else (0, 0)
+    )
     return plus(ring_sends(n, length, r % length) if length > 1 else (0, 0), across)
 
 
@@ -184,7 +228,9 @@ def families(n: int, p: int, r: int) -> list[tuple[int, tuple[int | None, list[i
 def test_every_rank_sends_what_the_formula_says(name: str, p: int) -> None:
     for r, (_, sent) in enumerate(reduced(name, p)):
         for n, counted in sent.items():
-            assert counted == expected(name, n, p, r), f"rank {r}, {n} elements: (elements, messages)"
+            assert counted == expected(name, n, p, r), (
+                f"rank {r}, {n} elements: (elements, messages)"
+            )
 
 
 @pytest.mark.parametrize("p", SIZES[1:])
@@ -203,7 +249,9 @@ def test_the_totals_are_those_of_the_table(p: int) -> None:
     assert sent("ring") == [2 * n - chunks[(r + 1) % p] - chunks[(r + 2) % p] for r in range(p)]
     assert sum(sent("butterfly")) == q * int(log2(q)) * n + 2 * (p - q) * n
     assert sum(sent("halving_doubling")) == 2 * (q - 1) * n + 2 * (p - q) * n
-    assert sum(sent("binary_blocks")) == 2 * (p - 1) * n, "each block b sends 2 (b-1) N inside, and 2 N to and from its neighbour"
+    assert sum(sent("binary_blocks")) == 2 * (p - 1) * n, (
+        "each block b sends 2 (b-1) N inside, and 2 N to and from its neighbour"
+    )
 
 
 @pytest.mark.parametrize("p", [*SIZES, 100])
@@ -217,7 +265,9 @@ def test_no_rank_has_children_in_both_trees_and_both_reach_all(p: int) -> None:
             reached |= set(level)
             depth += 1
         assert reached == set(range(p)) and depth <= p.bit_length()
-    interior = [{r for r in range(p) if _family((r + shift) % p, p, shift)[1]} for shift in range(2)]
+    interior = [
+        {r for r in range(p) if _family((r + shift) % p, p, shift)[1]} for shift in range(2)
+    ]
     assert not interior[0] & interior[1]
 
 
@@ -235,7 +285,9 @@ def test_a_double_tree_works_on_all_its_levels_at_once() -> None:
 
         world.run(main)
         seconds[latency_bytes] = max(world.now)
-    assert seconds[alpha / beta] == pytest.approx(cost("double_tree", 15, 4 << 19, alpha, beta, 0.0), rel=0.05)
+    assert seconds[alpha / beta] == pytest.approx(
+        cost("double_tree", 15, 4 << 19, alpha, beta, 0.0), rel=0.05
+    )
     assert seconds[1e12] > 2 * seconds[alpha / beta]
 
 
@@ -246,7 +298,9 @@ ALPHA, BETA = 3.0, 0.25
 
 def seconds_of(name: str, p: int, n: int) -> float:
     world = World(p, lambda what, nbytes, peers: ALPHA + nbytes * BETA)
-    world.run(lambda link: wrap(link, name).all_reduce({"x": torch.ones(n, dtype=torch.float64)}).wait())
+    world.run(
+        lambda link: wrap(link, name).all_reduce({"x": torch.ones(n, dtype=torch.float64)}).wait()
+    )
     return max(world.now)
 
 
@@ -272,7 +326,9 @@ def test_short_messages_take_the_butterfly_and_long_ones_few_bytes() -> None:
     link = (20e-6, 1e-9, 0.1e-9)
     assert choose(8, 64, *link) == "butterfly"
     assert choose(8, 25e6, *link) == "halving_doubling"
-    assert choose(3, 25e6, *link) == "ring" and choose(7, 25e6, *link) == "ring", "nobody stands aside"
+    assert choose(3, 25e6, *link) == "ring" and choose(7, 25e6, *link) == "ring", (
+        "nobody stands aside"
+    )
     assert choose(2, 25e6, *link) == "halving_doubling", "two ranks: each sums its half"
     for p, n in itertools.product((2, 3, 5, 16, 17), (8, 1e4, 1e7)):
         best = choose(p, n, *link)
@@ -296,7 +352,11 @@ def test_who_is_alone_pays_nothing() -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-@pytest.mark.parametrize("over", [lambda link: link, lambda link: Observed(link, lambda event: None)], ids=["bare", "observed"])
+@pytest.mark.parametrize(
+    "over",
+    [lambda link: link, lambda link: ObservedGroup(link, lambda event: None)],
+    ids=["bare", "observed"],
+)
 def test_what_a_link_costs_is_measured_by_its_own_clock(p: int, over: object) -> None:
     world = World(p, lambda what, nbytes, peers: 0.5 + nbytes / 4 if what == "transfer" else 1.0)
     for alpha, beta, gamma in world.run(lambda link: measure(over(link))):  # type: ignore[operator]
@@ -315,7 +375,9 @@ def test_auto_takes_another_algorithm_for_another_length_and_all_ranks_the_same(
     for names, got in everyone:
         assert names == ["butterfly", "halving_doubling"]
         for x in got:
-            assert torch.equal(x, torch.stack([given(r, x.numel(), torch.int64) for r in range(8)]).sum(0))
+            assert torch.equal(
+                x, torch.stack([given(r, x.numel(), torch.int64) for r in range(8)]).sum(0)
+            )
 
 
 # -- no deadlock, whatever comes late --
@@ -323,7 +385,9 @@ def test_auto_takes_another_algorithm_for_another_length_and_all_ranks_the_same(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_nobody_waits_for_ever_when_messages_and_ranks_are_late_at_random(name: str, seed: int) -> None:
+def test_nobody_waits_for_ever_when_messages_and_ranks_are_late_at_random(
+    name: str, seed: int
+) -> None:
     dice = random.Random(seed)
     world = World(dice.choice([5, 6, 7, 11]), lambda what, nbytes, peers: dice.expovariate(1.0))
 
@@ -350,11 +414,17 @@ def test_the_same_run_takes_the_same_time() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_keeps_the_contract_of_a_link(name: str) -> None:
-    checks = {k: f for k, f in CHECKS.items() if "staging_buffer" not in k and "mailbox" not in k and "refused" not in k}
+    checks = {
+        k: f
+        for k, f in CHECKS.items()
+        if "staging_buffer" not in k and "mailbox" not in k and "refused" not in k
+    }
 
     def main(link: InprocGroup) -> list[str]:
         over = wrap(link, name)
-        assert isinstance(over, Group) and not hasattr(over, "own") and not hasattr(over, "allocate")
+        assert (
+            isinstance(over, Group) and not hasattr(over, "own") and not hasattr(over, "allocate")
+        )
         digests = []
         for check_it in checks.values():
             digest = hashlib.sha256()
@@ -372,7 +442,10 @@ def test_truth_values_and_short_integers_are_reduced_as_by_other_links() -> None
     def main(link: InprocGroup) -> list[list[object]]:
         found = []
         for op in ("sum", "mean", "max"):
-            values = {"b": torch.tensor([link.rank == 0, True, False]), "i": torch.tensor([100, link.rank], dtype=torch.int16)}
+            values = {
+                "b": torch.tensor([link.rank == 0, True, False]),
+                "i": torch.tensor([100, link.rank], dtype=torch.int16),
+            }
             wrap(link, "ring").all_reduce(values, op).wait()  # type: ignore[arg-type]
             found.append([values["b"].tolist(), values["i"].tolist()])
         return found
@@ -388,7 +461,11 @@ def test_truth_values_and_short_integers_are_reduced_as_by_other_links() -> None
 def test_meta_tensors_cost_what_others_cost() -> None:
     def seconds(device: str) -> list[float]:
         world = World(4, lambda what, nbytes, peers: nbytes)
-        world.run(lambda link: wrap(link, "ring").all_reduce({"x": torch.ones(1000, device=device)}, "mean").wait())
+        world.run(
+            lambda link: (
+                wrap(link, "ring").all_reduce({"x": torch.ones(1000, device=device)}, "mean").wait()
+            )
+        )
         return world.now
 
     assert seconds("meta") == seconds("cpu")
@@ -399,7 +476,11 @@ def test_meta_tensors_cost_what_others_cost() -> None:
     [
         ("rign", {}, "algorithm=rign is not known; known: star, tree, .*, auto"),
         ("ring", {"group_size": 2}, "algorithm=ring has no option group_size; it has none"),
-        ("hierarchical", {"group_size": 4}, "groups of 4 among 6 ranks; groups must be equal: use one of 1, 2, 3, 6"),
+        (
+            "hierarchical",
+            {"group_size": 4},
+            "groups of 4 among 6 ranks; groups must be equal: use one of 1, 2, 3, 6",
+        ),
         ("hierarchical", {"group_size": 0}, "groups of 0 among 6 ranks"),
         ("double_tree", {"latency_bytes": 0}, "latency_bytes=0; give alpha/beta"),
     ],
@@ -416,7 +497,10 @@ def test_groups_of_any_fitting_size_agree(group: int) -> None:
         wrap(link, "hierarchical", group_size=group).all_reduce({"x": x}).wait()
         return x.tolist()
 
-    assert World(6).run(main) == [torch.stack([given(r, 50, torch.int64) for r in range(6)]).sum(0).tolist()] * 6
+    assert (
+        World(6).run(main)
+        == [torch.stack([given(r, 50, torch.int64) for r in range(6)]).sum(0).tolist()] * 6
+    )
 
 
 def test_an_unknown_op_is_refused() -> None:
@@ -433,7 +517,9 @@ def test_the_worked_example_of_the_ring() -> None:
 
     def main(link: InprocGroup) -> None:
         x = torch.tensor(EXAMPLE[link.rank])
-        Algorithmic(link, "ring", watch=lambda rank, what, values: seen[rank].append(values.tolist())).all_reduce({"x": x}).wait()
+        AlgorithmGroup(
+            link, "ring", watch=lambda rank, what, values: seen[rank].append(values.tolist())
+        ).all_reduce({"x": x}).wait()
 
     World(3).run(main)
     assert list(zip(*seen.values(), strict=True)) == [
@@ -445,7 +531,9 @@ def test_the_worked_example_of_the_ring() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_page_shows_the_steps_that_are_taken(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_the_steps_that_are_taken(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = steps(name, EXAMPLE)
     print(text)
     last = [line for line in text.splitlines() if "[7, 14, 21]" in line][-1]
@@ -459,7 +547,13 @@ def test_the_page_shows_the_steps_that_are_taken(name: str, capsys: pytest.Captu
 
 def reduce_for_real(case: Case, rank: int, port: int, parent: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     link = case.connect(rank, store)
     found = {}
     for name in NAMES:

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 
 from manyhands.errors import PlanError
-from manyhands.exchange.wires import WIRES, Bf16, Fp16, Int8, OneBit, PowerSGD, RandomK, TopK
-from manyhands.exchange.wires.quantised import Quantised, cut
-from manyhands.exchange.wires.topk import select
+from manyhands.exchange.compression import (
+    CODECS,
+    Bf16,
+    Fp16,
+    Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
+from manyhands.exchange.compression.quantised import Quantised, cut
+from manyhands.exchange.compression.topk import select
 
 LENGTHS = (0, 1, 7, 8, 9, 255, 256, 257, 2047, 2049, 5000)
 
@@ -23,7 +32,9 @@ def dice(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def there_and_back(wire: Quantised, x: Tensor, error: Tensor | None = None, seed: int = 1) -> Tensor:
+def there_and_back(
+    wire: Quantised, x: Tensor, error: Tensor | None = None, seed: int = 1
+) -> Tensor:
     packed = torch.empty(wire.nbytes(x.numel()), dtype=torch.uint8)
     wire.pack(x, packed, error, seed)
     out = torch.full_like(x, 7.0)
@@ -42,7 +53,9 @@ def blocks(x: Tensor, block: int) -> Tensor:
 # -- casts --
 
 
-@pytest.mark.parametrize(("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
+)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_a_cast_keeps_its_relative_error(wire: Quantised, bound: float, numel: int) -> None:
     x = torch.randn(numel, generator=dice())
@@ -105,7 +118,9 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     deviation = scale * (part * (1 - part) / times).sqrt()
     unsure = deviation > scale * 1e-3  # the largest of a block is hit exactly, every time
     z = ((mean - x) / deviation)[unsure]
-    assert unsure.sum() > 500 and z.abs().max() < 5 and abs(z.mean()) < 0.2 and 0.85 < z.std() < 1.15
+    assert (
+        unsure.sum() > 500 and z.abs().max() < 5 and abs(z.mean()) < 0.2 and 0.85 < z.std() < 1.15
+    )
 
 
 def test_stochastic_rounding_repeats_with_its_seed_and_only_then() -> None:
@@ -124,7 +139,9 @@ def test_one_bit_sends_the_means_of_both_signs(numel: int) -> None:
     for part, got in zip(x.split(64), out.split(64), strict=True):
         for side in (part >= 0, part < 0):
             if side.any():
-                torch.testing.assert_close(got[side], part[side].mean().expand(int(side.sum())), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    got[side], part[side].mean().expand(int(side.sum())), rtol=1e-4, atol=1e-5
+                )
 
 
 def test_one_bit_takes_a_bit_a_value_and_eight_bytes_a_block() -> None:
@@ -132,7 +149,11 @@ def test_one_bit_takes_a_bit_a_value_and_eight_bytes_a_block() -> None:
     assert OneBit().nbytes(4097) == 513 + 3 * 8
 
 
-@pytest.mark.parametrize("x", [torch.zeros(3000), torch.ones(3000), -torch.ones(3000)], ids=["zeros", "ones", "minus ones"])
+@pytest.mark.parametrize(
+    "x",
+    [torch.zeros(3000), torch.ones(3000), -torch.ones(3000)],
+    ids=["zeros", "ones", "minus ones"],
+)
 def test_one_bit_is_exact_where_a_sign_has_one_value(x: Tensor) -> None:
     assert torch.equal(there_and_back(OneBit(), x), x)
 
@@ -144,14 +165,23 @@ def test_one_bit_is_exact_where_a_sign_has_one_value(x: Tensor) -> None:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_int8_in_torch_operations_makes_the_same_bytes(numel: int, feedback: bool) -> None:
     wire, x = Int8(), torch.randn(numel, generator=dice())
-    ours, theirs = (torch.randn(numel, generator=dice(2)) / 50 if feedback else None for _ in range(2))
+    ours, theirs = (
+        torch.randn(numel, generator=dice(2)) / 50 if feedback else None for _ in range(2)
+    )
     packed, other = (torch.empty(wire.nbytes(numel), dtype=torch.uint8) for _ in range(2))
     wire.pack(x, packed, ours, 0)
     wire._pack(x, *wire._parts(other, numel), theirs, 0)
     (scales, codes), (s, c) = wire._parts(packed, numel), wire._parts(other, numel)
-    assert torch.equal(scales, s) and (codes - c).abs().max() <= 1 and (codes != c).float().mean() < 0.01  # x/s and x*(1/s)
     assert (
-        torch.equal(wire._unpack(*wire._parts(packed, numel)), there_and_back(wire, x, None if ours is None else 0 * x))
+        torch.equal(scales, s)
+        and (codes - c).abs().max() <= 1
+        and (codes != c).float().mean() < 0.01
+    )  # x/s and x*(1/s)
+    assert (
+        torch.equal(
+            wire._unpack(*wire._parts(packed, numel)),
+            there_and_back(wire, x, None if ours is None else 0 * x),
+        )
         or feedback
     )
     if ours is not None and theirs is not None:
@@ -176,7 +206,9 @@ def test_one_bit_in_torch_operations_makes_the_same_bytes(numel: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("wire", [Fp16(), Bf16(), Int8(), Int8(rounding="stochastic"), OneBit()], ids=str)
+@pytest.mark.parametrize(
+    "wire", [Fp16(), Bf16(), Int8(), Int8(rounding="stochastic"), OneBit()], ids=str
+)
 def test_what_is_not_finite_arrives_so_and_leaves_no_residual(wire: Quantised, bad: float) -> None:
     x = torch.randn(3000, generator=dice())
     x[2500] = bad
@@ -215,9 +247,15 @@ VECTORS = {
     "constant": lambda n: torch.full((n,), -2.5),
     "zeros": lambda n: torch.zeros(n),
     "few values": lambda n: torch.randint(-3, 4, (n,), generator=dice()).float(),
-    "mostly zero": lambda n: torch.randn(n, generator=dice()) * (torch.rand(n, generator=dice(1)) < 0.003),
-    "many sizes": lambda n: torch.randn(n, generator=dice()).mul(20).exp() * torch.randn(n, generator=dice(1)).sign(),
-    "not numbers": lambda n: torch.where(torch.rand(n, generator=dice(1)) < 0.001, torch.nan, torch.randn(n, generator=dice())),
+    "mostly zero": lambda n: (
+        torch.randn(n, generator=dice()) * (torch.rand(n, generator=dice(1)) < 0.003)
+    ),
+    "many sizes": lambda n: (
+        torch.randn(n, generator=dice()).mul(20).exp() * torch.randn(n, generator=dice(1)).sign()
+    ),
+    "not numbers": lambda n: torch.where(
+        torch.rand(n, generator=dice(1)) < 0.001, torch.nan, torch.randn(n, generator=dice())
+    ),
     "sorted": lambda n: torch.arange(n) / n,
     "spiked": lambda n: spiked(max(n, 300_000)),
     "hidden": lambda n: hidden(max(n, 300_000)),
@@ -226,7 +264,9 @@ VECTORS = {
 
 @pytest.mark.parametrize("numel", [1, 33, 2000, 300_007, 1_000_003])
 @pytest.mark.parametrize("vector", VECTORS)
-def test_selection_is_exactly_the_k_largest_and_of_equal_ones_the_first(vector: str, numel: int) -> None:
+def test_selection_is_exactly_the_k_largest_and_of_equal_ones_the_first(
+    vector: str, numel: int
+) -> None:
     x = VECTORS[vector](numel)
     for density in (1e-6, 0.001, 0.01, 0.25, 1.0):
         k = max(1, int(x.numel() * density))
@@ -260,7 +300,9 @@ def test_density_falls_by_a_quarter_through_the_warm_up() -> None:
 
 @pytest.mark.parametrize("numel", [1, 10, 999, 4096])
 @pytest.mark.parametrize("density", [0.001, 0.1, 0.3, 1.0])
-def test_places_are_k_different_ones_and_each_has_the_same_chance(numel: int, density: float) -> None:
+def test_places_are_k_different_ones_and_each_has_the_same_chance(
+    numel: int, density: float
+) -> None:
     wire = RandomK(density=density)
     hits = torch.zeros(numel)
     for seed in range(300):
@@ -287,19 +329,19 @@ def test_the_same_seed_draws_the_same_places_everywhere() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TopK(density=0), "wire.density=0: more than 0 and at most 1 is needed"),
-        (lambda: TopK(density=1.5), "wire.density=1.5: more than 0 and at most 1 is needed"),
-        (lambda: TopK(density=float("nan")), "wire.density=nan"),
-        (lambda: TopK(momentum=1.0), "wire.momentum=1.0: at least 0 and less than 1"),
-        (lambda: TopK(masking=False), "wire.masking=false has no effect without momentum"),
-        (lambda: TopK(warmup=-1), "wire.warmup=-1"),
-        (lambda: TopK(density=0.5, warmup=10), "wire.warmup=10 has no effect"),
-        (lambda: RandomK(density=-0.1), "wire.density=-0.1"),
-        (lambda: Int8(block=0), "wire.block=0: at least 1"),
-        (lambda: Int8(rounding="up"), "wire.rounding=up: nearest or stochastic"),  # type: ignore[arg-type]
-        (lambda: OneBit(block=12), "wire.block=12: a multiple of 8"),
-        (lambda: PowerSGD(rank=0), "wire.rank=0: at least 1"),
-        (lambda: PowerSGD(start_after=-1), "wire.start_after=-1"),
+        (lambda: TopK(density=0), "compress.density=0: more than 0 and at most 1 is needed"),
+        (lambda: TopK(density=1.5), "compress.density=1.5: more than 0 and at most 1 is needed"),
+        (lambda: TopK(density=float("nan")), "compress.density=nan"),
+        (lambda: TopK(momentum=1.0), "compress.momentum=1.0: at least 0 and less than 1"),
+        (lambda: TopK(masking=False), "compress.masking=false has no effect without momentum"),
+        (lambda: TopK(warmup=-1), "compress.warmup=-1"),
+        (lambda: TopK(density=0.5, warmup=10), "compress.warmup=10 has no effect"),
+        (lambda: RandomK(density=-0.1), "compress.density=-0.1"),
+        (lambda: Int8(block=0), "compress.block=0: at least 1"),
+        (lambda: Int8(rounding="up"), "compress.rounding=up: nearest or stochastic"),  # type: ignore[arg-type]
+        (lambda: OneBit(block=12), "compress.block=12: a multiple of 8"),
+        (lambda: PowerSGD(rank=0), "compress.rank=0: at least 1"),
+        (lambda: PowerSGD(start_after=-1), "compress.start_after=-1"),
     ],
 )
 def test_options_without_sense_are_refused_with_what_is_needed(make: Any, words: str) -> None:
@@ -308,12 +350,12 @@ def test_options_without_sense_are_refused_with_what_is_needed(make: Any, words:
 
 
 def test_every_wire_lies_in_the_file_of_its_name() -> None:
-    for name, kind in WIRES.items():
-        assert kind.__module__ == f"manyhands.exchange.wires.{name}"
+    for name, kind in CODECS.items():
+        assert kind.__module__ == f"manyhands.exchange.compression.{name}"
 
 
 def test_importing_the_wires_compiles_nothing() -> None:
-    code = "import sys, manyhands.exchange.wires; sys.exit('numba' in sys.modules)"
+    code = "import sys, manyhands.exchange.compression; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

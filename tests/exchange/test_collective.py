@@ -16,7 +16,9 @@ from manyhands.exchange import collective
 from manyhands.exchange.collective import CollectiveGroup
 
 
-def on_ranks(size: int, main: Callable[[CollectiveGroup], object], keep: list[CollectiveGroup] | None = None) -> None:
+def on_ranks(
+    size: int, main: Callable[[CollectiveGroup], object], keep: list[CollectiveGroup] | None = None
+) -> None:
     """Run `main` on ranks that are threads: gloo does not mind, and it is quick."""
     store, errors = dist.HashStore(), []
 
@@ -52,7 +54,9 @@ def test_every_dtype_on_the_wire_is_summed_and_maximised(dtype: torch.dtype) -> 
 
 
 def test_a_dtype_that_cannot_travel_is_refused_at_the_door() -> None:
-    with pytest.raises(ValueError, match=r"all_reduce of 'x', which is torch.complex64; needed: one of float32"):
+    with pytest.raises(
+        ValueError, match=r"all_reduce of 'x', which is torch.complex64; needed: one of float32"
+    ):
         on_ranks(2, lambda link: link.all_reduce({"x": torch.ones(1, dtype=torch.complex64)}))
 
 
@@ -100,7 +104,9 @@ def test_a_process_group_that_is_lent_stays_open() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["carrier pigeon", *([] if dist.is_nccl_available() else ["nccl"])])
+@pytest.mark.parametrize(
+    "backend", ["carrier pigeon", *([] if dist.is_nccl_available() else ["nccl"])]
+)
 def test_a_backend_that_is_not_there_is_a_matter_of_the_plan(backend: str) -> None:
     with pytest.raises(PlanError, match=backend):
         collective.connect(0, 1, dist.HashStore(), backend)

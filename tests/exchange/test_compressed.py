@@ -16,13 +16,25 @@ import torch.distributed as dist
 from torch import Tensor
 from wired import ALL, given, reduced, run, same, total
 
-from manyhands.core import EXACT, Group, Job, Tensors
+from manyhands.core import (
+    EXACT,
+    Group,
+    Job,
+    Tensors,
+)
 from manyhands.exchange import collective, hierarchical
+from manyhands.exchange.compression import (
+    Bf16,
+    Compressed,
+    Int8,
+    PowerSGD,
+    TopK,
+    wrap,
+)
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
-from manyhands.exchange.wires import Bf16, Compressed, Int8, PowerSGD, TopK, wrap
 from manyhands.launch.local import LocalLauncher
 
 # -- what is left alone --
@@ -32,7 +44,11 @@ from manyhands.launch.local import LocalLauncher
 def test_short_vectors_integers_and_maxima_pass_unchanged(name: str) -> None:
     def body(link: Group) -> list[Tensor]:
         over = wrap(link, ALL[name])
-        short, whole, most = given(link.rank, 0, 1023), torch.full((5000,), link.rank), given(link.rank, 0, 5000)
+        short, whole, most = (
+            given(link.rank, 0, 1023),
+            torch.full((5000,), link.rank),
+            given(link.rank, 0, 5000),
+        )
         over.all_reduce({"short": short, "whole": whole}).wait()
         over.all_reduce({"most": most}, "max").wait()
         assert over.state == {}
@@ -55,7 +71,9 @@ def test_alone_nothing_is_encoded(name: str) -> None:
 def test_it_is_a_group_but_has_no_parts_to_own() -> None:
     link = wrap(SoloGroup(), Bf16())
     assert isinstance(link, Group)
-    assert not any(hasattr(link, name) for name in ("own", "reduce_scatter", "all_gather", "allocate"))
+    assert not any(
+        hasattr(link, name) for name in ("own", "reduce_scatter", "all_gather", "allocate")
+    )
 
     class Placed(SoloGroup):
         def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -89,10 +107,15 @@ def test_tensors_of_any_shape_and_layout_are_reduced_in_place() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_several_exchanges_may_be_under_way_and_be_waited_for_in_any_order_and_twice(name: str) -> None:
+def test_several_exchanges_may_be_under_way_and_be_waited_for_in_any_order_and_twice(
+    name: str,
+) -> None:
     def together(link: Compressed) -> list[Tensor]:
         xs = [given(link.rank, i, 200 + 77 * i) for i in range(5)]
-        works = [link.all_reduce({f"x{i}": x, "n": torch.ones(1, dtype=torch.int64)}) for i, x in enumerate(xs)]
+        works = [
+            link.all_reduce({f"x{i}": x, "n": torch.ones(1, dtype=torch.int64)})
+            for i, x in enumerate(xs)
+        ]
         for work in (works[3], works[1], *works):
             work.wait()
         return xs
@@ -115,7 +138,10 @@ def test_a_name_that_is_under_way_is_finished_before_it_travels_again() -> None:
         first.wait()
         return [a, b]
 
-    got, needed = same(run(3, TopK(density=0.1), body)), same(run(3, TopK(density=0.1), lambda link: reduced(link, (0, 1), 300)))
+    got, needed = (
+        same(run(3, TopK(density=0.1), body)),
+        same(run(3, TopK(density=0.1), lambda link: reduced(link, (0, 1), 300))),
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, needed, strict=True))
 
 
@@ -151,7 +177,9 @@ def test_swapped_values_arrive_as_their_sender_encoded_them(name: str) -> None:
     results = run(3, ALL[name], body)
     for sender in range(3):
         receiver = (sender + 1) % 3
-        assert torch.equal(results[sender][2]["x"], results[receiver][0]["x"]), "what was given is what its readers read"
+        assert torch.equal(results[sender][2]["x"], results[receiver][0]["x"]), (
+            "what was given is what its readers read"
+        )
     for receiver, (*got, _) in enumerate(results):
         for sender, theirs in zip(((receiver - 1) % 3, (receiver + 1) % 3), got, strict=True):
             x = theirs["x"]
@@ -169,7 +197,9 @@ def test_what_a_swap_leaves_out_follows_later(name: str) -> None:
         heard = torch.zeros(600, dtype=torch.float64)
         for step in range(6):
             if step == 3:
-                assert link.swap({"x": given(link.rank, 99, 600)}, []) == []  # to nobody: nothing leaves the residual
+                assert (
+                    link.swap({"x": given(link.rank, 99, 600)}, []) == []
+                )  # to nobody: nothing leaves the residual
                 continue
             heard += link.swap({"x": given(link.rank, step, 600)}, [1 - link.rank])[0]["x"]
         return heard, link.state["error/swap/x"].clone()
@@ -180,7 +210,11 @@ def test_what_a_swap_leaves_out_follows_later(name: str) -> None:
 
 
 def test_a_wire_that_only_all_ranks_can_read_swaps_in_plain() -> None:
-    got = run(2, PowerSGD(), lambda link: link.swap({"x": given(link.rank, 0, 2000)}, [1 - link.rank])[0]["x"])
+    got = run(
+        2,
+        PowerSGD(),
+        lambda link: link.swap({"x": given(link.rank, 0, 2000)}, [1 - link.rank])[0]["x"],
+    )
     assert torch.equal(got[0], given(1, 0, 2000))
 
 
@@ -193,7 +227,9 @@ def every_wire(link: Group) -> dict[str, list[Tensor]]:
         over = wrap(link, wire)
         results[name] = reduced(over, range(2), 3001)
         xs = [given(link.rank, 5 + i, 2000 + i) for i in range(3)]
-        works = [over.all_reduce({f"x{i}": x, "n": torch.ones(1)}, "mean") for i, x in enumerate(xs)]
+        works = [
+            over.all_reduce({f"x{i}": x, "n": torch.ones(1)}, "mean") for i, x in enumerate(xs)
+        ]
         for work in works:
             work.wait()
         results[name] += [*xs, over.swap({"y": given(link.rank, 9, 1500)}, [1 - link.rank])[0]["y"]]
@@ -203,12 +239,18 @@ def every_wire(link: Group) -> dict[str, list[Tensor]]:
 def process() -> dict[str, Any]:
     from manyhands.launch import environment
 
-    here = environment.place()
+    here = environment.process_info()
     store = environment.store(here, 60)
     links = {
-        "gloo": collective.connect(here.rank, here.size, dist.PrefixStore("gloo", store), "gloo", 30.0),
-        "shared": SharedGroup(here.rank, here.size, dist.PrefixStore("shared", store), timeout_s=30.0),
-        "hierarchical": hierarchical.connect(here.rank, here.size, ["a", "b"], dist.PrefixStore("hierarchical", store), 30.0),
+        "gloo": collective.connect(
+            here.rank, here.size, dist.PrefixStore("gloo", store), "gloo", 30.0
+        ),
+        "shared": SharedGroup(
+            here.rank, here.size, dist.PrefixStore("shared", store), timeout_s=30.0
+        ),
+        "hierarchical": hierarchical.connect(
+            here.rank, here.size, ["a", "b"], dist.PrefixStore("hierarchical", store), 30.0
+        ),
     }
     return {name: over(link) for name, link in links.items()}
 
@@ -246,12 +288,14 @@ def test_two_processes_end_with_the_bits_of_the_world(link: str, name: str) -> N
 
 
 @pytest.mark.parametrize("wire", [Bf16(), Int8()])
-def test_a_transfer_with_a_name_is_encoded_and_one_that_must_be_exact_is_not(wire: Bf16 | Int8) -> None:
+def test_a_transfer_with_a_name_is_encoded_and_one_that_must_be_exact_is_not(
+    wire: Bf16 | Int8,
+) -> None:
     """What gossip sends: to one or more ranks, encoded once, read by each of them alone."""
     values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
 
     def main(group: Group) -> tuple[Tensor, Tensor, int]:
-        seen = Observed(group, lambda event: None)
+        seen = ObservedGroup(group, lambda event: None)
         link = wrap(seen, wire, "parameters")
         to, source = (group.rank + 1) % 3, (group.rank - 1) % 3
         got = [torch.empty(5000), torch.empty(5000)]

@@ -100,7 +100,9 @@ def test_an_exchange_is_paid_for_only_as_far_as_it_is_not_hidden() -> None:
     world = World(2, cost)
 
     def main(link: InprocGroup) -> None:
-        world.spend(link.rank, 1.0 + link.rank)  # the slower one comes at 2: the exchange lasts from 2 to 6
+        world.spend(
+            link.rank, 1.0 + link.rank
+        )  # the slower one comes at 2: the exchange lasts from 2 to 6
         work = link.all_reduce({"w": torch.ones(10)})
         world.spend(link.rank, 1.0 + 2 * link.rank)  # rank 0 waits from 2 on, rank 1 from 5 on
         work.wait()
@@ -122,7 +124,10 @@ def test_waiting_for_a_slow_rank_is_told_from_exchange() -> None:
         link.swap({"w": torch.ones(1)}, [1 - link.rank])
 
     world.run(main)
-    assert world.busy == [{"compute": 0.0, "exchange": 1.0, "wait": 5.0}, {"compute": 5.0, "exchange": 1.0, "wait": 0.0}]
+    assert world.busy == [
+        {"compute": 0.0, "exchange": 1.0, "wait": 5.0},
+        {"compute": 5.0, "exchange": 1.0, "wait": 0.0},
+    ]
 
 
 def test_all_reduces_follow_each_other_on_the_link() -> None:
@@ -156,7 +161,10 @@ def test_a_sender_goes_on_while_its_message_travels_and_its_port_is_busy() -> No
 
     def main(link: InprocGroup) -> float:
         if link.rank == 0:
-            works = [link.transfer({1: torch.ones(4), 2: torch.ones(2)}, {}), link.transfer({1: torch.ones(1)}, {})]
+            works = [
+                link.transfer({1: torch.ones(4), 2: torch.ones(2)}, {}),
+                link.transfer({1: torch.ones(1)}, {}),
+            ]
             sent_at = world.now[0]
             for work in works:
                 work.wait()
@@ -221,8 +229,9 @@ def test_a_message_that_nobody_sends() -> None:
 
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
-    assert "rank 0 waits in transfer #1 for ranks [1, 2]; rank 1 waits in transfer #1 for ranks [0, 2]; rank 2 finished" in str(
-        e.value
+    assert (
+        "rank 0 waits in transfer #1 for ranks [1, 2]; rank 1 waits in transfer #1 for ranks [0, 2]; rank 2 finished"
+        in str(e.value)
     )
 
 
@@ -233,14 +242,19 @@ def test_a_message_that_nobody_asks_for() -> None:
         link.transfer({1 - link.rank: torch.ones(1)}, {}).wait()
         link.transfer({}, {1 - link.rank: torch.ones(1)}).wait()
 
-    with pytest.raises(Deadlock, match="rank 0 waits in transfer #0 for rank 1; rank 1 waits in transfer #0 for rank 0"):
+    with pytest.raises(
+        Deadlock,
+        match="rank 0 waits in transfer #0 for rank 1; rank 1 waits in transfer #0 for rank 0",
+    ):
         World(2).run(main)
 
 
 @pytest.mark.parametrize("into", [torch.ones(3), torch.ones(2, dtype=torch.int64)])
 def test_the_two_ends_of_a_message_must_agree(into: torch.Tensor) -> None:
     def main(link: Group) -> None:
-        link.transfer({1: torch.ones(2)} if link.rank == 0 else {}, {0: into} if link.rank == 1 else {}).wait()
+        link.transfer(
+            {1: torch.ones(2)} if link.rank == 0 else {}, {0: into} if link.rank == 1 else {}
+        ).wait()
 
     other = f"{into.numel()} {str(into.dtype).removeprefix('torch.')}"
     with pytest.raises(Deadlock, match=f"rank 0 gives 2 float32, rank 1 waits for {other}"):
@@ -268,8 +282,9 @@ def test_a_rank_that_waits_elsewhere_is_named_with_where() -> None:
 
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
-    assert "rank 0 waits in all_reduce #1 for ranks [1, 2]; rank 1 waits in all_reduce #0 for rank 2; rank 2 finished" in str(
-        e.value
+    assert (
+        "rank 0 waits in all_reduce #1 for ranks [1, 2]; rank 1 waits in all_reduce #0 for rank 2; rank 2 finished"
+        in str(e.value)
     )
 
 
@@ -279,7 +294,8 @@ def test_a_swap_with_a_rank_that_does_not_come() -> None:
             link.swap({"w": torch.ones(1)}, [(link.rank + 1) % 3, (link.rank + 2) % 3])
 
     with pytest.raises(
-        Deadlock, match=r"rank 0 waits in swap #0 for rank 2; rank 1 waits in swap #0 for rank 2; rank 2 finished"
+        Deadlock,
+        match=r"rank 0 waits in swap #0 for rank 2; rank 1 waits in swap #0 for rank 2; rank 2 finished",
     ):
         World(3).run(main)
 
@@ -310,14 +326,24 @@ def test_different_calls_name_both_ranks_and_both_calls() -> None:
 )
 def test_different_tensors_do_not_meet(other: dict[str, torch.Tensor], reason: str) -> None:
     with pytest.raises(Deadlock, match=reason):
-        World(2).run(lambda link: link.all_reduce({"w": torch.ones(2)} if link.rank == 0 else other).wait())
+        World(2).run(
+            lambda link: link.all_reduce({"w": torch.ones(2)} if link.rank == 0 else other).wait()
+        )
     with pytest.raises(Deadlock, match=reason):
-        World(2).run(lambda link: link.swap({"w": torch.ones(2)} if link.rank == 0 else other, [1 - link.rank]))
+        World(2).run(
+            lambda link: link.swap(
+                {"w": torch.ones(2)} if link.rank == 0 else other, [1 - link.rank]
+            )
+        )
 
 
 def test_different_ops_do_not_meet() -> None:
     with pytest.raises(Deadlock, match="different ops"):
-        World(2).run(lambda link: link.all_reduce({"w": torch.ones(2)}, "sum" if link.rank == 0 else "max").wait())
+        World(2).run(
+            lambda link: link.all_reduce(
+                {"w": torch.ones(2)}, "sum" if link.rank == 0 else "max"
+            ).wait()
+        )
 
 
 def test_a_swap_must_be_symmetric() -> None:
@@ -344,7 +370,9 @@ def test_what_a_rank_raises_comes_out_as_itself_and_the_others_unwind() -> None:
                 raise error
             try:
                 reduce_once(link)
-            except Exception:  # unwinding is no Exception: a strategy's own handler does not stop it
+            except (
+                Exception
+            ):  # unwinding is no Exception: a strategy's own handler does not stop it
                 left.append("swallowed")
         finally:
             left.append(link.rank)

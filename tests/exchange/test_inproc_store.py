@@ -12,20 +12,30 @@ from torch import Tensor
 
 from manyhands.core import Store, Table
 from manyhands.errors import Deadlock, StoreError
-from manyhands.exchange.inproc import Cost, InprocGroup, World, one_tick
-from manyhands.exchange.inproc_store import InprocStore
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.shard import Shard
+from manyhands.exchange.inproc import (
+    Cost,
+    InprocGroup,
+    World,
+    one_tick,
+)
+from manyhands.server.clock import Clock
+from manyhands.server.inproc_store import InprocStore
+from manyhands.server.shard import Shard
 
-VECTOR = Table("v", length=4, dtype="float64", rule="sum")
-ROWS = Table("rows", dim=2, rule="sum", init="zeros")
+VECTOR = Table("v", length=4, dtype="float64", optimizer="sum")
+ROWS = Table("rows", dim=2, optimizer="sum", init="zeros")
 
 
 def stores(
-    size: int, main: Callable[[InprocStore, InprocGroup], Any], cost: Cost = one_tick, shards: int = 1
+    size: int,
+    main: Callable[[InprocStore, InprocGroup], Any],
+    cost: Cost = one_tick,
+    shards: int = 1,
 ) -> tuple[World, list[Any]]:
     world, servers, clock = World(size, cost), [Shard(i) for i in range(shards)], Clock(size)
-    return world, world.run(lambda group: main(InprocStore(world, group.rank, servers, clock), group))
+    return world, world.run(
+        lambda group: main(InprocStore(world, group.rank, servers, clock), group)
+    )
 
 
 def one(size: int, at: int) -> dict[str, Tensor]:
@@ -48,7 +58,10 @@ def test_calls_take_the_time_that_the_cost_says_and_act_when_it_has_passed() -> 
         store.create(VECTOR)
         store.create(ROWS)
         store.pull({"v": None})
-        store.push({"v": None, "rows": torch.tensor([7, 7, 9])}, {"v": torch.ones(4).double(), "rows": torch.ones(3, 2)})
+        store.push(
+            {"v": None, "rows": torch.tensor([7, 7, 9])},
+            {"v": torch.ones(4).double(), "rows": torch.ones(3, 2)},
+        )
         store.tick()
         return group.clock()
 
@@ -120,7 +133,11 @@ def test_a_commit_comes_at_the_moment_its_quorum_is_there_and_the_late_one_is_to
         return group.clock(), tick.counted, store.pull({"v": None})["v"].tolist()
 
     _, found = stores(3, main, free)
-    assert found == [(5.0, True, [1, 0, 1, 0]), (9.0, False, [1, 0, 1, 0]), (5.0, True, [1, 0, 1, 0])]
+    assert found == [
+        (5.0, True, [1, 0, 1, 0]),
+        (9.0, False, [1, 0, 1, 0]),
+        (5.0, True, [1, 0, 1, 0]),
+    ]
 
 
 def test_a_wait_that_cannot_end_names_who_waits_for_whom() -> None:
@@ -131,7 +148,9 @@ def test_a_wait_that_cannot_end_names_who_waits_for_whom() -> None:
 
     with pytest.raises(Deadlock) as said:
         stores(3, main)
-    assert "rank 0 waits in tick after clock 0 for rank 1" in str(said.value) and "rank 1 finished" in str(said.value)
+    assert "rank 0 waits in tick after clock 0 for rank 1" in str(
+        said.value
+    ) and "rank 1 finished" in str(said.value)
 
 
 def test_a_table_that_rank_0_never_makes_is_waited_for_by_name() -> None:
@@ -169,19 +188,40 @@ def test_what_a_rank_may_not_do_is_raised_where_it_did_it() -> None:
 def test_it_runs_the_same_way_every_time(shards: int) -> None:
     def main(store: InprocStore, group: InprocGroup) -> tuple[Tensor, Tensor, float]:
         store.create(
-            Table("x", length=7, dtype="float64", rule="momentum", options={"lr": 0.1, "momentum": 0.9}), torch.ones(7).double()
+            Table(
+                "x",
+                length=7,
+                dtype="float64",
+                optimizer="momentum",
+                options={"lr": 0.1, "momentum": 0.9},
+            ),
+            torch.ones(7).double(),
         )
         store.create(ROWS)
         ids = torch.arange(5) * (store.rank + 1)
         for n in range(6):
             x = store.pull({"x": None})["x"]
             store.world.spend(store.rank, float((3 * store.rank + 5 * n) % 4))
-            store.push({"x": None, "rows": ids}, {"x": x * (store.rank + 1), "rows": torch.ones(5, 2)}, lr=0.01 * (n + 1))
+            store.push(
+                {"x": None, "rows": ids},
+                {"x": x * (store.rank + 1), "rows": torch.ones(5, 2)},
+                lr=0.01 * (n + 1),
+            )
             store.tick(2)
         group.all_reduce({"end": torch.zeros(1)}).wait()
-        return store.pull({"x": None})["x"], store.pull({"rows": torch.arange(20)})["rows"], group.clock()
+        return (
+            store.pull({"x": None})["x"],
+            store.pull({"rows": torch.arange(20)})["rows"],
+            group.clock(),
+        )
 
-    (_, first), (_, second), (_, whole) = stores(3, main, shards=shards), stores(3, main, shards=shards), stores(3, main)
+    (_, first), (_, second), (_, whole) = (
+        stores(3, main, shards=shards),
+        stores(3, main, shards=shards),
+        stores(3, main),
+    )
     for a, b, c in zip(first, second, whole, strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]), "nor does the number of shards change a bit"
+        assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]), (
+            "nor does the number of shards change a bit"
+        )
         assert torch.equal(a[1], b[1]) and torch.equal(a[1], c[1]) and a[2] == b[2] == c[2]

@@ -24,12 +24,17 @@ import torch.distributed as dist
 from forked import PRELOAD
 from torch import Tensor
 
-from manyhands.core import Group, Op, PartGroup, Tensors
+from manyhands.core import (
+    Group,
+    Op,
+    ReduceScatterGroup,
+    Tensors,
+)
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical, segments
 from manyhands.exchange.inproc import World
 from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
 from manyhands.exchange.solo import SoloGroup
 
@@ -72,7 +77,15 @@ CASES = [
     *(Case("hierarchical", hosts) for hosts in ("aa", "aba", "aabb", "aaabbbcc")),
 ]
 # more ranks of what fewer show too: whoever changes a link runs these with -m slow
-LARGER = {"inproc-5", "inproc-6", "inproc-7", "inproc-8", "shared-4", "shared-8", "hierarchical-aaabbbcc"}
+LARGER = {
+    "inproc-5",
+    "inproc-6",
+    "inproc-7",
+    "inproc-8",
+    "shared-4",
+    "shared-8",
+    "hierarchical-aaabbbcc",
+}
 
 
 def some(wanted: Callable[[Case], bool]) -> list[Any]:
@@ -108,7 +121,11 @@ def assert_reduced(got: Tensor, size: int, op: Op) -> None:
     dtype, numel = got.dtype, got.numel()
     needed = _given(0, numel, dtype).to(torch.float64 if dtype.is_floating_point else dtype)
     for rank in range(1, size):
-        needed = torch.maximum(needed, _given(rank, numel, dtype)) if op == "max" else needed + _given(rank, numel, dtype)
+        needed = (
+            torch.maximum(needed, _given(rank, numel, dtype))
+            if op == "max"
+            else needed + _given(rank, numel, dtype)
+        )
     if op == "mean":
         needed = needed / size if dtype.is_floating_point else needed // size
     # each addition may round once, at the size that the sum has by then
@@ -120,7 +137,9 @@ def assert_reduced(got: Tensor, size: int, op: Op) -> None:
 
 def place(link: Group, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory that the link reduces in place, where it has such memory."""
-    allocate: Callable[[int, torch.dtype], Tensor] = getattr(link, "allocate", lambda n, t: torch.zeros(n, dtype=t))
+    allocate: Callable[[int, torch.dtype], Tensor] = getattr(
+        link, "allocate", lambda n, t: torch.zeros(n, dtype=t)
+    )
     return allocate(numel, dtype)
 
 
@@ -141,7 +160,9 @@ def reduces(op: Op, dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]) ->
 
 for _op in OPS:
     CHECKS[f"all_reduce_{_op}"] = reduces(_op, DTYPES, NUMELS)
-CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces("mean", (torch.float32,), (LARGE,))
+CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces(
+    "mean", (torch.float32,), (LARGE,)
+)
 CHECKS["all_reduce_sum_of_more_than_the_staging_buffer"] = reduces("sum", (torch.int64,), (LARGE,))
 
 
@@ -151,8 +172,14 @@ def all_reduce_takes_many_names_dtypes_and_shapes_at_once(link: Group) -> list[T
         "matrix": given(link.rank, 1023, torch.float32).view(31, 33),
         "nothing": torch.empty(0, 5),
         "scalar": given(link.rank, 1, torch.float64).view(()),
-        "columns": given(link.rank, 420, torch.float32).view(20, 21).t().contiguous().t(),  # not contiguous
-        "every_second": torch.zeros(30, dtype=torch.int64)[::2].copy_(given(link.rank, 15, torch.int64)),
+        "columns": given(link.rank, 420, torch.float32)
+        .view(20, 21)
+        .t()
+        .contiguous()
+        .t(),  # not contiguous
+        "every_second": torch.zeros(30, dtype=torch.int64)[::2].copy_(
+            given(link.rank, 15, torch.int64)
+        ),
         "placed": place(link, 5000, torch.float32).copy_(given(link.rank, 5000, torch.float32)),
         "leaf": torch.nn.Parameter(given(link.rank, 77, torch.float32)),
     }
@@ -174,7 +201,9 @@ def all_reduce_leaves_the_neighbouring_memory_alone(link: Group) -> list[Tensor]
 
 
 @check
-def several_calls_may_be_under_way_and_be_waited_for_in_any_order_and_twice(link: Group) -> list[Tensor]:
+def several_calls_may_be_under_way_and_be_waited_for_in_any_order_and_twice(
+    link: Group,
+) -> list[Tensor]:
     numels = (5, 6000, 1, 70_001, 300)
     for make in (lambda n, t: torch.zeros(n, dtype=t), functools.partial(place, link)):
         mine = [make(n, torch.float32).copy_(given(link.rank, n, torch.float32)) for n in numels]
@@ -200,7 +229,7 @@ def the_same_memory_can_be_reduced_again_and_again(link: Group) -> list[Tensor]:
 def reduce_scatter_and_all_gather_make_an_all_reduce(link: Group) -> list[Tensor]:
     if not isinstance(getattr(link, "group", link), SharedGroup):
         return []
-    parts = cast(PartGroup, link)
+    parts = cast(ReduceScatterGroup, link)
     got = []
     for dtype, op in itertools.product(DTYPES, OPS):
         whole = place(link, 100_003, dtype).copy_(mine := given(link.rank, 100_003, dtype))
@@ -227,7 +256,9 @@ def assert_swapped(link: Group, mine: Tensors, peers: list[int], got: list[Tenso
         assert list(theirs) == list(mine)
         for k, v in theirs.items():
             assert v.shape == mine[k].shape and v.dtype == mine[k].dtype
-            assert torch.equal(v.reshape(-1), given(peer, v.numel(), v.dtype)), f"{k} of rank {peer}"
+            assert torch.equal(v.reshape(-1), given(peer, v.numel(), v.dtype)), (
+                f"{k} of rank {peer}"
+            )
 
 
 def to_swap(link: Group) -> Tensors:
@@ -242,7 +273,10 @@ def to_swap(link: Group) -> Tensors:
 
 @check
 def swap_round_a_ring(link: Group) -> list[Tensor]:
-    peers = [(link.rank - 1) % link.size, (link.rank + 1) % link.size]  # twice the same of two ranks, oneself when alone
+    peers = [
+        (link.rank - 1) % link.size,
+        (link.rank + 1) % link.size,
+    ]  # twice the same of two ranks, oneself when alone
     for _ in range(3):
         assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
     return []
@@ -302,7 +336,9 @@ def around(link: Group) -> tuple[int, int]:
 
 
 def assert_came(got: Tensor, peer: int) -> None:
-    assert torch.equal(got.detach().reshape(-1), given(peer, got.numel(), got.dtype)), f"{got.numel()} {got.dtype} of rank {peer}"
+    assert torch.equal(got.detach().reshape(-1), given(peer, got.numel(), got.dtype)), (
+        f"{got.numel()} {got.dtype} of rank {peer}"
+    )
 
 
 @check
@@ -324,7 +360,9 @@ def transfer_keeps_shapes_and_takes_parts_of_larger_tensors(link: Group) -> list
     assert_came(into[10:41], left)
     assert (into[:10] == 0).all() and (into[41:] == 0).all(), "the rest of it is left alone"
     weight = torch.nn.Parameter(torch.zeros(7))
-    link.transfer({right: torch.nn.Parameter(given(link.rank, 7, torch.float32))}, {left: weight}).wait()
+    link.transfer(
+        {right: torch.nn.Parameter(given(link.rank, 7, torch.float32))}, {left: weight}
+    ).wait()
     assert_came(weight, left)
     return []
 
@@ -362,7 +400,9 @@ def a_ring_in_which_everybody_sends_first_goes_round(link: Group) -> list[Tensor
 
 
 @check
-def messages_between_two_ranks_arrive_in_order_however_they_are_waited_for(link: Group) -> list[Tensor]:
+def messages_between_two_ranks_arrive_in_order_however_they_are_waited_for(
+    link: Group,
+) -> list[Tensor]:
     left, right = around(link)
     if left == link.rank:
         return []
@@ -395,7 +435,10 @@ def a_transfer_concerns_only_the_ranks_it_names(link: Group) -> list[Tensor]:
 @check
 def transfers_swaps_and_all_reduces_may_be_under_way_together(link: Group) -> list[Tensor]:
     left, right = around(link)
-    x, into = place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32)), torch.empty(LONG)
+    x, into = (
+        place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32)),
+        torch.empty(LONG),
+    )
     transfer = link.transfer({right: given(link.rank, LONG, torch.float32)}, {left: into})
     reduction = link.all_reduce({"x": x}, "mean")
     assert_swapped(link, mine := to_swap(link), [left, right], link.swap(mine, [left, right]))
@@ -418,7 +461,12 @@ def what_was_transferred_belongs_to_the_receiver(link: Group) -> list[Tensor]:
 
 @check
 def transfers_to_nobody_and_of_stripes_are_refused(link: Group) -> list[Tensor]:
-    for give in ({link.size: torch.ones(1)}, {-1: torch.ones(1)}, {link.rank: torch.ones(4)[::2]}, {link.rank: torch.ones(1)}):
+    for give in (
+        {link.size: torch.ones(1)},
+        {-1: torch.ones(1)},
+        {link.rank: torch.ones(4)[::2]},
+        {link.rank: torch.ones(1)},
+    ):
         with pytest.raises(ValueError, match=rf"rank {link.rank} transfers"):
             link.transfer(give, {})
     return []
@@ -430,18 +478,22 @@ OBSERVED = {
     name: f for name, f in CHECKS.items() if "staging_buffer" not in name and "mailbox" not in name
 }  # who watches does not see the buffer
 
-Outcomes = dict[tuple[bool, str], str]  # (observed, check) -> hash of the results, or what went wrong
+Outcomes = dict[
+    tuple[bool, str], str
+]  # (observed, check) -> hash of the results, or what went wrong
 
 
 def run_checks(link: Group) -> Outcomes:
     outcomes: Outcomes = {}
     for observed in (False, True):
-        over = Observed(link, lambda event: None) if observed else link
+        over = ObservedGroup(link, lambda event: None) if observed else link
         for name, f in (OBSERVED if observed else CHECKS).items():
             try:
                 digest = hashlib.sha256()
                 for x in f(over):
-                    digest.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                    digest.update(
+                        x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    )
                 outcomes[observed, name] = digest.hexdigest()
             except Exception:  # the ranks are out of step now: what follows would only confuse
                 outcomes[observed, name] = f"rank {link.rank}:\n{traceback.format_exc()}"
@@ -451,7 +503,13 @@ def run_checks(link: Group) -> Outcomes:
 
 def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     link = case.connect(rank, store)
     outcomes = run_checks(link)
     link.close()
@@ -482,7 +540,9 @@ def outcomes_of(case: Case) -> list[Outcomes]:
     for rank, (process, pipe) in enumerate(ranks):
         if not pipe.poll(2 * TIMEOUT_S):
             process.kill()
-            reports.append({(o, n): f"rank {rank} did not report" for o in (False, True) for n in CHECKS})
+            reports.append(
+                {(o, n): f"rank {rank} did not report" for o in (False, True) for n in CHECKS}
+            )
             continue
         outcomes, left = pipe.recv()
         outcomes[False, "shared memory"] = repr(left)
@@ -505,7 +565,10 @@ def test_contract_observed(case: Case, name: str) -> None:
 
 
 def assert_kept(case: Case, name: str, observed: bool) -> None:
-    outcomes = [mine.get((observed, name), "not reached: an earlier check failed") for mine in outcomes_of(case)]
+    outcomes = [
+        mine.get((observed, name), "not reached: an earlier check failed")
+        for mine in outcomes_of(case)
+    ]
     broken = [text for text in outcomes if len(text) != 64]
     assert not broken, "\n".join(broken)
     assert len(set(outcomes)) == 1, f"ranks hold different bits: {outcomes}"
@@ -518,10 +581,12 @@ def test_no_shared_memory_is_left_behind(case: Case) -> None:
 
 @pytest.mark.parametrize("case", some(lambda c: c.link in ("solo", "inproc")))
 def test_every_link_is_a_group(case: Case) -> None:
-    links: list[Any] = [SoloGroup()] if case.link == "solo" else World(case.size).run(lambda link: link)
+    links: list[Any] = (
+        [SoloGroup()] if case.link == "solo" else World(case.size).run(lambda link: link)
+    )
     for rank, link in enumerate(links):
         assert isinstance(link, Group) and (link.rank, link.size) == (rank, case.size)
-        assert isinstance(Observed(link, lambda event: None), Group)
+        assert isinstance(ObservedGroup(link, lambda event: None), Group)
 
 
 def test_who_is_alone_swaps_with_nobody_else() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
-from manyhands.exchange.noise import NoiseGauge
+from manyhands.exchange.noise_scale import NoiseGauge
 
 DIM, SIGMA = 400, 3.0
 MEAN = torch.linspace(-1, 1, DIM, dtype=torch.float64)
@@ -24,10 +24,15 @@ def measure(shares: list[int], rounds: int, sigma: float = SIGMA, every: int = 1
         generator = torch.Generator().manual_seed(group.rank)
         n, read = shares[group.rank], []
         for now[0] in range(1, rounds + 1):
-            noise = torch.randn(DIM, generator=generator, dtype=torch.float64) * sigma * math.sqrt(n)
+            noise = (
+                torch.randn(DIM, generator=generator, dtype=torch.float64) * sigma * math.sqrt(n)
+            )
             total = (n * MEAN + noise) / 7  # a sum over samples, by a factor that nobody knows
             total = total if n else torch.zeros(DIM, dtype=torch.float64)
-            works = [gauge.all_reduce({"a": total[:100].clone()}), gauge.all_reduce({"b": total[100:].clone()})]
+            works = [
+                gauge.all_reduce({"a": total[:100].clone()}),
+                gauge.all_reduce({"b": total[100:].clone()}),
+            ]
             works.append(gauge.all_reduce({"count": torch.tensor([float(n), 1.0])}))
             for work in works:
                 work.wait()

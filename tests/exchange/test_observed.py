@@ -10,16 +10,18 @@ import torch.distributed as dist
 
 from manyhands.core import Event, Tensors
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
 
 
-def watched(every: int = 1) -> tuple[Observed, list[Event]]:
+def watched(every: int = 1) -> tuple[ObservedGroup, list[Event]]:
     """A link whose clocks advance by one second each time they are read."""
     events: list[Event] = []
     ticks, times = itertools.count(), itertools.count(100)
-    return Observed(SoloGroup(), events.append, lambda: float(next(ticks)), lambda: float(next(times)), every), events
+    return ObservedGroup(
+        SoloGroup(), events.append, lambda: float(next(ticks)), lambda: float(next(times)), every
+    ), events
 
 
 def values() -> Tensors:
@@ -33,7 +35,9 @@ def test_an_all_reduce_is_reported_when_its_wait_is_over() -> None:
     link.round = 8
     assert events == [] and (link.calls, link.nbytes, link.seconds) == (1, 64, 1.0)
     work.wait()
-    assert events == [Event(98.0, 0, 7, "all_reduce", seconds=2.0, nbytes=64)], "one second in the call, one in the wait"
+    assert events == [Event(98.0, 0, 7, "all_reduce", seconds=2.0, nbytes=64)], (
+        "one second in the call, one in the wait"
+    )
     work.wait()
     assert len(events) == 1 and (link.calls, link.nbytes, link.seconds) == (1, 64, 2.0)
 
@@ -41,7 +45,7 @@ def test_an_all_reduce_is_reported_when_its_wait_is_over() -> None:
 def test_a_swap_counts_its_bytes_once_a_peer() -> None:
     def main(link: object) -> list[Event]:
         events: list[Event] = []
-        over = Observed(link, events.append)  # type: ignore[arg-type]
+        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
         over.swap(values(), [r for r in range(over.size) if r != over.rank])
         assert (over.calls, over.nbytes) == (1, 2 * 64)
         return events
@@ -53,9 +57,12 @@ def test_a_swap_counts_its_bytes_once_a_peer() -> None:
 def test_a_transfer_counts_what_is_given() -> None:
     def main(link: object) -> list[Event]:
         events: list[Event] = []
-        over = Observed(link, events.append)  # type: ignore[arg-type]
+        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
         right, left = (over.rank + 1) % 3, (over.rank - 1) % 3
-        over.transfer({right: torch.ones(10), left: torch.ones(4)}, {left: torch.ones(10), right: torch.ones(4)}).wait()
+        over.transfer(
+            {right: torch.ones(10), left: torch.ones(4)},
+            {left: torch.ones(10), right: torch.ones(4)},
+        ).wait()
         assert (over.calls, over.nbytes) == (1, 56)
         return events
 
@@ -74,9 +81,9 @@ def test_totals_count_all_rounds_and_events_come_for_some() -> None:
 
 
 def test_memory_is_offered_only_where_the_link_has_some() -> None:
-    assert not hasattr(Observed(SoloGroup(), print), "allocate")
+    assert not hasattr(ObservedGroup(SoloGroup(), print), "allocate")
     link = SharedGroup(0, 1, dist.HashStore())
-    assert Observed(link, print).allocate(5, torch.int64).tolist() == [0] * 5
+    assert ObservedGroup(link, print).allocate(5, torch.int64).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("every", [0, -1])

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Group, Op, PartGroup
+from manyhands.core import Group, Op, ReduceScatterGroup
 from manyhands.exchange import collective
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
-from manyhands.exchange.parted import part, parted
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.exchange.reduce_scatter import part, parted
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
 
@@ -27,7 +27,13 @@ def given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 def reduced(size: int, numel: int, dtype: torch.dtype, op: Op) -> Tensor:
     every = torch.stack([given(r, numel, dtype) for r in range(size)])
     total = every.amax(0) if op == "max" else every.sum(0, dtype=dtype)
-    return total / size if op == "mean" and dtype.is_floating_point else total // size if op == "mean" else total
+    return (
+        total / size
+        if op == "mean" and dtype.is_floating_point
+        else total // size
+        if op == "mean"
+        else total
+    )
 
 
 def on_threads(link: str, size: int, main: Callable[[Group], object]) -> None:
@@ -66,16 +72,28 @@ def on_link(link: str, size: int, main: Callable[[Group], object]) -> None:
         on_threads(link, size, main)
 
 
-LINKS = [("solo", 1), *(("inproc", n) for n in (1, 2, 3, 4)), ("gloo", 2), ("gloo", 3), ("shared", 2), ("shared", 3)]
+LINKS = [
+    ("solo", 1),
+    *(("inproc", n) for n in (1, 2, 3, 4)),
+    ("gloo", 2),
+    ("gloo", 3),
+    ("shared", 2),
+    ("shared", 3),
+]
 
 
 @pytest.mark.parametrize(("link", "size"), LINKS)
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 def test_the_owner_has_the_sum_and_a_gather_gives_it_to_all(link: str, size: int, op: Op) -> None:
     def main(group: Group) -> None:
-        for watched in (group, Observed(group, lambda event: None)):
+        for watched in (group, ObservedGroup(group, lambda event: None)):
             halves, memory, _ = parted(watched)
-            for numel, dtype in ((12 * size, torch.float32), (7, torch.float64), (1, torch.float32), (60_007, torch.bfloat16)):
+            for numel, dtype in (
+                (12 * size, torch.float32),
+                (7, torch.float64),
+                (1, torch.float32),
+                (60_007, torch.bfloat16),
+            ):
                 x = memory(numel, dtype)
                 x.copy_(given(group.rank, numel, dtype))
                 needed = reduced(size, numel, dtype, op)
@@ -89,7 +107,9 @@ def test_the_owner_has_the_sum_and_a_gather_gives_it_to_all(link: str, size: int
 
 
 @pytest.mark.parametrize(("link", "size"), LINKS)
-def test_a_slice_of_a_vector_has_parts_of_its_own_and_its_neighbours_stay_as_they_are(link: str, size: int) -> None:
+def test_a_slice_of_a_vector_has_parts_of_its_own_and_its_neighbours_stay_as_they_are(
+    link: str, size: int
+) -> None:
     def main(group: Group) -> None:
         halves, memory, _ = parted(group)
         x = memory(100 * size, torch.float64)
@@ -143,7 +163,7 @@ def test_memory_that_is_common_to_all_is_written_by_its_owners_and_read_by_all()
 
 def test_what_does_not_lie_in_one_piece_is_refused() -> None:
     def main(group: Group) -> None:
-        halves: PartGroup = parted(group)[0]
+        halves: ReduceScatterGroup = parted(group)[0]
         halves.reduce_scatter({"x": torch.ones(4, 4).t()})
 
     with pytest.raises(ValueError, match=r"in one piece has parts; give x.contiguous\(\)"):

@@ -19,7 +19,13 @@ from manyhands.exchange import collective, segments
 
 def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     link = case.connect(rank, store)
     x = place(link, 9001, torch.float32)
     everyone = [r for r in range(link.size) if r != rank]
@@ -33,7 +39,9 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
         elif how == "swap":
             link.swap({"x": x}, everyone)
         elif how == "transfer":
-            link.transfer(dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}).wait()
+            link.transfer(
+                dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}
+            ).wait()
         else:
             link.all_reduce({"x": x}).wait()
     except PeerLost as e:
@@ -62,7 +70,10 @@ def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
         message, lost = pipe.recv()
         assert f"rank {rank} " in message and how in message
         if case.link == "shared":
-            assert lost == (case.size - 1,) and f"rank {case.size - 1} (pid {victim.pid}) died" in message
+            assert (
+                lost == (case.size - 1,)
+                and f"rank {case.size - 1} (pid {victim.pid}) died" in message
+            )
     if case.link == "shared":
         assert time.monotonic() - killed_at < 5.0
     pids = [process.pid for process, _ in ranks]
@@ -74,5 +85,7 @@ def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
 
 
 def test_a_rank_that_never_comes_is_lost_to_the_one_that_connects() -> None:
-    with pytest.raises(PeerLost, match=r"rank 0: not all of 2 ranks came to connect over gloo in 0\.2 s"):
+    with pytest.raises(
+        PeerLost, match=r"rank 0: not all of 2 ranks came to connect over gloo in 0\.2 s"
+    ):
         collective.connect(0, 2, dist.HashStore(), "gloo", timeout_s=0.2)

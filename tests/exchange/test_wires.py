@@ -9,11 +9,28 @@ import torch
 from torch import Tensor
 from wired import ALL, FED_BACK, given, reduced, run, same, total
 
-from manyhands.core import Cargo, Group, Op, Tensors
+from manyhands.core import (
+    Cargo,
+    Group,
+    Op,
+    Tensors,
+)
 from manyhands.errors import CheckpointError
+from manyhands.exchange.compression import (
+    CODECS,
+    Bf16,
+    Compressed,
+    Fp16,
+    Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    TopK,
+    refusal,
+    wrap,
+)
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
-from manyhands.exchange.wires import WIRES, Bf16, Compressed, Fp16, Int8, OneBit, PowerSGD, RandomK, TopK, refusal, wrap
+from manyhands.exchange.observed import ObservedGroup
 
 # -- every wire, any number of ranks, any length --
 
@@ -21,17 +38,26 @@ from manyhands.exchange.wires import WIRES, Bf16, Compressed, Fp16, Int8, OneBit
 QUICK = (1, 2, 3, 4, 5, 8)  # alone, powers of two and others
 
 
-@pytest.mark.parametrize("size", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)])
+@pytest.mark.parametrize(
+    "size", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_all_ranks_end_with_the_same_finite_bits(name: str, size: int) -> None:
     def body(link: Compressed) -> list[Tensor]:
-        return [x for numel in (0, 1, 5, 16, 301) for op in ("sum", "mean") for x in reduced_named(link, numel, op)]
+        return [
+            x
+            for numel in (0, 1, 5, 16, 301)
+            for op in ("sum", "mean")
+            for x in reduced_named(link, numel, op)
+        ]
 
     def reduced_named(link: Compressed, numel: int, op: Op) -> list[Tensor]:
         got = []
         for step in range(2):
             x = given(link.rank, step, numel)
-            link.all_reduce({f"{op}{numel}": x, "count": (n := torch.tensor([link.rank]))}, op).wait()
+            link.all_reduce(
+                {f"{op}{numel}": x, "count": (n := torch.tensor([link.rank]))}, op
+            ).wait()
             assert int(n) == (sum(range(size)) if op == "sum" else sum(range(size)) // size)
             got.append(x)
         return got
@@ -42,9 +68,13 @@ def test_all_ranks_end_with_the_same_finite_bits(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_other_floating_types_travel_too_and_stay_what_they_are(name: str, dtype: torch.dtype) -> None:
+def test_other_floating_types_travel_too_and_stay_what_they_are(
+    name: str, dtype: torch.dtype
+) -> None:
     first, second = same(run(3, ALL[name], lambda link: reduced(link, (0, 1), 700, dtype)))
-    assert first.dtype == second.dtype == dtype and first.isfinite().all() and second.isfinite().all()
+    assert (
+        first.dtype == second.dtype == dtype and first.isfinite().all() and second.isfinite().all()
+    )
     if name in ("fp16", "bf16", "int8", "int8 stochastic"):
         torch.testing.assert_close(first.double(), total(3, 0, 700), rtol=0.05, atol=0.2)
 
@@ -58,7 +88,9 @@ def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
         for step in range(600):
             g = w - c
             link.all_reduce({"g": g}, "mean").wait()
-            w -= 0.03 * 0.1 ** (step // 300) * g  # what waits in residuals keeps w off the minimum by about lr/density
+            w -= (
+                0.03 * 0.1 ** (step // 300) * g
+            )  # what waits in residuals keeps w off the minimum by about lr/density
         return [w]
 
     (w,) = same(run(4, ALL[name], body))
@@ -70,7 +102,9 @@ def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
 # -- bounds --
 
 
-@pytest.mark.parametrize(("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
+)
 @pytest.mark.parametrize("size", [2, 5, 9])
 def test_casts_round_each_term_once_and_the_mean_once(wire: Any, bound: float, size: int) -> None:
     (mean,) = same(run(size, wire, lambda link: reduced(link, (0,), 3000, op="mean")))
@@ -82,7 +116,13 @@ def test_casts_round_each_term_once_and_the_mean_once(wire: Any, bound: float, s
 @pytest.mark.parametrize("size", [2, 5, 17])
 def test_the_error_of_an_int8_mean_does_not_grow_with_the_ranks(size: int) -> None:
     """(scale of the terms + scale of the mean) / 2, where a block's scale is max/127."""
-    (mean,) = same(run(size, Int8(block=3000, feedback=False), lambda link: reduced(link, (0,), 3000, op="mean")))
+    (mean,) = same(
+        run(
+            size,
+            Int8(block=3000, feedback=False),
+            lambda link: reduced(link, (0,), 3000, op="mean"),
+        )
+    )
     needed = total(size, 0, 3000) / size
     first = max(given(r, 0, 3000).abs().max() for r in range(size)) / 127
     second = (needed.abs().max() + first / 2) / 127
@@ -95,7 +135,9 @@ def test_the_error_of_an_int8_mean_does_not_grow_with_the_ranks(size: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("name", FED_BACK)
-def test_all_that_went_in_has_come_out_or_is_in_the_state(name: str, op: Op, dtype: torch.dtype) -> None:
+def test_all_that_went_in_has_come_out_or_is_in_the_state(
+    name: str, op: Op, dtype: torch.dtype
+) -> None:
     size, steps, numel = 3, 7, 500
 
     def body(link: Compressed) -> tuple[Tensor, Tensors]:
@@ -115,14 +157,20 @@ def test_all_that_went_in_has_come_out_or_is_in_the_state(name: str, op: Op, dty
     torch.testing.assert_close(out + left, needed, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("wire", [Int8(), Int8(feedback=False), Int8(rounding="stochastic")], ids=str)
+@pytest.mark.parametrize(
+    "wire", [Int8(), Int8(feedback=False), Int8(rounding="stochastic")], ids=str
+)
 def test_parameters_and_unbiased_rounding_are_not_fed_back(wire: Int8) -> None:
     def kept(sends: Cargo) -> set[str]:
-        return set(run(2, wire, lambda link: (reduced(link, (0,), 2000), set(link.state))[1], sends)[0])
+        return set(
+            run(2, wire, lambda link: (reduced(link, (0,), 2000), set(link.state))[1], sends)[0]
+        )
 
     steps = {"steps/x"} if wire.rounding == "stochastic" else set()
     assert kept("parameters") == steps
-    assert kept("updates") == ({"error/x", "second/x"} if wire.feedback and wire.rounding == "nearest" else steps)
+    assert kept("updates") == (
+        {"error/x", "second/x"} if wire.feedback and wire.rounding == "nearest" else steps
+    )
 
 
 def test_casts_keep_nothing() -> None:
@@ -132,7 +180,9 @@ def test_casts_keep_nothing() -> None:
 # -- equal to no compression at all --
 
 
-@pytest.mark.parametrize("wire", [TopK(density=1.0), RandomK(density=1.0), PowerSGD(rank=40)], ids=str)
+@pytest.mark.parametrize(
+    "wire", [TopK(density=1.0), RandomK(density=1.0), PowerSGD(rank=40)], ids=str
+)
 @pytest.mark.parametrize("numel", [1024, 1500])
 def test_with_everything_sent_the_result_is_the_sum(wire: Any, numel: int) -> None:
     def body(link: Compressed) -> list[Tensor]:
@@ -157,7 +207,12 @@ def test_a_restored_wire_goes_on_to_the_bit(name: str) -> None:
         again.load_state(saved)
         return first + reduced(again, range(4, 8), 900)
 
-    assert all(torch.equal(a, b) for a, b in zip(same(run(3, ALL[name], whole)), same(run(3, ALL[name], halves)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            same(run(3, ALL[name], whole)), same(run(3, ALL[name], halves)), strict=True
+        )
+    )
 
 
 def test_state_is_loaded_before_anything_travels_and_must_fit() -> None:
@@ -172,7 +227,9 @@ def test_state_is_loaded_before_anything_travels_and_must_fit() -> None:
         link.load_state({"error/x": torch.zeros(99)})
         reduced(link, (0,), 100)
 
-    with pytest.raises(CheckpointError, match=r"'error' of 'x' has 99 elements, but 100 are needed"):
+    with pytest.raises(
+        CheckpointError, match=r"'error' of 'x' has 99 elements, but 100 are needed"
+    ):
         run(2, TopK(), other)
 
 
@@ -192,7 +249,9 @@ def test_another_number_of_ranks_takes_over_what_fits_and_loses_only_the_owners_
 
     got = run(2, Int8(block=32), second)
     out = got[0][0] + got[0][1] + got[1][1]
-    torch.testing.assert_close(out.double(), total(2, 3, 900) + kept[0] + kept[1], rtol=0, atol=0.1)  # two encodings of the sum
+    torch.testing.assert_close(
+        out.double(), total(2, 3, 900) + kept[0] + kept[1], rtol=0, atol=0.1
+    )  # two encodings of the sum
     assert torch.equal(got[0][0], got[1][0])
 
 
@@ -201,7 +260,7 @@ def test_another_number_of_ranks_takes_over_what_fits_and_loses_only_the_owners_
 
 def sent_bytes(size: int, wire: Any, numel: int, op: Op = "sum") -> int:
     def body(link: Group) -> int:
-        observed = Observed(link, lambda event: None)
+        observed = ObservedGroup(link, lambda event: None)
         wrap(observed, wire).all_reduce({"x": given(link.rank, 0, numel)}, op).wait()
         return observed.nbytes
 
@@ -217,7 +276,9 @@ def test_every_wire_sends_the_bytes_it_says(size: int) -> None:
     assert sent_bytes(size, Int8(block=256), n) == stages * (shard + 4 * shard // 256)
     assert sent_bytes(size, OneBit(block=2048), n) == stages * (shard // 8 + 8 * shard // 2048)
     assert sent_bytes(size, TopK(density=0.01), n) == (size - 1) * 8 * 655
-    assert sent_bytes(size, RandomK(density=0.01), n) == 4 * 655  # an all-reduce counts what it is given
+    assert (
+        sent_bytes(size, RandomK(density=0.01), n) == 4 * 655
+    )  # an all-reduce counts what it is given
     assert sent_bytes(size, PowerSGD(rank=2), n) == 4 * 2 * (256 + 256)
 
 
@@ -228,7 +289,7 @@ def test_tensors_without_memory_send_as_many_bytes(name: str) -> None:
     def body(link: Group) -> list[int]:
         counted = []
         for device in ("cpu", "meta"):
-            observed = Observed(link, lambda event: None)
+            observed = ObservedGroup(link, lambda event: None)
             over = wrap(observed, ALL[name])
             for _ in range(3):
                 over.all_reduce({"x": torch.zeros(5000, device=device)}).wait()
@@ -241,8 +302,10 @@ def test_tensors_without_memory_send_as_many_bytes(name: str) -> None:
 
 def test_swap_sends_encoded_values() -> None:
     def body(link: Group) -> int:
-        observed = Observed(link, lambda event: None)
-        wrap(observed, Int8(), "parameters").swap({"x": torch.ones(2048), "n": torch.ones(3)}, [1 - link.rank])
+        observed = ObservedGroup(link, lambda event: None)
+        wrap(observed, Int8(), "parameters").swap(
+            {"x": torch.ones(2048), "n": torch.ones(3)}, [1 - link.rank]
+        )
         return observed.nbytes
 
     assert World(2).run(body) == [2048 + 4 * 8 + 12] * 2
@@ -288,11 +351,16 @@ def test_momentum_correction_accumulates_where_nothing_is_sent() -> None:
         u[mask], v[mask] = 0, 0
 
 
-def test_random_places_without_feedback_are_right_on_average_with_the_variance_of_n_over_k() -> None:
+def test_random_places_without_feedback_are_right_on_average_with_the_variance_of_n_over_k() -> (
+    None
+):
     numel, k, times = 60, 15, 3000
 
     def body(link: Compressed) -> tuple[Tensor, Tensor]:
-        mean, square = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        mean, square = (
+            torch.zeros(numel, dtype=torch.float64),
+            torch.zeros(numel, dtype=torch.float64),
+        )
         for _ in range(times):
             x = given(link.rank, 0, numel)
             link.all_reduce({"x": x}).wait()
@@ -352,7 +420,7 @@ def test_powersgd_that_knows_the_shapes_compresses_matrices_and_leaves_the_rest_
     }
 
     def body(link: Group) -> tuple[Tensor, int]:
-        observed = Observed(link, lambda event: None)
+        observed = ObservedGroup(link, lambda event: None)
         x = given(link.rank, 0, 2376)
         Compressed(observed, PowerSGD(rank=2), shapes=shapes).all_reduce({"x": x}).wait()
         return x, observed.nbytes
@@ -370,7 +438,9 @@ def test_powersgd_that_knows_the_shapes_compresses_matrices_and_leaves_the_rest_
 
 
 def test_powersgd_starts_after_so_many_plain_steps() -> None:
-    plain, later = same(run(3, PowerSGD(rank=1, start_after=1), lambda link: reduced(link, (0, 1), 2000)))
+    plain, later = same(
+        run(3, PowerSGD(rank=1, start_after=1), lambda link: reduced(link, (0, 1), 2000))
+    )
     torch.testing.assert_close(plain.double(), total(3, 0, 2000), rtol=1e-5, atol=1e-6)
     assert (later - total(3, 1, 2000)).norm() > 0.5 * later.norm()
 
@@ -395,7 +465,9 @@ def test_powersgd_lives_through_a_zero_gradient() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_not_finite_comes_out_at_once_and_is_gone_with_the_next_step(name: str, dtype: torch.dtype, bad: float) -> None:
+def test_what_is_not_finite_comes_out_at_once_and_is_gone_with_the_next_step(
+    name: str, dtype: torch.dtype, bad: float
+) -> None:
     def body(link: Compressed) -> list[Tensor]:
         got = []
         for step in range(12):
@@ -429,13 +501,22 @@ class Sums: ...
 
 def test_a_wire_that_cannot_carry_a_rule_says_why_and_which_can() -> None:
     for name in ("onebit", "topk", "randomk", "powersgd"):
-        said = refusal(WIRES[name](), Averages)
-        assert said is not None and f"wire={name}" in said and "sends parameters" in said and "wire=fp16 or bf16 or int8" in said
-        assert refusal(WIRES[name], Averages) == said
+        said = refusal(CODECS[name](), Averages)
+        assert (
+            said is not None
+            and f"compress={name}" in said
+            and "sends parameters" in said
+            and "compress=fp16 or bf16 or int8" in said
+        )
+        assert refusal(CODECS[name], Averages) == said
     said = refusal(PowerSGD(), Gossips)
-    assert said is not None and "swap" in said and "wire=fp16 or bf16 or int8 or onebit or topk or randomk" in said
+    assert (
+        said is not None
+        and "swap" in said
+        and "compress=fp16 or bf16 or int8 or onebit or topk or randomk" in said
+    )
     for name in ("fp16", "bf16", "int8"):
-        assert refusal(WIRES[name](), Averages) is None
-    for name, kind in WIRES.items():
+        assert refusal(CODECS[name](), Averages) is None
+    for name, kind in CODECS.items():
         assert refusal(kind(), Sums) is None
         assert name == "powersgd" or refusal(kind(), Gossips) is None

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Cargo, Op
+from manyhands.exchange.compression import (
+    Bf16,
+    Compressed,
+    Fp16,
+    Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from manyhands.exchange.inproc import World
-from manyhands.exchange.wires import Bf16, Compressed, Fp16, Int8, OneBit, PowerSGD, RandomK, TopK
 
 ALL: dict[str, Any] = {
     "fp16": Fp16(),
@@ -29,19 +38,29 @@ FED_BACK = ("int8", "onebit", "topk", "randomk", "powersgd")
 
 
 def given(rank: int, step: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        numel, generator=torch.Generator().manual_seed(1000 * rank + step), dtype=torch.float64
+    ).to(dtype)
 
 
 def total(size: int, step: int, numel: int) -> Tensor:
     return torch.stack([given(r, step, numel, torch.float64) for r in range(size)]).sum(0)
 
 
-def run(size: int, wire: Any, body: Callable[[Compressed], Any], sends: Cargo = "gradients", **more: Any) -> list[Any]:
-    return World(size).run(lambda link: body(Compressed(link, wire, sends, **{"smallest": 1, **more})))
+def run(
+    size: int, wire: Any, body: Callable[[Compressed], Any], sends: Cargo = "gradients", **more: Any
+) -> list[Any]:
+    return World(size).run(
+        lambda link: body(Compressed(link, wire, sends, **{"smallest": 1, **more}))
+    )
 
 
 def reduced(
-    link: Compressed, steps: Sequence[int], numel: int, dtype: torch.dtype = torch.float32, op: Op = "sum"
+    link: Compressed,
+    steps: Sequence[int],
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    op: Op = "sum",
 ) -> list[Tensor]:
     got = []
     for step in steps:

@@ -23,19 +23,29 @@ def made(name: str) -> mh.Task:
 
 
 def trained(folder: Path, name: str, words: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    result = mh.train(functools.partial(made, name), f"device=cuda steps=6 {words}", directory=folder, quiet=True)
+    result = mh.train(
+        functools.partial(made, name), f"device=cuda steps=6 {words}", directory=folder, quiet=True
+    )
     found = Checkpoints(folder / "checkpoints").latest()
     assert found is not None
     return found.params, result.metrics
 
 
-def test_the_forecast_is_near_the_allocators_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_forecast_is_near_the_allocators_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wide() -> mh.Task:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.ReLU()) for _ in range(8)))
+        model = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.ReLU()) for _ in range(8))
+        )
         x = torch.randn(1024, 2048)
         return mh.Task(
-            model=model, loss=torch.nn.functional.mse_loss, train=(x, x), optimizer=lambda p: torch.optim.Adam(p), batch=256
+            model=model,
+            loss=torch.nn.functional.mse_loss,
+            train=(x, x),
+            optimizer=lambda p: torch.optim.Adam(p),
+            batch=256,
         )
 
     before = torch.cuda.memory_allocated() / 1e6  # what graphs of other tests have captured stays
@@ -61,7 +71,9 @@ def test_computing_again_changes_no_number(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gpt", "seq2seq"])
-@pytest.mark.parametrize("words", ["precision=bf16 recompute=true", "shard=1 tensor=1 pipe=1", "micro=4"])
+@pytest.mark.parametrize(
+    "words", ["precision=bf16 recompute=true", "shard=1 tensor=1 pipe=1", "micro=4"]
+)
 def test_it_trains_to_about_the_same_loss(model: str, words: str, tmp_path: Path) -> None:
     _, plain = trained(tmp_path / "plain", model, "")
     _, other = trained(tmp_path / "other", model, words)

@@ -21,7 +21,7 @@ IDS = torch.randint(-(2**62), 2**62, (256, 3), generator=torch.Generator().manua
 class Click(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.out = mh.Embedding("ids", 8, rule="sgd", lr=0.5), nn.Linear(24, 2)
+        self.rows, self.out = mh.Embedding("ids", 8, optimizer="sgd", lr=0.5), nn.Linear(24, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.out(self.rows(ids).flatten(1))
@@ -48,10 +48,16 @@ def saved(folder: Path) -> dict[str, Tensor]:
     return found.params
 
 
-@pytest.mark.parametrize("words", ["merge=downpour", "staleness=0", "merge=dc_asgd", "merge=async_easgd"])
+@pytest.mark.parametrize(
+    "words", ["merge=downpour", "staleness=0", "merge=dc_asgd", "merge=async_easgd"]
+)
 def test_one_worker_on_a_gpu_over_a_server_trains_as_without(words: str, tmp_path: Path) -> None:
-    plain = mh.train(dense, "data=1 device=cuda capture=off", directory=tmp_path / "plain", quiet=True)
-    served = mh.train(dense, f"data=1 device=cuda servers=1 {words}", directory=tmp_path / "served", quiet=True)
+    plain = mh.train(
+        dense, "data=1 device=cuda capture=off", directory=tmp_path / "plain", quiet=True
+    )
+    served = mh.train(
+        dense, f"data=1 device=cuda servers=1 {words}", directory=tmp_path / "served", quiet=True
+    )
     assert plain.metrics["accuracy"] > 0.9 and served.metrics["accuracy"] > 0.85
     if "easgd" not in words:
         a, b = saved(tmp_path / "plain"), saved(tmp_path / "served")
@@ -60,5 +66,9 @@ def test_one_worker_on_a_gpu_over_a_server_trains_as_without(words: str, tmp_pat
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_embeddings_of_a_model_on_a_gpu_learn(servers: int, tmp_path: Path) -> None:
-    done = mh.train(click, f"data=1 device=cuda servers={servers}", directory=tmp_path / "run", quiet=True)
-    assert done.metrics["accuracy"] > 0.9, "three ids a sample and no repeats: all of it can be learnt by heart"
+    done = mh.train(
+        click, f"data=1 device=cuda servers={servers}", directory=tmp_path / "run", quiet=True
+    )
+    assert done.metrics["accuracy"] > 0.9, (
+        "three ids a sample and no repeats: all of it can be learnt by heart"
+    )

@@ -8,12 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyhands.exchange.compression import (
+    Bf16,
+    Compressed,
+    Fp16,
+    Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from manyhands.exchange.inproc import World
-from manyhands.exchange.wires import Bf16, Compressed, Fp16, Int8, OneBit, PowerSGD, RandomK, TopK
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
-WIRES: dict[str, Any] = {
+CODECS: dict[str, Any] = {
     "fp16": Fp16(),
     "bf16": Bf16(),
     "int8": Int8(),
@@ -41,9 +53,9 @@ def reduced(wire: Any, device: str, bad_step: int = -1) -> list[list[Tensor]]:
     return World(3).run(body)
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", CODECS)
 def test_ranks_on_a_gpu_hold_the_same_bits_and_those_of_the_cpu_up_to_rounding(name: str) -> None:
-    gpu, cpu = reduced(WIRES[name], "cuda"), reduced(WIRES[name], "cpu")
+    gpu, cpu = reduced(CODECS[name], "cuda"), reduced(CODECS[name], "cpu")
     for theirs in gpu[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gpu[0], theirs, strict=True))
     for step, (a, b) in enumerate(zip(gpu[0], cpu[0], strict=True)):
@@ -52,7 +64,7 @@ def test_ranks_on_a_gpu_hold_the_same_bits_and_those_of_the_cpu_up_to_rounding(n
         assert near.float().mean() > (0.98 if name in ("topk", "dgc", "onebit") else 0.999), step
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", CODECS)
 def test_what_is_not_finite_on_a_gpu_comes_out_and_does_not_stay(name: str) -> None:
-    for step, x in enumerate(reduced(WIRES[name], "cuda", bad_step=2)[0]):
+    for step, x in enumerate(reduced(CODECS[name], "cuda", bad_step=2)[0]):
         assert bool(x.isfinite().all()) == (step != 2), step

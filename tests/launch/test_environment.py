@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from manyhands.core import Place
+from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
-from manyhands.launch.environment import ServedBy, own_address, place, served, store
+from manyhands.launch.environment import (
+    ServedBy,
+    own_address,
+    place,
+    served,
+    store,
+)
 
 HOST = {"MANYHANDS_HOST": "here"}
 TORCHRUN = {**HOST, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -18,40 +24,61 @@ TORCHRUN = {**HOST, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WO
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        (HOST, Place(0, 1, 0, 1, "here", "alone")),
-        (TORCHRUN, Place(5, 8, 1, 4, "here", "torchrun")),
-        ({**TORCHRUN, "MANYHANDS_WORKER": "1"}, Place(5, 8, 1, 4, "here", "manyhands")),
-        ({**HOST, "RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "here", "torchrun")),
+        (HOST, ProcessInfo(0, 1, 0, 1, "here", "alone")),
+        (TORCHRUN, ProcessInfo(5, 8, 1, 4, "here", "torchrun")),
+        ({**TORCHRUN, "MANYHANDS_WORKER": "1"}, ProcessInfo(5, 8, 1, 4, "here", "manyhands")),
+        ({**HOST, "RANK": "1", "WORLD_SIZE": "2"}, ProcessInfo(1, 2, 1, 2, "here", "torchrun")),
         (
-            {**HOST, "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"},
-            Place(3, 4, 1, 2, "here", "slurm"),
+            {
+                **HOST,
+                "SLURM_PROCID": "3",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "1",
+                "SLURM_NTASKS_PER_NODE": "2",
+            },
+            ProcessInfo(3, 4, 1, 2, "here", "slurm"),
         ),
-        ({**HOST, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Place(0, 1, 0, 1, "here", "alone")),
+        (
+            {**HOST, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+            ProcessInfo(0, 1, 0, 1, "here", "alone"),
+        ),
         (
             {
                 **HOST,
                 **{
-                    f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+                    f"OMPI_COMM_WORLD_{k}": v
+                    for k, v in {
+                        "RANK": "2",
+                        "SIZE": "4",
+                        "LOCAL_RANK": "0",
+                        "LOCAL_SIZE": "2",
+                    }.items()
                 },
             },
-            Place(2, 4, 0, 2, "here", "mpi"),
+            ProcessInfo(2, 4, 0, 2, "here", "mpi"),
         ),
     ],
 )
-def test_every_launcher_is_understood(env: dict[str, str], expected: Place) -> None:
+def test_every_launcher_is_understood(env: dict[str, str], expected: ProcessInfo) -> None:
     assert place(env) == expected
 
 
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 contradict each other: 0 <= RANK < WORLD_SIZE is needed"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK=2 and WORLD_SIZE=2 contradict each other: 0 <= RANK < WORLD_SIZE is needed",
+        ),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "contradict"),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
             "RANK='one', but a whole number is needed; whoever started this process must set it",
         ),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LOCALID=None, but a whole number is needed"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_LOCALID=None, but a whole number is needed",
+        ),
     ],
 )
 def test_variables_that_cannot_be_are_refused(env: dict[str, str], says: str) -> None:
@@ -60,26 +87,41 @@ def test_variables_that_cannot_be_are_refused(env: dict[str, str], says: str) ->
 
 
 def test_alone_no_port_is_opened_and_with_others_the_rendezvous_must_be_named() -> None:
-    assert isinstance(store(Place(), 1.0, {}), dist.HashStore)
-    with pytest.raises(LaunchError, match="rank 1 of 2 was started by slurm without MASTER_ADDR and MASTER_PORT; set them"):
-        store(Place(1, 2, started_by="slurm"), 1.0, {})
+    assert isinstance(store(ProcessInfo(), 1.0, {}), dist.HashStore)
+    with pytest.raises(
+        LaunchError,
+        match="rank 1 of 2 was started by slurm without MASTER_ADDR and MASTER_PORT; set them",
+    ):
+        store(ProcessInfo(1, 2, started_by="slurm"), 1.0, {})
 
 
 def test_a_rendezvous_that_nobody_hosts_is_said_within_its_timeout() -> None:
     free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = free.port
     del free
-    with pytest.raises(LaunchError, match=f"rank 1 cannot reach the rendezvous at 127.0.0.1:{port}"):
-        store(Place(1, 2, started_by="torchrun"), 0.3, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    with pytest.raises(
+        LaunchError, match=f"rank 1 cannot reach the rendezvous at 127.0.0.1:{port}"
+    ):
+        store(
+            ProcessInfo(1, 2, started_by="torchrun"),
+            0.3,
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
 
 
 def test_ranks_meet_in_a_store_of_their_own_that_a_restart_does_not_share() -> None:
     hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hosted.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    one, two = (store(Place(r, 2, started_by="torchrun"), 5.0, env) for r in range(2))
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(hosted.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    one, two = (store(ProcessInfo(r, 2, started_by="torchrun"), 5.0, env) for r in range(2))
     one.set("key", "value")
     assert two.get("key") == b"value"
-    again = store(Place(0, 2, started_by="torchrun"), 5.0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    again = store(
+        ProcessInfo(0, 2, started_by="torchrun"), 5.0, {**env, "TORCHELASTIC_RESTART_COUNT": "1"}
+    )
     assert not again.check(["key"])
 
 
@@ -90,13 +132,28 @@ ROOT = {"DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9400"}
 
 def test_what_ps_lite_sets_is_understood(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    counts = {"DMLC_NUM_WORKER": "4", "DMLC_NUM_SERVER": "2", "DMLC_INTERFACE": "eth1", "DMLC_NODE_HOST": "10.0.0.7"}
-    env = {**ROOT, **counts, "DMLC_ROLE": "scheduler", "MANYHANDS_TOKEN_FILE": str(tmp_path / "token")}
-    assert served(env) == ServedBy("scheduler", "10.0.0.1", 9400, 4, 2, "eth1", "10.0.0.7", "", str(tmp_path / "token"))
+    counts = {
+        "DMLC_NUM_WORKER": "4",
+        "DMLC_NUM_SERVER": "2",
+        "DMLC_INTERFACE": "eth1",
+        "DMLC_NODE_HOST": "10.0.0.7",
+    }
+    env = {
+        **ROOT,
+        **counts,
+        "DMLC_ROLE": "scheduler",
+        "MANYHANDS_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    assert served(env) == ServedBy(
+        "scheduler", "10.0.0.1", 9400, 4, 2, "eth1", "10.0.0.7", "", str(tmp_path / "token")
+    )
     assert served(env).secret() == "secret"
     assert served(env).coordinator == "10.0.0.1:9400"
     assert served({**ROOT, "DMLC_PS_ROOT_URI": "fd00::1"}).coordinator == "[fd00::1]:9400"
-    assert served({**env, "DMLC_ROLE": "coordinator", "MANYHANDS_TOKEN": "another"}).role == "scheduler"
+    assert (
+        served({**env, "DMLC_ROLE": "coordinator", "MANYHANDS_TOKEN": "another"}).role
+        == "scheduler"
+    )
     assert served({**env, "MANYHANDS_TOKEN": "another"}).secret() == "another"
     assert served({}) == ServedBy() and served({}).coordinator == ""
 
@@ -105,8 +162,14 @@ def test_what_ps_lite_sets_is_understood(tmp_path: Path) -> None:
     ("env", "says"),
     [
         ({"DMLC_ROLE": "boss"}, "DMLC_ROLE=boss; needed: worker, server or scheduler"),
-        ({"DMLC_PS_ROOT_URI": "10.0.0.1"}, "DMLC_PS_ROOT_URI=10.0.0.1 without DMLC_PS_ROOT_PORT; set it"),
-        ({**ROOT, "DMLC_PS_ROOT_PORT": "http"}, "DMLC_PS_ROOT_PORT='http', but a whole number is needed"),
+        (
+            {"DMLC_PS_ROOT_URI": "10.0.0.1"},
+            "DMLC_PS_ROOT_URI=10.0.0.1 without DMLC_PS_ROOT_PORT; set it",
+        ),
+        (
+            {**ROOT, "DMLC_PS_ROOT_PORT": "http"},
+            "DMLC_PS_ROOT_PORT='http', but a whole number is needed",
+        ),
         ({**ROOT, "DMLC_PS_ROOT_PORT": "70000"}, "DMLC_PS_ROOT_PORT=70000; needed: 1 to 65535"),
         ({"DMLC_NUM_WORKER": "0"}, "DMLC_NUM_WORKER=0; needed: 1 or more"),
         ({"DMLC_NUM_SERVER": "-2"}, "DMLC_NUM_SERVER=-2; needed: 1 or more"),

@@ -17,7 +17,14 @@ from manyhands.launch.local import LocalLauncher
 
 @pytest.mark.parametrize(
     ("rate", "bits"),
-    [("200mbit", 200e6), ("1gbit", 1e9), ("10Gbit", 10e9), ("1.5gbit", 1.5e9), (" 512 kbit ", 512e3), (None, None)],
+    [
+        ("200mbit", 200e6),
+        ("1gbit", 1e9),
+        ("10Gbit", 10e9),
+        ("1.5gbit", 1.5e9),
+        (" 512 kbit ", 512e3),
+        (None, None),
+    ],
 )
 def test_rates_are_numbers_with_a_unit(rate: str | None, bits: float | None) -> None:
     assert lab.parse(2, rate, None, None).rate_bits == bits
@@ -33,7 +40,10 @@ def test_delays_and_losses_have_units_too() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ((2, "fast", None, None), "--rate fast; needed: a number with kbit or mbit or gbit, e.g. 200mbit, 1gbit or 1.5gbit"),
+        (
+            (2, "fast", None, None),
+            "--rate fast; needed: a number with kbit or mbit or gbit, e.g. 200mbit, 1gbit or 1.5gbit",
+        ),
         ((2, "1000", None, None), "--rate 1000; needed: a number with"),
         ((2, "1gb", None, None), "--rate 1gb; needed: a number with"),
         ((2, "-1gbit", None, None), "--rate -1gbit; needed: a number with"),
@@ -46,13 +56,18 @@ def test_delays_and_losses_have_units_too() -> None:
         ((201, None, None, None), "--hosts 201; needed: 1 to 200"),
     ],
 )
-def test_what_cannot_be_a_lab_is_refused_with_what_can(given: tuple[int, str | None, str | None, str | None], says: str) -> None:
+def test_what_cannot_be_a_lab_is_refused_with_what_can(
+    given: tuple[int, str | None, str | None, str | None], says: str
+) -> None:
     with pytest.raises(PlanError) as refused:
         lab.parse(*given)
     assert str(refused.value).startswith(says)
 
 
-@pytest.mark.parametrize(("command", "says"), [([], "no command for the lab"), (["lab", "--hosts", "2"], "a lab in a lab")])
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [([], "no command for the lab"), (["lab", "--hosts", "2"], "a lab in a lab")],
+)
 def test_a_lab_needs_a_command_that_is_no_lab(command: list[str], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         lab.run(lab.Lab(2), command)
@@ -60,19 +75,25 @@ def test_a_lab_needs_a_command_that_is_no_lab(command: list[str], says: str) -> 
 
 def test_a_machine_without_the_tools_is_told_what_to_install() -> None:
     with pytest.raises(
-        LaunchError, match=r"needs the commands ip, tc, unshare, nsenter, setpriv, .* install iproute2 and util-linux"
+        LaunchError,
+        match=r"needs the commands ip, tc, unshare, nsenter, setpriv, .* install iproute2 and util-linux",
     ):
         namespaces.rights({"PATH": "/nowhere"})
 
 
 def test_a_user_without_rights_is_told_why_and_what_to_do(tmp_path: Path) -> None:
     for tool in namespaces.TOOLS:
-        (tmp_path / tool).write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+        (tmp_path / tool).write_text(
+            "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n"
+        )
         (tmp_path / tool).chmod(0o755)
     with pytest.raises(LaunchError) as refused:
         namespaces.rights({"PATH": f"{tmp_path}:{os.defpath}"})
     text = str(refused.value)
-    assert "unshare --net: unshare failed: Operation not permitted; unshare --user --map-root-user --net:" in text
+    assert (
+        "unshare --net: unshare failed: Operation not permitted; unshare --user --map-root-user --net:"
+        in text
+    )
     assert "run as root, or allow user namespaces" in text
 
 
@@ -99,10 +120,18 @@ def test_ranks_are_counted_from_host_to_host_as_evenly_as_can_be(
 
 def test_the_environment_says_where_jobs_start() -> None:
     assert isinstance(launcher({}), LocalLauncher)
-    hosts = [{"name": "one", "enter": ["nsenter", "--net=x", "--"], "variables": {"GLOO_SOCKET_IFNAME": "lab0"}}]
+    hosts = [
+        {
+            "name": "one",
+            "enter": ["nsenter", "--net=x", "--"],
+            "variables": {"GLOO_SOCKET_IFNAME": "lab0"},
+        }
+    ]
     chosen = launcher({environment.LAB: json.dumps({"address": "10.77.0.1", "hosts": hosts})})
     assert isinstance(chosen, HostsLauncher) and chosen.address == "10.77.0.1"
-    assert chosen.hosts == (Host("one", ("nsenter", "--net=x", "--"), {"GLOO_SOCKET_IFNAME": "lab0"}),)
+    assert chosen.hosts == (
+        Host("one", ("nsenter", "--net=x", "--"), {"GLOO_SOCKET_IFNAME": "lab0"}),
+    )
 
 
 @pytest.mark.parametrize("described", ["yes", "[]", '{"hosts": [{}], "address": ""}'])

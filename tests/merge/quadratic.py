@@ -17,16 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.served import served_rule
-from manyhands.compute.update import WholeUpdate
-from manyhands.core import Group, Store, Table, Tensors
-from manyhands.exchange.inproc import Cost, InprocGroup, World, one_tick
-from manyhands.exchange.inproc_store import InprocStore
-from manyhands.exchange.observed import Observed
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.shard import Shard
+from manyhands.core import (
+    Group,
+    Store,
+    Table,
+    Tensors,
+)
+from manyhands.embedding.server_optimizer import served_rule
+from manyhands.exchange.inproc import (
+    Cost,
+    InprocGroup,
+    World,
+    one_tick,
+)
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.update import WholeUpdate
+from manyhands.server.clock import Clock
+from manyhands.server.inproc_store import InprocStore
+from manyhands.server.shard import Shard
 from manyhands.split.skeleton import Units
 
 DIMS = (5, 3)
@@ -62,8 +72,14 @@ class Problem:
         g = torch.Generator().manual_seed(3)
         n = sum(DIMS)
         axes = torch.linalg.qr(torch.randn(n, n, generator=g, dtype=torch.float64)).Q
-        common, centre = torch.linspace(0.5, 2.0, n, dtype=torch.float64), torch.randn(n, generator=g, dtype=torch.float64)
-        bends = [1 + self.mixed * torch.rand(n, generator=g, dtype=torch.float64) for _ in range(self.size)]
+        common, centre = (
+            torch.linspace(0.5, 2.0, n, dtype=torch.float64),
+            torch.randn(n, generator=g, dtype=torch.float64),
+        )
+        bends = [
+            1 + self.mixed * torch.rand(n, generator=g, dtype=torch.float64)
+            for _ in range(self.size)
+        ]
         object.__setattr__(self, "A", [axes @ torch.diag(common * bend) @ axes.T for bend in bends])
         offsets = [torch.randn(n, generator=g, dtype=torch.float64) for _ in range(self.size)]
         object.__setattr__(self, "b", [centre + self.spread * offset for offset in offsets])
@@ -79,7 +95,9 @@ class Point(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(4)
-        self.u, self.v = (nn.Parameter(3 * torch.randn(n, generator=g, dtype=torch.float64)) for n in DIMS)
+        self.u, self.v = (
+            nn.Parameter(3 * torch.randn(n, generator=g, dtype=torch.float64)) for n in DIMS
+        )
 
 
 class Student(ModuleReplica):
@@ -118,7 +136,9 @@ class Rank:
         flat = FlatParameters(self.model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
         self.update = WholeUpdate(flat, self.model, make(self.model.parameters()))
         nominal = nominal or BATCH * problem.size
-        self.replica = Student(flat, self.update, self._next, nominal=nominal, ended=lambda: self.step >= total)
+        self.replica = Student(
+            flat, self.update, self._next, nominal=nominal, ended=lambda: self.step >= total
+        )
 
     def _next(self) -> Micro:
         count = self.counts(self.rank, self.step)
@@ -126,25 +146,38 @@ class Rank:
         self.step += 1
         if not count:
             return Micro(None, 0, True)
-        x, A, b = torch.cat([self.model.u, self.model.v]), self.problem.A[self.rank], self.problem.b[self.rank]
+        x, A, b = (
+            torch.cat([self.model.u, self.model.v]),
+            self.problem.A[self.rank],
+            self.problem.b[self.rank],
+        )
         loss = x @ A @ x / 2 - b @ x
         if self.replica.teachers:
             mean = torch.stack([self.point(t) for t in self.replica.teachers]).mean(0)
             loss = loss + self.replica.pull * (x - mean).square().sum() / 2
         if self.problem.noise:  # a function of rank and step, so that a resumed rank meets the same
             g = torch.Generator().manual_seed(1000 * self.step + self.rank)
-            loss = loss + self.problem.noise * x @ torch.randn(len(x), generator=g, dtype=torch.float64)
+            loss = loss + self.problem.noise * x @ torch.randn(
+                len(x), generator=g, dtype=torch.float64
+            )
         return Micro(loss, count, True)
 
     def point(self, values: Tensors | None = None) -> Tensor:
         """x of these flat vectors, without their padding."""
         values = self.replica.params if values is None else values
-        parts = [values[p.vector][p.start : p.start + p.parameter.numel()] for p in self.replica.flat.pieces]
+        parts = [
+            values[p.vector][p.start : p.start + p.parameter.numel()]
+            for p in self.replica.flat.pieces
+        ]
         return torch.cat(parts).clone()
 
     def save(self) -> dict[str, Any]:
         tensors, meta = self.update.save(lambda values: None)
-        return {"params": {k: v.clone() for k, v in self.replica.params.items()}, "optimizer": (tensors, meta), "step": self.step}
+        return {
+            "params": {k: v.clone() for k, v in self.replica.params.items()},
+            "optimizer": (tensors, meta),
+            "step": self.step,
+        }
 
     def load(self, saved: dict[str, Any]) -> None:
         self.replica.load(saved["params"])
@@ -189,9 +222,11 @@ def run(
     nominal = BATCH if rule.shares_steps else BATCH * problem.size
 
     def main(group: InprocGroup) -> Outcome:
-        spend = lambda step: world.spend(group.rank, pace(group.rank, step)) if pace is not None else None
+        spend = lambda step: (
+            world.spend(group.rank, pace(group.rank, step)) if pace is not None else None
+        )
         me = Rank(problem, group.rank, make, counts, total, nominal, spend)
-        link: Any = Observed(group, lambda event: None)
+        link: Any = ObservedGroup(group, lambda event: None)
         if resumed is not None:
             me.load(resumed[group.rank].saved)
         if rule.link is Store:
@@ -219,7 +254,9 @@ def run(
         tables = {k: link.dump(k) for k in me.replica.params} if rule.link is Store else {}
         model = rule.consensus(me.replica, link, state)
         agreed = me.point() if model is None else me.point(model)
-        return Outcome(me.point(saved["params"]), agreed, kept, losses, me.step, link, saved, tables)
+        return Outcome(
+            me.point(saved["params"]), agreed, kept, losses, me.step, link, saved, tables
+        )
 
     return world.run(main)
 
@@ -228,7 +265,9 @@ def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
     """Give the parameters to the store, as whoever builds a run does."""
     name, options = ("sum", {}) if rule.on_server == "sum" else served_rule(me.update.optimizer)
     for key, vector in me.replica.params.items():
-        store.create(Table(key, length=vector.numel(), dtype="float64", rule=name, options=options), vector)
+        store.create(
+            Table(key, length=vector.numel(), dtype="float64", rule=name, options=options), vector
+        )
         if key in saved and store.rank == 0:
             store.restore(key, saved[key])
 

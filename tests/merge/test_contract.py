@@ -27,7 +27,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rounds: int = 40
     tolerance: float = 1e-6
-    mixed: float = 0.0  # curvature that differs from rank to rank, where the rule is exact all the same
+    mixed: float = (
+        0.0  # curvature that differs from rank to rank, where the rule is exact all the same
+    )
     spread: float = 1.0
     plain_alone: bool = True  # on one rank it is the task's own optimizer and nothing else
     idle: float = 1e-6  # tolerance where one of three ranks never has a sample
@@ -42,7 +44,11 @@ CASES = {
     "bmuf": Case({"period": 4}, rounds=60, tolerance=1e-5),
     "diloco": Case({"period": 4, "momentum": 0.5}, plain_alone=False),
     "streaming_diloco": Case(
-        {"period": 8, "fragments": 3, "tau": 1, "momentum": 0.3}, rounds=30, tolerance=1e-5, plain_alone=False, idle=1e-5
+        {"period": 8, "fragments": 3, "tau": 1, "momentum": 0.3},
+        rounds=30,
+        tolerance=1e-5,
+        plain_alone=False,
+        idle=1e-5,
     ),
     "easgd": Case({"period": 4}, rounds=60, tolerance=1e-5, plain_alone=False, idle=1e-3),
     "admm": Case({"period": 8, "rho": 1.0}, rounds=60, mixed=1.0, plain_alone=False),
@@ -58,9 +64,19 @@ CASES = {
     "stale_sync": Case(rounds=150, spread=0.0, idle=1e-4),  # its share of every step is missing
     "backup": Case(rounds=150, mixed=1.0),
     "downpour": Case({"adapt": True}, rounds=150, spread=0.0),
-    "dc_asgd": Case(rounds=300, spread=0.0, tolerance=1e-3, idle=1e-3, make=lambda p: torch.optim.SGD(p, lr=0.08)),
-    "async_easgd": Case({"period": 4}, rounds=60, tolerance=1e-5, spread=0.0, plain_alone=False, idle=1e-3, some=120),
-    "async_admm": Case({"period": 8, "rho": 1.0}, rounds=60, mixed=1.0, plain_alone=False, some=120),
+    "dc_asgd": Case(
+        rounds=300,
+        spread=0.0,
+        tolerance=1e-3,
+        idle=1e-3,
+        make=lambda p: torch.optim.SGD(p, lr=0.08),
+    ),
+    "async_easgd": Case(
+        {"period": 4}, rounds=60, tolerance=1e-5, spread=0.0, plain_alone=False, idle=1e-3, some=120
+    ),
+    "async_admm": Case(
+        {"period": 8, "rho": 1.0}, rounds=60, mixed=1.0, plain_alone=False, some=120
+    ),
 }
 OPTIMIZERS: dict[str, Make] = {
     "sgd": sgd,
@@ -87,9 +103,15 @@ def problem_of(name: str, size: int, noise: float = 0.0) -> Problem:
 
 def same(a: Outcome, b: Outcome) -> bool:
     """EXACT: parameters, what they stand for, the rule's state, the optimizer's, and what servers hold."""
-    tensors = [(a.state, b.state), (a.saved["params"], b.saved["params"]), (a.saved["optimizer"][0], b.saved["optimizer"][0])]
+    tensors = [
+        (a.state, b.state),
+        (a.saved["params"], b.saved["params"]),
+        (a.saved["optimizer"][0], b.saved["optimizer"][0]),
+    ]
     tensors += [(a.tables[k], b.tables[k]) for k in a.tables]
-    alike = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in tensors)
+    alike = all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in tensors
+    )
     return alike and torch.equal(a.x, b.x) and torch.equal(a.consensus, b.consensus)
 
 
@@ -115,7 +137,9 @@ def test_it_converges_to_the_optimum_over_all_ranks_data(name: str, size: int) -
 
 @every_rule
 def test_it_repeats_bit_for_bit(name: str) -> None:
-    first, second = (run(rule_of(name), problem_of(name, 3, noise=0.1), 4, make=momentum) for _ in range(2))
+    first, second = (
+        run(rule_of(name), problem_of(name, 3, noise=0.1), 4, make=momentum) for _ in range(2)
+    )
     for a, b in zip(first, second, strict=True):
         assert same(a, b) and all(map(torch.equal, a.losses, b.losses))
 
@@ -134,7 +158,9 @@ def test_what_is_saved_of_it_is_all_that_it_needs_to_go_on(name: str, optimizer:
 
 
 @every_rule
-def test_alone_it_runs_and_is_the_plain_optimizer_unless_its_merge_moves_on_its_own(name: str) -> None:
+def test_alone_it_runs_and_is_the_plain_optimizer_unless_its_merge_moves_on_its_own(
+    name: str,
+) -> None:
     problem = problem_of(name, 1, noise=0.1)
     (alone,) = run(rule_of(name), problem, 4)
     plain = Rank(problem, 0)
@@ -147,17 +173,27 @@ def test_alone_it_runs_and_is_the_plain_optimizer_unless_its_merge_moves_on_its_
 @every_rule
 def test_a_rank_that_never_has_a_sample_takes_part_and_does_not_count(name: str) -> None:
     case, problem = CASES[name], problem_of(name, 3)
-    outcomes = run(rule_of(name), problem, case.rounds, make=case.make, counts=lambda rank, step: 0 if rank == 2 else BATCH)
+    outcomes = run(
+        rule_of(name),
+        problem,
+        case.rounds,
+        make=case.make,
+        counts=lambda rank, step: 0 if rank == 2 else BATCH,
+    )
     assert distance(outcomes[0].consensus, problem.optimum([1, 1, 0])) < case.idle
     assert all(o.consensus.isfinite().all() for o in outcomes)
 
 
 @every_rule
-def test_it_survives_shares_that_change_from_step_to_step_down_to_nobody_having_any(name: str) -> None:
+def test_it_survives_shares_that_change_from_step_to_step_down_to_nobody_having_any(
+    name: str,
+) -> None:
     shares = [(4, 4, 4), (4, 0, 0), (1, 4, 0), (0, 0, 0), (0, 2, 1)]
     problem = problem_of(name, 3)
     far = distance(Rank(problem, 0).point(), problem.optimum())
-    outcomes = run(rule_of(name), problem, 30, counts=lambda rank, step: shares[step % len(shares)][rank])
+    outcomes = run(
+        rule_of(name), problem, 30, counts=lambda rank, step: shares[step % len(shares)][rank]
+    )
     assert distance(outcomes[0].consensus, problem.optimum()) < far / 2
     assert len({o.steps for o in outcomes}) == 1
 
@@ -165,12 +201,22 @@ def test_it_survives_shares_that_change_from_step_to_step_down_to_nobody_having_
 @every_rule
 @pytest.mark.parametrize(
     "optimizer",
-    ["momentum", "adam", *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS if o not in ("momentum", "adam"))],
+    [
+        "momentum",
+        "adam",
+        *(
+            pytest.param(o, marks=pytest.mark.slow)
+            for o in OPTIMIZERS
+            if o not in ("momentum", "adam")
+        ),
+    ],
 )
 def test_it_works_over_any_optimizer(name: str, optimizer: str) -> None:
     problem = problem_of(name, 3)
     steps = run(rule_of(name), problem, 1)[0].steps
-    outcomes = run(rule_of(name), problem, -(-CASES[name].some // steps), make=OPTIMIZERS[optimizer])
+    outcomes = run(
+        rule_of(name), problem, -(-CASES[name].some // steps), make=OPTIMIZERS[optimizer]
+    )
     start = distance(Rank(problem, 0).point(), problem.optimum())
     assert distance(outcomes[0].consensus, problem.optimum()) < start / 4
 
@@ -183,7 +229,11 @@ def test_every_way_to_treat_optimizer_state_converges(name: str) -> None:
         assert distance(outcome.consensus, problem.optimum()) < 0.2, choice
         # where no step was ever taken the optimizer has nothing to average, and must not make others wait for it
         idle = run(
-            rule_of(name, moments=choice), problem, 2, make=OPTIMIZERS["adam"], counts=lambda r, step: 0 if r == 2 else BATCH
+            rule_of(name, moments=choice),
+            problem,
+            2,
+            make=OPTIMIZERS["adam"],
+            counts=lambda r, step: 0 if r == 2 else BATCH,
         )
         assert all(o.consensus.isfinite().all() for o in idle)
 
@@ -211,7 +261,12 @@ def test_a_block_ends_where_the_run_does_and_is_merged_all_the_same(name: str) -
 
 # -- what a plan may not say --
 
-WRONG: dict[Any, list[str]] = {int: ["-1", "many"], float: ["-1", "nan", "much"], bool: ["perhaps"], str: ["nonsense"]}
+WRONG: dict[Any, list[str]] = {
+    int: ["-1", "many"],
+    float: ["-1", "nan", "much"],
+    bool: ["perhaps"],
+    str: ["nonsense"],
+}
 
 
 def wrong_values(kind: Any) -> list[str]:
@@ -274,7 +329,9 @@ def elastic(size: int, rounds: int, still: Make) -> list[list[tuple[Tensor, Tens
     saved = run(EASGD(period=1), Problem(size), 1)
 
     def look(me: Rank, link: Group, state: Tensors) -> None:
-        seen[me.rank].append((me.point(), me.point({k.removeprefix("c/"): v for k, v in state.items()})))
+        seen[me.rank].append(
+            (me.point(), me.point({k.removeprefix("c/"): v for k, v in state.items()}))
+        )
 
     run(EASGD(period=1), Problem(size), rounds, make=still, resumed=_still(saved), after_round=look)
     return seen
@@ -288,7 +345,9 @@ def _still(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_easgd_conserves_the_sum_of_replicas_and_centre_and_closes_the_gap_by_its_factor(size: int) -> None:
+def test_easgd_conserves_the_sum_of_replicas_and_centre_and_closes_the_gap_by_its_factor(
+    size: int,
+) -> None:
     seen = elastic(size, 5, lambda p: torch.optim.SGD(p, lr=0.0))
     sums = [sum(x for x, _ in at) + at[0][1] for at in zip(*seen, strict=True)]
     gaps = [sum(x for x, _ in at) / size - at[0][1] for at in zip(*seen, strict=True)]
@@ -302,14 +361,18 @@ def test_easgd_conserves_the_sum_of_replicas_and_centre_and_closes_the_gap_by_it
 
 @pytest.mark.parametrize("lam", [0.0, 0.7])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_admm_multipliers_sum_to_the_gradient_of_the_penalty_after_every_round(lam: float, noise: float) -> None:
+def test_admm_multipliers_sum_to_the_gradient_of_the_penalty_after_every_round(
+    lam: float, noise: float
+) -> None:
     size, rounds = 4, 6
     ys: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(size)]
 
     def look(me: Rank, link: Group, state: Tensors) -> None:
         ys[me.rank].append((me.point({k: state[f"y/{k}"] for k in me.replica.params}), me.point()))
 
-    shares = lambda rank, step: 0 if rank == 1 and step >= 8 else BATCH  # and with a rank whose samples run out
+    shares = lambda rank, step: (
+        0 if rank == 1 and step >= 8 else BATCH
+    )  # and with a rank whose samples run out
     run(
         ADMM(period=4, rho=0.5, lam=lam),
         Problem(size, mixed=1.0, noise=noise),
@@ -335,12 +398,16 @@ def test_admm_reaches_the_ridge_optimum_whatever_rho(rho: float) -> None:
     assert distance(outcome.consensus, ridge(problem, 0.5)) < 1e-5
 
 
-def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_moving_once_they_are_small() -> None:
+def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_moving_once_they_are_small() -> (
+    None
+):
     problem = Problem(3, mixed=1.0)
     adapted = run(ADMM(period=8, rho=0.02, span=64.0), problem, 60)[0]
     fixed = run(ADMM(period=8, rho=0.02, span=1.0), problem, 60)[0]
     assert float(adapted.state["rho"]) > 0.02 == float(fixed.state["rho"])
-    assert distance(adapted.consensus, problem.optimum()) < distance(fixed.consensus, problem.optimum())
+    assert distance(adapted.consensus, problem.optimum()) < distance(
+        fixed.consensus, problem.optimum()
+    )
     rule = ADMM(period=8, rho=1.0, tolerance=1e-3)
     stopped, later = run(rule, problem, 60), run(rule, problem, 70)
     assert float(stopped[0].state["primal"]) < 1e-3 * float(stopped[0].state["norm"])
@@ -354,7 +421,11 @@ def test_a_frozen_rule_holds_nothing_of_a_run() -> None:
         rule = rule_of(name)
         before = dict(vars(rule))
         run(rule, problem_of(name, 3), 2)
-        assert vars(rule) == before and dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen
+        assert (
+            vars(rule) == before
+            and dataclasses.is_dataclass(rule)
+            and rule.__dataclass_params__.frozen
+        )
 
 
 def test_the_bench_knows_its_own_answer() -> None:

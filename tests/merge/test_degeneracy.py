@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyhands.core import Group, Tensors
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.admm import ADMM
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.bmuf import BMUF
@@ -44,13 +44,20 @@ def agree(outcomes: list[Outcome]) -> bool:
 
 
 @pytest.mark.parametrize("counts", [full, uneven], ids=["full", "uneven"])
-@pytest.mark.parametrize("rule", [LocalSGD(period=1), ModelAverage(period=1), LocalSGD(period=9, post=100)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [LocalSGD(period=1), ModelAverage(period=1), LocalSGD(period=9, post=100)], ids=str
+)
 def test_a_merge_after_every_step_is_synchronous_sgd(rule: Any, counts: Counts) -> None:
     near(run(rule, NOISY, 12, counts=counts), run(AllReduce(), NOISY, 12, counts=counts))
 
 
-def test_a_merge_after_every_step_is_synchronous_sgd_under_momentum_too_as_both_are_linear() -> None:
-    near(run(LocalSGD(period=1), NOISY, 12, make=momentum), run(AllReduce(), NOISY, 12, make=momentum))
+def test_a_merge_after_every_step_is_synchronous_sgd_under_momentum_too_as_both_are_linear() -> (
+    None
+):
+    near(
+        run(LocalSGD(period=1), NOISY, 12, make=momentum),
+        run(AllReduce(), NOISY, 12, make=momentum),
+    )
 
 
 LOCAL = LocalSGD(period=5)
@@ -67,12 +74,23 @@ PAIRS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=str)
 @pytest.mark.parametrize("counts", [full, uneven], ids=["full", "uneven"])
 def test_in_their_limits_rules_are_each_other(left: Any, right: Any, counts: Counts) -> None:
-    near(run(left, NOISY, 5, make=momentum, counts=counts), run(right, NOISY, 5, make=momentum, counts=counts))
+    near(
+        run(left, NOISY, 5, make=momentum, counts=counts),
+        run(right, NOISY, 5, make=momentum, counts=counts),
+    )
 
 
 def test_streaming_in_one_piece_is_diloco() -> None:
     whole = run(DILOCO, NOISY, 5, make=momentum)
-    near(run(StreamingDiLoCo(period=6, fragments=1, tau=0, alpha=0.0, lr=0.7, momentum=0.4), NOISY, 5, make=momentum), whole)
+    near(
+        run(
+            StreamingDiLoCo(period=6, fragments=1, tau=0, alpha=0.0, lr=0.7, momentum=0.4),
+            NOISY,
+            5,
+            make=momentum,
+        ),
+        whole,
+    )
 
 
 def test_streaming_in_one_piece_weighs_uneven_shares_as_diloco_does_to_single_precision() -> None:
@@ -83,17 +101,23 @@ def test_streaming_in_one_piece_weighs_uneven_shares_as_diloco_does_to_single_pr
 
 
 def look_ahead(eta: float, outcome: Outcome) -> Tensor:
-    return outcome.x + eta * Rank(NOISY, 0).point({k.removeprefix("D/"): v for k, v in outcome.state.items()})
+    return outcome.x + eta * Rank(NOISY, 0).point(
+        {k.removeprefix("D/"): v for k, v in outcome.state.items()}
+    )
 
 
 @pytest.mark.parametrize("zeta", [1.0, 0.6])
 def test_what_nesterov_bmuf_broadcasts_is_diloco_with_its_momentum_and_rate(zeta: float) -> None:
     rule = BMUF(period=4, eta=0.7, zeta=zeta, moments="keep")
-    ours, diloco = (run(r, NOISY, 6, make=momentum) for r in (rule, DiLoCo(period=4, lr=zeta, momentum=0.7)))
+    ours, diloco = (
+        run(r, NOISY, 6, make=momentum) for r in (rule, DiLoCo(period=4, lr=zeta, momentum=0.7))
+    )
     for mine, theirs in zip(ours, diloco, strict=True):
         ahead = look_ahead(0.7, mine)
         torch.testing.assert_close(ahead, theirs.x, rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(mine.consensus, ahead, rtol=1e-3), "evaluated and saved is W, not the look-ahead"
+        assert not torch.allclose(mine.consensus, ahead, rtol=1e-3), (
+            "evaluated and saved is W, not the look-ahead"
+        )
 
 
 def test_diloco_and_bmuf_are_torch_nesterov_and_momentum_on_the_mean_displacement() -> None:
@@ -119,11 +143,16 @@ def test_diloco_and_bmuf_are_torch_nesterov_and_momentum_on_the_mean_displacemen
         torch.testing.assert_close(ours[0].consensus, x.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_with_common_curvature_and_full_gradients_the_mean_of_local_sgd_is_sync_sgd_for_any_period() -> None:
+def test_with_common_curvature_and_full_gradients_the_mean_of_local_sgd_is_sync_sgd_for_any_period() -> (
+    None
+):
     problem = Problem(3)
     for period in (2, 5, 7):
         rounds = 3
-        near(run(LocalSGD(period=period), problem, rounds), run(AllReduce(), problem, rounds * period))
+        near(
+            run(LocalSGD(period=period), problem, rounds),
+            run(AllReduce(), problem, rounds * period),
+        )
 
 
 def test_bmuf_takes_its_momentum_from_the_number_of_ranks() -> None:
@@ -132,20 +161,33 @@ def test_bmuf_takes_its_momentum_from_the_number_of_ranks() -> None:
 
 def test_admm_on_ranks_with_the_same_data_has_no_multiplier() -> None:
     outcomes = run(ADMM(period=4), Problem(3, spread=0.0), 3)
-    assert all(float(v.abs().max()) < 1e-12 for o in outcomes for k, v in o.state.items() if k.startswith("y/"))
+    assert all(
+        float(v.abs().max()) < 1e-12
+        for o in outcomes
+        for k, v in o.state.items()
+        if k.startswith("y/")
+    )
 
 
 # -- who agrees when --
 
 
-@pytest.mark.parametrize("rule", [ModelAverage(3), LocalSGD(3), BMUF(3), DiLoCo(3), ADMM(3)], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [ModelAverage(3), LocalSGD(3), BMUF(3), DiLoCo(3), ADMM(3)],
+    ids=lambda r: type(r).__name__,
+)
 def test_between_blocks_all_replicas_are_the_model(rule: Any) -> None:
     outcomes = run(rule, NOISY, 4, make=momentum, counts=uneven)
     assert agree(outcomes) and all(torch.equal(o.x, o.consensus) for o in outcomes)
 
 
-@pytest.mark.parametrize("rule", [EASGD(3), StreamingDiLoCo(8, 2, 1)], ids=lambda r: type(r).__name__)
-def test_elastic_and_streaming_replicas_differ_but_stand_for_one_model_and_one_state(rule: Any) -> None:
+@pytest.mark.parametrize(
+    "rule", [EASGD(3), StreamingDiLoCo(8, 2, 1)], ids=lambda r: type(r).__name__
+)
+def test_elastic_and_streaming_replicas_differ_but_stand_for_one_model_and_one_state(
+    rule: Any,
+) -> None:
     outcomes = run(rule, NOISY, 4, make=momentum, counts=uneven)
     assert not agree(outcomes)
     for k in outcomes[0].state:
@@ -153,11 +195,21 @@ def test_elastic_and_streaming_replicas_differ_but_stand_for_one_model_and_one_s
             assert all(torch.equal(o.state[k], outcomes[0].state[k]) for o in outcomes), k
 
 
-def test_averaged_moments_are_the_same_everywhere_kept_ones_differ_and_reset_ones_are_gone() -> None:
-    found = {how: run(LocalSGD(3, moments=how), NOISY, 2, make=momentum) for how in ("keep", "average", "reset")}
+def test_averaged_moments_are_the_same_everywhere_kept_ones_differ_and_reset_ones_are_gone() -> (
+    None
+):
+    found = {
+        how: run(LocalSGD(3, moments=how), NOISY, 2, make=momentum)
+        for how in ("keep", "average", "reset")
+    }
     buffers = {how: [o.saved["optimizer"][0] for o in outcomes] for how, outcomes in found.items()}
-    assert not torch.equal(buffers["keep"][0]["u/momentum_buffer"], buffers["keep"][1]["u/momentum_buffer"])
-    assert all(torch.equal(b["u/momentum_buffer"], buffers["average"][0]["u/momentum_buffer"]) for b in buffers["average"])
+    assert not torch.equal(
+        buffers["keep"][0]["u/momentum_buffer"], buffers["keep"][1]["u/momentum_buffer"]
+    )
+    assert all(
+        torch.equal(b["u/momentum_buffer"], buffers["average"][0]["u/momentum_buffer"])
+        for b in buffers["average"]
+    )
     assert not any(buffers["reset"])
 
 
@@ -166,20 +218,26 @@ def test_averaged_moments_are_the_same_everywhere_kept_ones_differ_and_reset_one
 
 @pytest.mark.parametrize(("steps", "period"), [(12, 4), (13, 4), (3, 4), (5, 1)])
 @pytest.mark.parametrize("kind", [ModelAverage, LocalSGD, BMUF, DiLoCo, EASGD, ADMM])
-def test_there_are_steps_over_period_merges_rounded_up_and_each_moves_the_model_once(kind: Any, steps: int, period: int) -> None:
+def test_there_are_steps_over_period_merges_rounded_up_and_each_moves_the_model_once(
+    kind: Any, steps: int, period: int
+) -> None:
     outcomes = run(kind(period=period), Problem(3), 100, total=steps)
     merges = -(-steps // period)
     for o in outcomes:
         assert o.steps == steps and len(o.losses) == merges
-        assert merges * VECTOR_BYTES <= o.link.nbytes <= merges * (VECTOR_BYTES + 32), "the model, and a few numbers"
+        assert merges * VECTOR_BYTES <= o.link.nbytes <= merges * (VECTOR_BYTES + 32), (
+            "the model, and a few numbers"
+        )
 
 
 def test_streaming_sends_each_fragment_once_a_round_and_never_more_than_its_part_at_once() -> None:
     sent: list[list[tuple[int, dict[str, int]]]] = [[] for _ in range(2)]
 
-    class Watched(Observed):
+    class Watched(ObservedGroup):
         def all_reduce(self, values: Tensors, op: Any = "sum") -> Any:
-            sent[self.rank].append((ranks[self.rank].step, {k: v.nbytes for k, v in values.items()}))
+            sent[self.rank].append(
+                (ranks[self.rank].step, {k: v.nbytes for k, v in values.items()})
+            )
             return super().all_reduce(values, op)
 
     problem, rule = Problem(2), StreamingDiLoCo(period=12, fragments=4, tau=2)
@@ -203,16 +261,22 @@ def test_streaming_sends_each_fragment_once_a_round_and_never_more_than_its_part
 def test_a_streamed_fragment_is_what_it_was_when_it_left_and_lands_tau_steps_later() -> None:
     """mu=0, lr=1, alpha=0: x ends as the mean of where replicas stood tau steps before."""
     problem = Problem(2, noise=0.3)
-    ours = run(StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.0, lr=1.0, momentum=0.0), problem, 1)
+    ours = run(
+        StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.0, lr=1.0, momentum=0.0), problem, 1
+    )
     three = run(ModelAverage(period=3), problem, 1)
     near(ours, three)
-    mixed = run(StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.25, lr=1.0, momentum=0.0), problem, 1)
+    mixed = run(
+        StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.25, lr=1.0, momentum=0.0), problem, 1
+    )
     for rank, o in enumerate(mixed):
         alone = Rank(problem, rank)
         for _ in range(5):
             alone.replica.backward()
             alone.replica.step()
-        torch.testing.assert_close(o.x, 0.25 * alone.point() + 0.75 * three[0].x, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            o.x, 0.25 * alone.point() + 0.75 * three[0].x, rtol=1e-12, atol=1e-12
+        )
         assert torch.equal(o.consensus, mixed[0].consensus)
         torch.testing.assert_close(o.consensus, three[0].x, rtol=1e-12, atol=1e-12)
 
@@ -223,7 +287,20 @@ def test_post_local_sgd_merges_every_step_up_to_its_step_and_then_once_a_period(
 
 
 def test_post_local_sgd_starts_at_the_first_decay_of_the_rate_and_a_warm_up_is_none() -> None:
-    rates = [0.02, 0.05, 0.1, 0.1, 0.01, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]  # rises again later: still post
+    rates = [
+        0.02,
+        0.05,
+        0.1,
+        0.1,
+        0.01,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+        0.2,
+    ]  # rises again later: still post
     problem = Problem(2)
     lengths: list[int] = []
 
@@ -262,9 +339,15 @@ def test_a_rank_weighs_the_samples_of_its_block() -> None:
             me.replica.backward()
             me.replica.step()
         alone.append(me.point())
-    for rule in (ModelAverage(period=4), LocalSGD(period=4), DiLoCo(period=4, lr=1.0, momentum=0.0)):
+    for rule in (
+        ModelAverage(period=4),
+        LocalSGD(period=4),
+        DiLoCo(period=4, lr=1.0, momentum=0.0),
+    ):
         outcome = run(rule, problem, 1, counts=lambda rank, step: 1 if rank else 3)[0]
-        torch.testing.assert_close(outcome.x, 0.75 * alone[0] + 0.25 * alone[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            outcome.x, 0.75 * alone[0] + 0.25 * alone[1], rtol=1e-12, atol=1e-12
+        )
 
 
 def test_the_loss_of_a_round_is_the_mean_over_the_samples_of_its_block() -> None:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from manyhands.compute import batches as data
-from manyhands.compute import distil
-from manyhands.compute.distil import StudentReplica, TaughtLoss
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.forward import TaskLoss
-from manyhands.compute.module import ModuleReplica
-from manyhands.compute.update import WholeUpdate
 from manyhands.core import Group, Position, Tensors
+from manyhands.data import batches as data
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.ensemble import Ensemble
+from manyhands.replica import distillation
+from manyhands.replica.distillation import DistillationLoss, StudentReplica
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.forward import TaskLoss
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 
 CPU = torch.device("cpu")
@@ -49,20 +49,26 @@ class Worker:
     flat: FlatParameters
     task: TaskLoss
     replica: StudentReplica
-    walk: data.Indexed
+    walk: data.IndexedBatches
 
     @property
-    def taught(self) -> TaughtLoss:
-        return TaughtLoss(self.flat, self.task)
+    def taught(self) -> DistillationLoss:
+        return DistillationLoss(self.flat, self.task)
 
 
-def worker(rank: int = 0, size: int = 1, make: Callable[[], nn.Module] = net, lr: float = 0.1, epochs: float = 1e9) -> Worker:
+def worker(
+    rank: int = 0,
+    size: int = 1,
+    make: Callable[[], nn.Module] = net,
+    lr: float = 0.1,
+    epochs: float = 1e9,
+) -> Worker:
     model = make()
     source = data.source(blobs(), CPU, "train")
     assert isinstance(source, data.TensorSource)
     samples = source.samples
     flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
-    walk = data.Indexed(
+    walk = data.IndexedBatches(
         source,
         lambda epoch: SPLITS["shuffled"](samples, 0, epoch),
         DataSplit(samples, BATCH * size, BATCH, rank, size),
@@ -70,13 +76,18 @@ def worker(rank: int = 0, size: int = 1, make: Callable[[], nn.Module] = net, lr
     )
     task = TaskLoss(model, walk, cross_entropy, None, "fp32", CPU)
     update = WholeUpdate(flat, model, torch.optim.SGD(model.parameters(), lr=lr))
-    plain = ModuleReplica(flat, update, task, nominal=BATCH * size, ended=lambda: walk.position.epoch >= epochs)
-    return Worker(model, flat, task, distil.student(plain, task), walk)
+    plain = ModuleReplica(
+        flat, update, task, nominal=BATCH * size, ended=lambda: walk.position.epoch >= epochs
+    )
+    return Worker(model, flat, task, distillation.student(plain, task), walk)
 
 
 def others(n: int, make: Callable[[int], nn.Module] = net) -> list[Tensors]:
     """Flat parameters of nets that started elsewhere."""
-    return [FlatParameters(make(seed), lambda k, dtype: torch.zeros(k, dtype=dtype), 2**20).values for seed in range(1, n + 1)]
+    return [
+        FlatParameters(make(seed), lambda k, dtype: torch.zeros(k, dtype=dtype), 2**20).values
+        for seed in range(1, n + 1)
+    ]
 
 
 def grads(w: Worker) -> Tensor:
@@ -136,7 +147,9 @@ def test_a_teacher_that_fails_leaves_the_students_parameters_where_they_were() -
 
 
 @pytest.mark.parametrize(("weight", "share"), [(0.5, 0.7), (0.2, 1.0), (0.0, 0.5), (1.0, 0.7)])
-def test_the_loss_is_that_of_the_labels_and_for_a_share_also_the_distance_from_the_opinion(weight: float, share: float) -> None:
+def test_the_loss_is_that_of_the_labels_and_for_a_share_also_the_distance_from_the_opinion(
+    weight: float, share: float
+) -> None:
     w, teachers = worker(), others(3)
     x, y = next_batch(w)
     loss = w.replica.distil(teachers, weight, share)
@@ -158,7 +171,9 @@ def test_with_labels_alone_distilling_is_an_ordinary_step() -> None:
     taught, plain = worker(), worker()
     near(taught.replica.distil(others(2), 1.0, 0.7), plain.replica.backward())
     near(grads(taught), grads(plain))
-    assert torch.equal(taught.walk.next().values[0], plain.walk.next().values[0]), "and took the same batch"
+    assert torch.equal(taught.walk.next().values[0], plain.walk.next().values[0]), (
+        "and took the same batch"
+    )
 
 
 def test_who_is_its_own_only_teacher_has_nothing_to_learn() -> None:
@@ -187,11 +202,13 @@ def test_distilling_brings_a_model_nearer_to_what_the_ensemble_says() -> None:
 # -- the rule --
 
 
-def train(rule: Ensemble, size: int, rounds: int, **options: Any) -> list[tuple[Worker, Tensors, Tensors, Observed]]:
+def train(
+    rule: Ensemble, size: int, rounds: int, **options: Any
+) -> list[tuple[Worker, Tensors, Tensors, ObservedGroup]]:
     rule.check(size)
 
-    def main(group: Group) -> tuple[Worker, Tensors, Tensors, Observed]:
-        link = Observed(group, lambda event: None)
+    def main(group: Group) -> tuple[Worker, Tensors, Tensors, ObservedGroup]:
+        link = ObservedGroup(group, lambda event: None)
         w = worker(group.rank, size, **options)
         state = rule.init(w.replica)  # type: ignore[arg-type]
         for _ in range(rounds):
@@ -228,7 +245,9 @@ def test_models_stay_different_and_grow_good_and_one_of_them_stands_for_all() ->
     assert all((own[i] - own[j]).norm() > 1e-3 for i in range(3) for j in range(i))
     assert min(accuracy(w) for w, *_ in found) > 0.85
     assert accuracy(found[0][0], first) > 0.85
-    assert {k: v.shape for k, v in first.items()} == {k: v.shape for k, v in found[0][0].flat.values.items()}, "of the old size"
+    assert {k: v.shape for k, v in first.items()} == {
+        k: v.shape for k, v in found[0][0].flat.values.items()
+    }, "of the old size"
 
 
 def test_learning_from_each_other_brings_models_nearer_in_what_they_say() -> None:
@@ -266,7 +285,9 @@ def test_a_rank_that_has_no_samples_left_learns_nothing_and_stands_for_nobody() 
             rule.round(w.replica, group, state)  # type: ignore[arg-type]
         model = rule.consensus(w.replica, group, state)  # type: ignore[arg-type]
         assert model is not None
-        return torch.cat(list(w.flat.values.values())) - before, torch.cat(list(model.values())) - before
+        return torch.cat(list(w.flat.values.values())) - before, torch.cat(
+            list(model.values())
+        ) - before
 
     (moved, stands), (idle, theirs) = World(2).run(main)
     assert moved.norm() > 0.1 and idle.norm() == 0
@@ -278,16 +299,22 @@ def test_a_rank_that_has_no_samples_left_learns_nothing_and_stands_for_nobody() 
 
 def test_a_task_of_steps_and_a_loop_of_ones_own_are_refused_before_training() -> None:
     w = worker()
-    stepping = TaskLoss(w.model, w.walk, None, lambda model, batch: model(batch[0]).sum(), "fp32", CPU)
-    with pytest.raises(TaskError, match=r"the task has step=.*give Task\(loss=.*or choose another merge="):
-        distil.student(w.replica.inner, stepping)
+    stepping = TaskLoss(
+        w.model, w.walk, None, lambda model, batch: model(batch[0]).sum(), "fp32", CPU
+    )
+    with pytest.raises(
+        TaskError, match=r"the task has step=.*give Task\(loss=.*or choose another merge="
+    ):
+        distillation.student(w.replica.inner, stepping)
     with pytest.raises(TaskError, match="a loop of its own"):
-        distil.student(w.replica.inner, lambda: None)
+        distillation.student(w.replica.inner, lambda: None)
 
 
 def test_a_model_that_gives_no_classes_is_told_so() -> None:
     w = worker(make=lambda: nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)).double())
-    with pytest.raises(TaskError, match=r"the model gives \(30,\); needed: logits \(samples, classes\)"):
+    with pytest.raises(
+        TaskError, match=r"the model gives \(30,\); needed: logits \(samples, classes\)"
+    ):
         w.taught.opinion([dict(w.flat.values)], [blobs(30)[0]])
 
 

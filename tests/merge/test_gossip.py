@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.core import Group, Tensors
 from manyhands.errors import PlanError
-from manyhands.exchange import wires
+from manyhands.exchange import compression
 from manyhands.exchange.inproc import World
 from manyhands.merge import gossip, topology
 from manyhands.merge.ad_psgd import ADPSGD, partners
@@ -22,7 +22,15 @@ from manyhands.merge.sgp import SGP
 from manyhands.merge.topology import Turn
 
 LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]
-GOSSIP = [DPSGD(), DPSGD(order="atc"), DPSGD("exponential"), DPSGD("one_peer", order="atc"), ADPSGD(), SGP(), SGP("star")]
+GOSSIP = [
+    DPSGD(),
+    DPSGD(order="atc"),
+    DPSGD("exponential"),
+    DPSGD("one_peer", order="atc"),
+    ADPSGD(),
+    SGP(),
+    SGP("star"),
+]
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
@@ -43,7 +51,11 @@ def mixed_only(rule: Any, size: int, rounds: int) -> list[list[tuple[Tensor, Ten
     def main(link: Group) -> list[tuple[Tensor, Tensors]]:
         me = Rank(Problem(size), link.rank, still)
         for x in me.replica.params.values():
-            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(link.rank), dtype=x.dtype))
+            x.copy_(
+                torch.randn(
+                    x.shape, generator=torch.Generator().manual_seed(link.rank), dtype=x.dtype
+                )
+            )
         state = rule.init(me.replica)
         seen = [(me.point(), {k: v.clone() for k, v in state.items()})]
         for _ in range(rounds):
@@ -72,7 +84,9 @@ def test_mixing_alone_brings_all_ranks_to_the_mean_they_began_with(rule: Any, si
         near(rank[-1][0], start, 1e-6)
 
 
-@pytest.mark.parametrize("graph", ["ring", "exponential", "star", "complete", "0-1,1-2,2-3,3-4,4-5"])
+@pytest.mark.parametrize(
+    "graph", ["ring", "exponential", "star", "complete", "0-1,1-2,2-3,3-4,4-5"]
+)
 @pytest.mark.parametrize("order", ["cta", "atc"])
 def test_the_distance_from_the_mean_shrinks_by_the_gap_every_round(graph: str, order: Any) -> None:
     seen = mixed_only(DPSGD(graph, order), 6, 8)
@@ -119,12 +133,16 @@ def test_adapt_then_combine_mixes_what_has_stepped() -> None:
     (w,) = topology.schedule("ring", 4)
     rule = DPSGD(order="atc")
     before, after = run(rule, problem, 2), run(rule, problem, 3)
-    stepped = torch.stack([o.x - LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)])
+    stepped = torch.stack(
+        [o.x - LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)]
+    )
     for r in range(4):
         near(after[r].x, w[r] @ stepped)
 
 
-def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine_then_adapt_is_not() -> None:
+def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine_then_adapt_is_not() -> (
+    None
+):
     problem = Problem(4, mixed=0.5)
     together = run(AllReduce(), problem, 10)[0].x
     for o in run(DPSGD("complete", order="atc"), problem, 10):
@@ -135,7 +153,10 @@ def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine
 def test_pushing_over_doubly_stochastic_parts_is_adapt_then_combine_with_weights_of_one() -> None:
     problem = Problem(6, mixed=0.5)
     for graph in ("one_peer", "exponential", "complete"):
-        pushed, mixed = run(SGP(graph), problem, 10, make=momentum), run(DPSGD(graph, order="atc"), problem, 10, make=momentum)
+        pushed, mixed = (
+            run(SGP(graph), problem, 10, make=momentum),
+            run(DPSGD(graph, order="atc"), problem, 10, make=momentum),
+        )
         for a, b in zip(pushed, mixed, strict=True):
             near(a.x, b.x)
             near(a.state["v"], torch.ones((), dtype=torch.float64))
@@ -166,7 +187,9 @@ def test_pushing_over_an_uneven_graph_steps_where_x_is() -> None:
     def total(outcomes: list[Outcome]) -> Tensor:
         return torch.stack([o.state["v"] * o.x for o in outcomes]).sum(0)
 
-    steps = torch.stack([LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)]).sum(0)
+    steps = torch.stack(
+        [LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)]
+    ).sum(0)
     near(total(after), total(before) - steps)
     near(after[0].consensus, total(after) / 4)
     assert max(abs(float(o.state["v"]) - 1) for o in after) > 0.1
@@ -261,7 +284,12 @@ def test_a_rank_gives_to_its_neighbours_only() -> None:
     problem = Problem(8)
     nbytes = sum(v.nbytes for v in Rank(problem, 0).replica.params.values())
     consensus = nbytes
-    for rule, peers in ((DPSGD(), 2), (DPSGD("one_peer"), 1), (DPSGD("exponential"), 3), (ADPSGD(), 1)):
+    for rule, peers in (
+        (DPSGD(), 2),
+        (DPSGD("one_peer"), 1),
+        (DPSGD("exponential"), 3),
+        (ADPSGD(), 1),
+    ):
         for o in run(rule, problem, 6):
             assert o.link.nbytes == 6 * peers * nbytes + consensus
     for o in run(SGP(), problem, 6):
@@ -282,7 +310,9 @@ def test_a_period_takes_more_steps_for_one_exchange() -> None:
 def test_what_the_optimizer_remembers_is_kept_averaged_or_forgotten_as_asked(rule: Any) -> None:
     def buffers(moments: str) -> list[Tensor]:
         return [
-            torch.cat([v.flatten() for k, v in sorted(o.saved["optimizer"][0].items()) if "momentum" in k])
+            torch.cat(
+                [v.flatten() for k, v in sorted(o.saved["optimizer"][0].items()) if "momentum" in k]
+            )
             for o in run(rule(moments=moments), Problem(2, mixed=0.5), 6, make=momentum)
         ]
 
@@ -297,7 +327,9 @@ def test_what_the_optimizer_remembers_is_kept_averaged_or_forgotten_as_asked(rul
 @pytest.mark.parametrize("make", [adam, pytest.param(momentum, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rule", GOSSIP, ids=str)
 def test_any_optimizer_works_underneath(rule: Any, make: Any) -> None:
-    problem = Problem(4, spread=0.1)  # ranks that differ much pull Adam, which is not linear, off the optimum
+    problem = Problem(
+        4, spread=0.1
+    )  # ranks that differ much pull Adam, which is not linear, off the optimum
     out = run(rule, problem, 300, make=make)
     assert (out[0].consensus - problem.optimum()).norm() < 0.3
     assert all(torch.equal(o.consensus, out[0].consensus) for o in out)
@@ -320,19 +352,27 @@ def test_what_cannot_work_is_refused_before_anything_starts(make: Any, says: str
         make()
 
 
-@pytest.mark.parametrize("rule", [DPSGD(), DPSGD("one_peer", order="atc"), ADPSGD(), SGP()], ids=str)
+@pytest.mark.parametrize(
+    "rule", [DPSGD(), DPSGD("one_peer", order="atc"), ADPSGD(), SGP()], ids=str
+)
 def test_a_wire_that_rounds_moves_no_mean(rule: Any) -> None:
     """Without gradients: what rounding gives to one rank it takes from another."""
     size, numel = 4, 3000
-    start = torch.randn(size, numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = torch.randn(
+        size, numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
     def main(group: Group) -> Tensor:
-        link = wires.wrap(group, wires.Int8(), "parameters")
+        link = compression.wrap(group, compression.Int8(), "parameters")
         values = {"x": start[group.rank].clone()}
         for round in range(12):
             if isinstance(rule, ADPSGD):
                 partner = partners(0, round, size)[group.rank]
-                turn = Turn(1.0, (), ()) if partner == group.rank else Turn(0.5, (partner,), ((partner, 0.5),))
+                turn = (
+                    Turn(1.0, (), ())
+                    if partner == group.rank
+                    else Turn(0.5, (partner,), ((partner, 0.5),))
+                )
             else:
                 turns = topology.turns(rule.graph, size, group.rank, push=isinstance(rule, SGP))
                 turn = turns[round % len(turns)]
@@ -341,4 +381,6 @@ def test_a_wire_that_rounds_moves_no_mean(rule: Any) -> None:
 
     found = torch.stack(World(size).run(main))
     torch.testing.assert_close(found.mean(0), start.mean(0), rtol=1e-12, atol=1e-12)
-    assert (found - found.mean(0)).abs().max() < 0.2 * (start - start.mean(0)).abs().max(), "and they still come together"
+    assert (found - found.mean(0)).abs().max() < 0.2 * (start - start.mean(0)).abs().max(), (
+        "and they still come together"
+    )

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from manyhands.core import Store, Table, Tensors
 from manyhands.exchange.inproc import InprocGroup, World
-from manyhands.exchange.inproc_store import InprocStore
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.shard import Shard
 from manyhands.merge import STRATEGIES
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.async_admm import AsyncADMM
@@ -24,6 +21,9 @@ from manyhands.merge.backup import Backup
 from manyhands.merge.dc_asgd import DCASGD
 from manyhands.merge.downpour import Downpour
 from manyhands.merge.stale_sync import StaleSync
+from manyhands.server.clock import Clock
+from manyhands.server.inproc_store import InprocStore
+from manyhands.server.shard import Shard
 
 NOISY = Problem(4, mixed=1.0, noise=0.3)
 INF = float("inf")
@@ -32,7 +32,9 @@ EVERY = [StaleSync(0), StaleSync(2), StaleSync(INF), Backup(quorum=2), Downpour(
 MAKES: dict[str, Make] = {
     "sgd": sgd,
     "momentum": momentum,
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.6, nesterov=True, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.6, nesterov=True, weight_decay=0.01
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.3),
@@ -57,7 +59,10 @@ def near(a: list[Outcome], b: list[Outcome]) -> None:
 
 def same(a: list[Outcome], b: list[Outcome]) -> bool:
     """EXACT, on every rank."""
-    return all(torch.equal(x.consensus, y.consensus) and torch.equal(x.x, y.x) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x.consensus, y.consensus) and torch.equal(x.x, y.x)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def alone(problem: Problem, make: Make, steps: int) -> Tensor:
@@ -78,7 +83,9 @@ def commits(outcomes: list[Outcome]) -> list[Any]:
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("counts", [full, uneven], ids=["full", "uneven"])
 @pytest.mark.parametrize("rule", [StaleSync(0), Backup(quorum=4)], ids=str)
-def test_without_staleness_and_with_all_ranks_it_is_synchronous_sgd(rule: Any, counts: Counts, make: str) -> None:
+def test_without_staleness_and_with_all_ranks_it_is_synchronous_sgd(
+    rule: Any, counts: Counts, make: str
+) -> None:
     synchronous = run(AllReduce(), NOISY, 12, make=MAKES[make], counts=counts)
     near(run(rule, NOISY, 12, make=MAKES[make], counts=counts, pace=jitter), synchronous)
 
@@ -96,7 +103,9 @@ def test_of_one_rank_it_is_the_plain_optimizer_to_the_bit(rule: Any, make: str) 
 def test_of_one_rank_it_is_the_plain_optimizer_whatever_that_is(make: str) -> None:
     problem = Problem(1, noise=0.3)
     (outcome,) = run(Downpour(), problem, 12, make=MAKES[make])
-    torch.testing.assert_close(outcome.consensus, alone(problem, MAKES[make], 12), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        outcome.consensus, alone(problem, MAKES[make], 12), rtol=1e-12, atol=1e-12
+    )
 
 
 def one_after_the_other(rule: Any, problem: Problem, rounds: int) -> Tensor:
@@ -104,7 +113,10 @@ def one_after_the_other(rule: Any, problem: Problem, rounds: int) -> Tensor:
     world, shards, clock = World(problem.size), [Shard()], Clock(problem.size)
 
     def main(group: InprocGroup) -> Tensor:
-        me, store = Rank(problem, group.rank, nominal=BATCH), InprocStore(world, group.rank, shards, clock)
+        me, store = (
+            Rank(problem, group.rank, nominal=BATCH),
+            InprocStore(world, group.rank, shards, clock),
+        )
         hold(rule, me, store, {})
         state = rule.init(me.replica)
         world.spend(group.rank, 100.0 * group.rank)
@@ -116,10 +128,14 @@ def one_after_the_other(rule: Any, problem: Problem, rounds: int) -> Tensor:
     return world.run(main)[0]
 
 
-@pytest.mark.parametrize("rule", [DCASGD(), DCASGD(strength=0.5), DCASGD(adaptive=True), Downpour(adapt=True)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [DCASGD(), DCASGD(strength=0.5), DCASGD(adaptive=True), Downpour(adapt=True)], ids=str
+)
 def test_without_delay_there_is_nothing_to_compensate(rule: Any) -> None:
     problem = Problem(3, noise=0.3)
-    assert torch.equal(one_after_the_other(rule, problem, 4), one_after_the_other(Downpour(), problem, 4))
+    assert torch.equal(
+        one_after_the_other(rule, problem, 4), one_after_the_other(Downpour(), problem, 4)
+    )
     late, plain = run(rule, problem, 4), run(Downpour(), problem, 4)
     assert not torch.equal(late[0].consensus, plain[0].consensus), "and with delay there is"
 
@@ -128,7 +144,8 @@ def test_without_delay_there_is_nothing_to_compensate(rule: Any) -> None:
 def test_compensation_of_no_strength_is_downpour_to_the_bit(pace: Any) -> None:
     gentle = lambda p: torch.optim.SGD(p, lr=0.05)
     plain, none, some = (
-        run(rule, NOISY, 8, make=gentle, pace=pace) for rule in (Downpour(), DCASGD(strength=0.0), DCASGD(strength=0.1))
+        run(rule, NOISY, 8, make=gentle, pace=pace)
+        for rule in (Downpour(), DCASGD(strength=0.0), DCASGD(strength=0.1))
     )
     assert same(none, plain) and not same(some, plain)
 
@@ -148,7 +165,9 @@ def test_local_steps_between_fetch_and_push_are_those_of_serial_sgd() -> None:
     torch.testing.assert_close(outcome.consensus, alone(problem, sgd, 12), rtol=1e-12, atol=1e-12)
 
 
-def test_updates_of_stale_ranks_carry_their_share_so_that_one_clock_is_one_synchronous_step() -> None:
+def test_updates_of_stale_ranks_carry_their_share_so_that_one_clock_is_one_synchronous_step() -> (
+    None
+):
     """From a common start all pull the same: after one clock the sum of their updates is the mean gradient's step."""
     for staleness in (1, 3, INF):
         near(run(StaleSync(staleness), NOISY, 1), run(AllReduce(), NOISY, 1))
@@ -169,12 +188,20 @@ def test_under_delays_it_runs_the_same_way_every_time(rule: Any) -> None:
 
 
 def test_every_rule_over_a_store_is_asked_here() -> None:
-    assert {type(rule) for rule in EVERY} == {rule for rule in STRATEGIES.values() if rule.link is Store}
+    assert {type(rule) for rule in EVERY} == {
+        rule for rule in STRATEGIES.values() if rule.link is Store
+    }
 
 
 # -- backup workers --
 
-SCRIPT = [(3, 5, 90), (7, 2, 90), (4, 4, 90), (1, 8, 90), (6, 5, 90)]  # seconds of each rank's batch, by step
+SCRIPT = [
+    (3, 5, 90),
+    (7, 2, 90),
+    (4, 4, 90),
+    (1, 8, 90),
+    (6, 5, 90),
+]  # seconds of each rank's batch, by step
 
 
 def scripted(rank: int, step: int) -> float:
@@ -189,7 +216,9 @@ def with_backup(problem: Problem) -> tuple[list[Outcome], list[float]]:
         if me.rank == 0:
             times.append(link.world.now[0])
 
-    return run(Backup(quorum=2), problem, [5, 5, 1], pace=scripted, cost=free, after_round=look), times
+    return run(
+        Backup(quorum=2), problem, [5, 5, 1], pace=scripted, cost=free, after_round=look
+    ), times
 
 
 def test_a_step_takes_as_long_as_the_last_of_the_quorum() -> None:
@@ -221,7 +250,9 @@ def test_a_rank_that_was_late_once_takes_part_again() -> None:
     slow_once = lambda rank, step: 3.0 if rank < 2 else 20.0 if step == 0 else 0.5
     found = [
         {worker for worker, _ in members}
-        for _, members in commits(run(Backup(quorum=2), Problem(3), [8, 8, 2], pace=slow_once, cost=free))
+        for _, members in commits(
+            run(Backup(quorum=2), Problem(3), [8, 8, 2], pace=slow_once, cost=free)
+        )
     ]
     assert found[:7] == [{0, 1}] * 6 + [{0, 2}]
 
@@ -230,16 +261,26 @@ def test_a_rank_that_was_late_once_takes_part_again() -> None:
 
 
 def test_the_server_has_made_as_many_updates_as_pushes_were_accepted() -> None:
-    for rule, pushes in ((Downpour(), 4 * 7), (Downpour(n_push=3), 4 * 7), (DCASGD(), 4 * 7), (StaleSync(0), 7), (Backup(4), 7)):
+    for rule, pushes in (
+        (Downpour(), 4 * 7),
+        (Downpour(n_push=3), 4 * 7),
+        (DCASGD(), 4 * 7),
+        (StaleSync(0), 7),
+        (Backup(4), 7),
+    ):
         outcomes = run(rule, NOISY, 7)
         assert outcomes[0].link.shards[0].version == pushes, rule
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_of_equally_fast_ranks_each_gradient_is_as_many_updates_late_as_there_are_others(size: int) -> None:
+def test_of_equally_fast_ranks_each_gradient_is_as_many_updates_late_as_there_are_others(
+    size: int,
+) -> None:
     rounds, spread_out = 20, lambda rank, step: 30.0 + 10.0 * rank * (step == 0)
     stats = run(Downpour(), Problem(size), rounds, pace=spread_out)[0].link.stats()
-    assert stats[f"stale_{size - 1}"] >= size * rounds - size * (size - 1)  # all but at the start and at the end
+    assert stats[f"stale_{size - 1}"] >= size * rounds - size * (
+        size - 1
+    )  # all but at the start and at the end
 
 
 def test_what_is_applied_is_the_sum_of_what_was_pushed() -> None:
@@ -274,7 +315,8 @@ def compensated(shift: float) -> tuple[float, float]:
     def main(group: InprocGroup) -> float:
         store = InprocStore(world, group.rank, shards, clock)
         store.create(
-            Table("x", length=1, dtype="float64", rule="sgd", options={"lr": 1.0}), torch.tensor([2.0], dtype=torch.float64)
+            Table("x", length=1, dtype="float64", optimizer="sgd", options={"lr": 1.0}),
+            torch.tensor([2.0], dtype=torch.float64),
         )
         x = store.pull({"x": None}, remember=True)["x"].clone()
         if group.rank == 0:  # moves the model while the other one computes
@@ -289,7 +331,9 @@ def compensated(shift: float) -> tuple[float, float]:
     return world.run(main)[1], -1 / (2.0 + shift)
 
 
-def test_compensation_is_the_first_term_of_taylors_series_where_the_hessian_is_the_square_of_the_gradient() -> None:
+def test_compensation_is_the_first_term_of_taylors_series_where_the_hessian_is_the_square_of_the_gradient() -> (
+    None
+):
     applied, _ = compensated(0.1)
     assert applied == pytest.approx(-1 / 2 + 0.1 / 4, abs=1e-15)
     errors = [abs(applied - true) for applied, true in map(compensated, (0.1, 0.05, 0.025))]
@@ -301,7 +345,9 @@ def test_compensation_is_the_first_term_of_taylors_series_where_the_hessian_is_t
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_nobody_begins_a_clock_before_the_slowest_has_done_the_one_that_staleness_says(staleness: int) -> None:
+def test_nobody_begins_a_clock_before_the_slowest_has_done_the_one_that_staleness_says(
+    staleness: int,
+) -> None:
     done, leads = Counter({r: 0 for r in range(4)}), []
 
     def pace(rank: int, step: int) -> float:
@@ -345,7 +391,9 @@ def test_elastic_averaging_conserves_the_sum_of_replicas_and_centre_whoever_come
     for o in apart:
         o.saved["optimizer"][1]["groups"][0]["lr"] = 0.0
     later = run(AsyncEASGD(period=1), problem, 6, resumed=apart, pace=jitter)
-    torch.testing.assert_close(sum(o.x for o in later) + later[0].consensus, total, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        sum(o.x for o in later) + later[0].consensus, total, rtol=1e-12, atol=1e-12
+    )
     assert not torch.allclose(later[0].x, apart[0].x, rtol=1e-3), "they did move"
 
 
@@ -363,8 +411,17 @@ def test_an_exchange_that_nobody_disturbs_closes_the_gap_by_its_factor() -> None
         centres.append(centre)
         mine[me.rank] = me.point()
 
-    apart_in_time = lambda rank, step: 30.0 + 15.0 * rank * (step == 1)  # the first step was taken before
-    run(AsyncEASGD(period=1, alpha=alpha), problem, 5, resumed=apart, pace=apart_in_time, after_round=look)
+    apart_in_time = lambda rank, step: (
+        30.0 + 15.0 * rank * (step == 1)
+    )  # the first step was taken before
+    run(
+        AsyncEASGD(period=1, alpha=alpha),
+        problem,
+        5,
+        resumed=apart,
+        pace=apart_in_time,
+        after_round=look,
+    )
     assert len(gaps) == 10
     for before, after in gaps:
         torch.testing.assert_close(after, (1 - 2 * alpha) * before, rtol=1e-12, atol=1e-12)
@@ -405,10 +462,17 @@ def test_with_all_ranks_and_no_delay_it_is_the_synchronous_method_in_the_order_x
     torch.testing.assert_close(outcomes[0].consensus, z, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(("quorum", "delay"), [(1, 3), (4, 1), *(pytest.param(2, d, marks=pytest.mark.slow) for d in (2, 10))])
-def test_it_reaches_the_optimum_under_any_quorum_and_delay_and_leaves_nobody_out_for_longer(quorum: int, delay: int) -> None:
+@pytest.mark.parametrize(
+    ("quorum", "delay"),
+    [(1, 3), (4, 1), *(pytest.param(2, d, marks=pytest.mark.slow) for d in (2, 10))],
+)
+def test_it_reaches_the_optimum_under_any_quorum_and_delay_and_leaves_nobody_out_for_longer(
+    quorum: int, delay: int
+) -> None:
     problem = Problem(4, mixed=1.0)
-    outcomes = run(AsyncADMM(period=8, rho=1.0, quorum=quorum, delay=delay), problem, 120, pace=jitter)
+    outcomes = run(
+        AsyncADMM(period=8, rho=1.0, quorum=quorum, delay=delay), problem, 120, pace=jitter
+    )
     torch.testing.assert_close(outcomes[0].consensus, problem.optimum(), rtol=1e-5, atol=1e-5)
     found = [{worker for worker, _ in members} for _, members in commits(outcomes)]
     done, absent = Counter[int](), Counter[int]()

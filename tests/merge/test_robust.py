@@ -22,7 +22,12 @@ HOWS = get_args(How)
 Lie = Callable[[Tensor], Tensor]
 LIES: dict[str, Lie] = {
     "random": lambda g: (
-        100 * torch.randn(g.shape, generator=torch.Generator().manual_seed(int(g.abs().sum() * 1e6) % 2**31), dtype=g.dtype)
+        100
+        * torch.randn(
+            g.shape,
+            generator=torch.Generator().manual_seed(int(g.abs().sum() * 1e6) % 2**31),
+            dtype=g.dtype,
+        )
     ),
     "flipped": lambda g: -10 * g,
     "nan": lambda g: g * torch.nan,
@@ -34,7 +39,10 @@ LIES: dict[str, Lie] = {
 def rows(n: int, numel: int = 40, seed: int = 0) -> list[Tensors]:
     g = torch.Generator().manual_seed(seed)
     return [
-        {"a": torch.randn(numel, generator=g, dtype=torch.float64), "b": torch.randn(7, generator=g, dtype=torch.float64)}
+        {
+            "a": torch.randn(numel, generator=g, dtype=torch.float64),
+            "b": torch.randn(7, generator=g, dtype=torch.float64),
+        }
         for _ in range(n)
     ]
 
@@ -62,7 +70,9 @@ def matrix(given: Sequence[Tensors]) -> Tensor:
 
 @pytest.mark.parametrize("n", range(1, 14))
 def test_the_network_sorts_like_sort(n: int) -> None:
-    x = torch.randn(n, 1000, generator=torch.Generator().manual_seed(n)).round(decimals=1)  # with ties
+    x = torch.randn(n, 1000, generator=torch.Generator().manual_seed(n)).round(
+        decimals=1
+    )  # with ties
     assert torch.equal(torch.stack(aggregate._sorted(x)), x.sort(0).values)
 
 
@@ -94,7 +104,9 @@ def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
     given = rows(6)
     x, found = matrix(given), flat(aggregate.geometric_median(given, passes=200))
     to = lambda v: float((x - v).norm(dim=1).sum())
-    directions = torch.randn(50, x.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    directions = torch.randn(
+        50, x.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     assert all(to(found + 1e-3 * d) > to(found) for d in directions)
     eight = merged("geometric_median", given)
     assert to(eight) < to(found) * (1 + 1e-4) < to(x.mean(0)) * (1 + 1e-4), "8 passes come close"
@@ -127,7 +139,10 @@ def test_clipping_starts_from_where_it_ended() -> None:
 
 
 def test_chunks_make_no_difference() -> None:
-    long = [{"a": torch.randn(70_001, generator=torch.Generator().manual_seed(i), dtype=torch.float64)} for i in range(5)]
+    long = [
+        {"a": torch.randn(70_001, generator=torch.Generator().manual_seed(i), dtype=torch.float64)}
+        for i in range(5)
+    ]
     x = matrix(long)
     near(merged("median", long), x.median(0).values)
     near(merged("trimmed_mean", long), x.sort(0).values[1:-1].mean(0))
@@ -163,14 +178,25 @@ def test_moving_all_votes_and_the_centre_moves_what_is_clipped() -> None:
     given, away = rows(7), rows(1, seed=9)[0]
     moved = [{k: v + away[k] for k, v in row.items()} for row in given]
     zero = {k: torch.zeros_like(v) for k, v in away.items()}
-    near(flat(aggregate.clip_centred(moved, away, 1, 3.0)), flat(aggregate.clip_centred(given, zero, 1, 3.0)) + flat(away))
+    near(
+        flat(aggregate.clip_centred(moved, away, 1, 3.0)),
+        flat(aggregate.clip_centred(given, zero, 1, 3.0)) + flat(away),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("lie", LIES)
 def test_where_the_honest_agree_lies_change_nothing(lie: str, dtype: torch.dtype) -> None:
     u = {k: v.to(dtype) for k, v in rows(1)[0].items()}
-    given = [u, u, {k: LIES[lie](v) for k, v in u.items()}, u, u, {k: -LIES[lie](v) for k, v in u.items()}, u]
+    given = [
+        u,
+        u,
+        {k: LIES[lie](v) for k, v in u.items()},
+        u,
+        u,
+        {k: -LIES[lie](v) for k, v in u.items()},
+        u,
+    ]
     for how in ("median", "krum"):
         assert torch.equal(merged(how, given, 2), flat(u))
     for how in ("trimmed_mean", "geometric_median", "multi_krum"):
@@ -207,16 +233,22 @@ def test_more_nonsense_than_liars_were_expected_shows() -> None:
         ("clipping", {"radius": 1e9}),
     ],
 )
-def test_with_nothing_to_guard_against_it_is_synchronous_sgd(how: Any, options: dict[str, Any]) -> None:
+def test_with_nothing_to_guard_against_it_is_synchronous_sgd(
+    how: Any, options: dict[str, Any]
+) -> None:
     problem = Problem(5, mixed=0.5)
     near(merged(how, rows(5), **options), matrix(rows(5)).mean(0))
-    for a, b in zip(trained(Robust(how, **options), problem, 20), trained(AllReduce(), problem, 20), strict=True):
+    for a, b in zip(
+        trained(Robust(how, **options), problem, 20), trained(AllReduce(), problem, 20), strict=True
+    ):
         near(a, b)
 
 
 def test_alone_it_is_plain_sgd() -> None:
     for how in HOWS:
-        assert torch.equal(trained(Robust(how), Problem(1), 20)[0], trained(AllReduce(), Problem(1), 20)[0])
+        assert torch.equal(
+            trained(Robust(how), Problem(1), 20)[0], trained(AllReduce(), Problem(1), 20)[0]
+        )
 
 
 # -- on the bench --
@@ -235,14 +267,18 @@ class Liar:
         return self.group.all_reduce(values, op)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        return self.group.swap({k: self.lie(v) for k, v in values.items()}, peers)  # about its samples too
+        return self.group.swap(
+            {k: self.lie(v) for k, v in values.items()}, peers
+        )  # about its samples too
 
 
 def slow(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.025)
 
 
-def trained(rule: Any, problem: Problem, rounds: int, lie: Lie | None = None, **options: Any) -> list[Tensor]:
+def trained(
+    rule: Any, problem: Problem, rounds: int, lie: Lie | None = None, **options: Any
+) -> list[Tensor]:
     """Where the ranks end; with a lie, where the honest ones do: the last one lies."""
     rule.check(problem.size)
 
@@ -268,9 +304,13 @@ def honest_optimum() -> Tensor:
 def liars() -> list[Any]:
     """Every way with two lies, one way with every lie; the rest of the product is slow."""
     found = []
-    for rule, lie in itertools.product([*map(Robust, HOWS), Robust("clipping", momentum=0.9)], LIES):
+    for rule, lie in itertools.product(
+        [*map(Robust, HOWS), Robust("clipping", momentum=0.9)], LIES
+    ):
         quick = lie in ("flipped", "infinite") or rule == Robust("median")
-        found.append(pytest.param(rule, lie, id=f"{rule}-{lie}", marks=() if quick else (pytest.mark.slow,)))
+        found.append(
+            pytest.param(rule, lie, id=f"{rule}-{lie}", marks=() if quick else (pytest.mark.slow,))
+        )
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyhands.core import EXACT, Group, Tensors
 from manyhands.errors import PlanError
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.skeleton import Skeleton
@@ -30,7 +30,9 @@ def near(a: list[Trained], b: list[Trained]) -> None:
         for left, right in ((mine.params, theirs.params), (mine.moments, theirs.moments)):
             assert left.keys() == right.keys()
             for k in left:
-                torch.testing.assert_close(left[k], right[k], rtol=1e-9, atol=1e-11, msg=lambda m, k=k: f"{k}: {m}")
+                torch.testing.assert_close(
+                    left[k], right[k], rtol=1e-9, atol=1e-11, msg=lambda m, k=k: f"{k}: {m}"
+                )
 
 
 def agree(trained: list[Trained]) -> bool:
@@ -43,7 +45,9 @@ def agree(trained: list[Trained]) -> bool:
 @pytest.mark.parametrize("counts", [None, uneven], ids=["full", "uneven"])
 @pytest.mark.parametrize("make", [momentum, adam])
 def test_where_all_units_are_in_the_skeleton_it_is_synchronous_sgd(make: Make, counts: Any) -> None:
-    ours, plain = (train(rule, 3, 6, make=make, uneven=counts) for rule in (Skeleton(core=1.0), AllReduce()))
+    ours, plain = (
+        train(rule, 3, 6, make=make, uneven=counts) for rule in (Skeleton(core=1.0), AllReduce())
+    )
     near(ours, plain)
     assert agree(ours)
 
@@ -68,22 +72,30 @@ def test_one_rank_to_which_all_is_dealt_is_the_plain_optimizer() -> None:
 # -- who trains what --
 
 
-def watch(rule: Skeleton, size: int, rounds: int, **options: Any) -> tuple[list[Trained], list[list[tuple[Tensor, Tensor]]]]:
+def watch(
+    rule: Skeleton, size: int, rounds: int, **options: Any
+) -> tuple[list[Trained], list[list[tuple[Tensor, Tensor]]]]:
     """(core, scales) of each rank in each round."""
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(size)]
 
     class Watched(Skeleton):
-        def _step(self, replica: Any, link: Group, state: Tensors, held: Tensor, scales: Tensor) -> Tensor:
+        def _step(
+            self, replica: Any, link: Group, state: Tensors, held: Tensor, scales: Tensor
+        ) -> Tensor:
             seen[link.rank].append((state["core"].clone(), scales.clone()))
             return super()._step(replica, link, state, held, scales)
 
     return train(Watched(**vars(rule)), size, rounds, **options), seen
 
 
-def test_skeleton_and_explorers_are_apart_alike_on_all_ranks_and_redrawn_when_they_should_be() -> None:
+def test_skeleton_and_explorers_are_apart_alike_on_all_ranks_and_redrawn_when_they_should_be() -> (
+    None
+):
     trained, seen = watch(Skeleton(core=0.2, explore=0.2, keep=4, redraw=2), 3, 12)
     for per_rank in zip(*seen, strict=True):
-        assert all(torch.equal(core, per_rank[0][0]) for core, _ in per_rank), "one skeleton for all"
+        assert all(torch.equal(core, per_rank[0][0]) for core, _ in per_rank), (
+            "one skeleton for all"
+        )
         held = [scales > 0 for _, scales in per_rank]
         assert all((h & per_rank[0][0]).sum() == per_rank[0][0].sum() for h in held)
         assert not torch.equal(held[0], held[1]) and not torch.equal(held[1], held[2])
@@ -124,12 +136,16 @@ def units_of(w: Worker, rule: Skeleton, size: int, draw: int, core: Tensor) -> T
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("make", [momentum, adam])
-def test_a_unit_that_nobody_holds_stays_as_it_is_with_what_is_remembered_of_it(make: Make, period: int) -> None:
+def test_a_unit_that_nobody_holds_stays_as_it_is_with_what_is_remembered_of_it(
+    make: Make, period: int
+) -> None:
     rule, size = Skeleton(period=period), 2
     before: list[list[tuple[Tensors, Tensors]]] = [[], []]
 
     def look(w: Worker, link: Group, state: Tensors) -> None:
-        before[link.rank].append((w.by_name(), {k: v.clone() for k, v in w.replica.moments.items()}))
+        before[link.rank].append(
+            (w.by_name(), {k: v.clone() for k, v in w.replica.moments.items()})
+        )
 
     trained = train(rule, size, 4, make=make, after_round=look)
     w, core = trained[0].worker, trained[0].state["core"]
@@ -144,7 +160,9 @@ def test_a_unit_that_nobody_holds_stays_as_it_is_with_what_is_remembered_of_it(m
                 assert not (now[name][~rows] == params[name][~rows]).all()
                 for k in (k for k in moments if k.startswith(f"{name}/")):
                     assert torch.equal(now_moments[k][rows], moments[k][rows]), k
-            assert torch.equal(now[f"{reader}.weight"][:, left_out], params[f"{reader}.weight"][:, left_out]), "its way out too"
+            assert torch.equal(
+                now[f"{reader}.weight"][:, left_out], params[f"{reader}.weight"][:, left_out]
+            ), "its way out too"
         assert not torch.equal(now["4.bias"], params["4.bias"]), "the output layer is always there"
     assert agree(trained)
 
@@ -166,22 +184,30 @@ def test_a_held_edge_gets_the_mean_over_the_samples_of_its_holders() -> None:
         w.replica.backward()
         own = w.by_name(units.holders(held[rank : rank + 1], torch.ones(1), w.flat.values))
         for k, g in w.by_name(w.replica.grads).items():
-            total[k] += g * (BATCH * size)  # back from the share of a whole step to the sum over samples
+            total[k] += g * (
+                BATCH * size
+            )  # back from the share of a whole step to the sum over samples
             weight[k] += n * own[k]
     start = worker().by_name()
     for k, x in trained[1].params.items():
         expected = start[k] - torch.where(weight[k] > 0, total[k] / weight[k].clamp(min=1), 0)
         torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-12)
-    assert any(((w > 0) & (w < 25)).any() for w in weight.values()), "some edges have one holder only"
+    assert any(((w > 0) & (w < 25)).any() for w in weight.values()), (
+        "some edges have one holder only"
+    )
 
 
-def test_all_ranks_end_every_block_with_the_same_bits_and_with_the_unit_goes_what_is_remembered() -> None:
+def test_all_ranks_end_every_block_with_the_same_bits_and_with_the_unit_goes_what_is_remembered() -> (
+    None
+):
     trained = train(Skeleton(period=3), 3, 5, make=adam, uneven=uneven)
     assert agree(trained)
     for k, m in trained[0].moments.items():
         assert all(torch.equal(t.moments[k], m) for t in trained), k
     kept = train(Skeleton(period=3, moments="keep"), 3, 5, make=adam)
-    assert agree(kept) and any(not torch.equal(kept[1].moments[k], m) for k, m in kept[0].moments.items())
+    assert agree(kept) and any(
+        not torch.equal(kept[1].moments[k], m) for k, m in kept[0].moments.items()
+    )
 
 
 def test_rounds_in_which_nobody_has_a_sample_change_nothing() -> None:
@@ -197,9 +223,11 @@ def test_only_what_is_held_travels() -> None:
     rule, size = Skeleton(core=0.1, explore=0.1), 2
     edges: list[int] = []
 
-    class Counting(Observed):
+    class Counting(ObservedGroup):
         def all_reduce(self, values: Tensors, op: Any = "sum") -> Any:
-            edges.extend(v.numel() for k, v in values.items() if not k.startswith(EXACT) and k != "count")
+            edges.extend(
+                v.numel() for k, v in values.items() if not k.startswith(EXACT) and k != "count"
+            )
             return super().all_reduce(values, op)
 
     from manyhands.exchange.inproc import World
@@ -224,7 +252,9 @@ def synchronous() -> float:
     return accuracy(train(AllReduce(), 2, 240)[0].worker.model)
 
 
-@pytest.mark.parametrize("options", [{}, {"period": 4}, {"draw": "disjoint"}, {"core": 0.0, "explore": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"period": 4}, {"draw": "disjoint"}, {"core": 0.0, "explore": 0.3}], ids=str
+)
 def test_it_learns_what_synchronous_sgd_learns(options: dict[str, Any]) -> None:
     rule = Skeleton(**options)
     ours = accuracy(train(rule, 2, 240 // rule.period)[0].worker.model)
@@ -246,10 +276,13 @@ def test_it_learns_what_synchronous_sgd_learns(options: dict[str, Any]) -> None:
         ),
         ("merge.keep=0", r"merge\.keep=0: at least 1 round"),
         ("merge.redraw=0", r"merge\.redraw=0"),
-        ("merge.draw=disjoint merge.explore=0.3", r"merge\.explore=0\.3: has no effect with merge\.draw=disjoint"),
+        (
+            "merge.draw=disjoint merge.explore=0.3",
+            r"merge\.explore=0\.3: has no effect with merge\.draw=disjoint",
+        ),
         ("merge.memory=1", r"merge\.memory=1\.0"),
         ("merge.moments=keep", r"merge\.moments=keep: has no effect with merge\.period=1"),
-        ("wire=topk", r"set wire=fp16 or bf16 or int8"),
+        ("compress=topk", r"set compress=fp16 or bf16 or int8"),
     ],
 )
 def test_options_without_sense_are_refused(words: str, says: str) -> None:

@@ -19,7 +19,9 @@ def mixing(graph: str, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("graph", topology.WORDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 9, 16])
-def test_rows_and_columns_of_every_graph_sum_to_one_and_all_ranks_are_joined(graph: str, size: int) -> None:
+def test_rows_and_columns_of_every_graph_sum_to_one_and_all_ranks_are_joined(
+    graph: str, size: int
+) -> None:
     ones = torch.ones(size, dtype=torch.float64)
     for w in schedule(graph, size):
         torch.testing.assert_close(w @ ones, ones, rtol=0, atol=1e-15 * size)
@@ -31,17 +33,23 @@ def test_rows_and_columns_of_every_graph_sum_to_one_and_all_ranks_are_joined(gra
 
 @pytest.mark.parametrize("n", [4, 5, 8, 17])
 def test_the_gap_of_a_ring(n: int) -> None:
-    assert spectral_gap(mixing("ring", n)) == pytest.approx(2 / 3 * (1 - math.cos(2 * math.pi / n)), abs=1e-12)
+    assert spectral_gap(mixing("ring", n)) == pytest.approx(
+        2 / 3 * (1 - math.cos(2 * math.pi / n)), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("q", [3, 4, 5])
 def test_the_gap_of_a_torus(q: int) -> None:
-    assert spectral_gap(mixing("torus", q * q)) == pytest.approx(2 / 5 * (1 - math.cos(2 * math.pi / q)), abs=1e-12)
+    assert spectral_gap(mixing("torus", q * q)) == pytest.approx(
+        2 / 5 * (1 - math.cos(2 * math.pi / q)), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4, 6, 10, 16, 32])
 def test_the_gap_of_an_exponential_graph(n: int) -> None:
-    assert spectral_gap(mixing("exponential", n)) == pytest.approx(2 / (1 + math.ceil(math.log2(n))), abs=1e-12)
+    assert spectral_gap(mixing("exponential", n)) == pytest.approx(
+        2 / (1 + math.ceil(math.log2(n))), abs=1e-12
+    )
 
 
 def test_the_gaps_of_star_and_complete_graph() -> None:
@@ -49,8 +57,12 @@ def test_the_gaps_of_star_and_complete_graph() -> None:
     assert spectral_gap(mixing("complete", 7)) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize(("n", "exact"), [(2, True), (8, True), (16, True), (6, False), (12, False)])
-def test_one_peer_gives_the_exact_mean_after_log_n_rounds_only_for_powers_of_two(n: int, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("n", "exact"), [(2, True), (8, True), (16, True), (6, False), (12, False)]
+)
+def test_one_peer_gives_the_exact_mean_after_log_n_rounds_only_for_powers_of_two(
+    n: int, exact: bool
+) -> None:
     rounds = schedule("one_peer", n)
     assert len(rounds) == math.ceil(math.log2(n))
     product = torch.eye(n, dtype=torch.float64)
@@ -61,18 +73,35 @@ def test_one_peer_gives_the_exact_mean_after_log_n_rounds_only_for_powers_of_two
 
 
 def test_a_torus_of_six_is_two_rows_of_three() -> None:
-    assert topology.torus(6) == {(0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (0, 3), (1, 4), (2, 5)}
+    assert topology.torus(6) == {
+        (0, 1),
+        (1, 2),
+        (0, 2),
+        (3, 4),
+        (4, 5),
+        (3, 5),
+        (0, 3),
+        (1, 4),
+        (2, 5),
+    }
 
 
 def test_edges_in_words_get_metropolis_weights() -> None:
     third = 1 / 3  # rank 1 has two neighbours, 0 and 2 have one
     expected = [[2 * third, third, 0], [third, third, third], [0, third, 2 * third]]
-    torch.testing.assert_close(mixing("0-1,1-2", 3), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        mixing("0-1,1-2", 3), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15
+    )
 
 
 def test_weights_of_ones_own_are_taken_and_what_is_left_stays_with_the_rank() -> None:
     expected = [[0.75, 0.25, 0], [0.25, 0.65, 0.1], [0, 0.1, 0.9]]
-    torch.testing.assert_close(mixing("0-1:0.25,1-2:0.1", 3), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        mixing("0-1:0.25,1-2:0.1", 3),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=0,
+        atol=1e-15,
+    )
 
 
 def test_a_turn_tells_a_rank_whom_to_give_to_and_what_its_givers_weigh() -> None:
@@ -91,7 +120,11 @@ def test_pushed_parts_sum_to_one_by_columns_on_any_directed_graph() -> None:
 @pytest.mark.parametrize(
     ("graph", "size", "says"),
     [
-        ("0-1,2-3", 4, r"not connected: ranks \{0,1\} and \{2,3\} never hear from each other.*add an edge such as 1-2"),
+        (
+            "0-1,2-3",
+            4,
+            r"not connected: ranks \{0,1\} and \{2,3\} never hear from each other.*add an edge such as 1-2",
+        ),
         ("0-1,1-2", 4, r"not connected: ranks \{0,1,2\} and \{3\}"),
         ("0>1,1>2", 3, r"column 0 .* sums to 1\.5, but 1 is needed; .*merge=sgp"),
         ("0-1:0.9,1-2:0.9", 3, r"rank 1 would keep -0\.8 of its own.*lower the weights"),
@@ -110,5 +143,7 @@ def test_a_graph_that_cannot_agree_is_refused_in_words(graph: str, size: int, sa
 
 
 def test_a_directed_graph_without_a_way_back_is_refused_for_pushing_too() -> None:
-    with pytest.raises(PlanError, match=r"ranks \{0\} and \{1\} and \{2\} hear from each other one way only"):
+    with pytest.raises(
+        PlanError, match=r"ranks \{0\} and \{1\} and \{2\} hear from each other one way only"
+    ):
         topology.check("0>1,1>2", 3, push=True)

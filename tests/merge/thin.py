@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.compute import batches as data
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.forward import TaskLoss
-from manyhands.compute.module import ModuleReplica
-from manyhands.compute.units import ThinnedReplica, thinned
-from manyhands.compute.update import WholeUpdate
 from manyhands.core import Group, Position, Tensors
+from manyhands.data import batches as data
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.forward import TaskLoss
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.units import ThinnedReplica, thinned
+from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.split.skeleton import Units
 
@@ -37,7 +37,9 @@ def adam(parameters: Any) -> Optimizer:
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 40), nn.ReLU(), nn.Linear(40, 32), nn.Tanh(), nn.Linear(32, CLASSES)).double()
+    return nn.Sequential(
+        nn.Linear(FEATURES, 40), nn.ReLU(), nn.Linear(40, 32), nn.Tanh(), nn.Linear(32, CLASSES)
+    ).double()
 
 
 def blobs(n: int, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,9 @@ class Worker:
         """Parameters, or what else stands in such vectors, by name."""
         vectors = self.flat.values if values is None else values
         return {
-            p.name: torch.as_strided(vectors[p.vector], p.value.shape, p.value.stride(), p.start).clone()
+            p.name: torch.as_strided(
+                vectors[p.vector], p.value.shape, p.value.stride(), p.start
+            ).clone()
             for p in self.flat.pieces
         }
 
@@ -80,7 +84,9 @@ def worker(
     source, model, samples = data.TensorSource(given, CPU), net(), len(given[0])
     flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
     split = DataSplit(samples, batch * size, batch, rank, size)
-    walk = data.Indexed(source, lambda epoch: SPLITS["shuffled"](samples, 0, epoch), split, Position())
+    walk = data.IndexedBatches(
+        source, lambda epoch: SPLITS["shuffled"](samples, 0, epoch), split, Position()
+    )
     if counts is not None:
         whole, keeps = walk.next, counts
 
@@ -91,7 +97,9 @@ def worker(
 
         walk.next = some  # type: ignore[method-assign]
     task = TaskLoss(model, walk, nn.functional.cross_entropy, None, "fp32", CPU)
-    plain = ModuleReplica(flat, WholeUpdate(flat, model, make(model.parameters())), task, nominal=batch * size)
+    plain = ModuleReplica(
+        flat, WholeUpdate(flat, model, make(model.parameters())), task, nominal=batch * size
+    )
     replica = thinned(plain, model, task, source, Units)
     return Worker(model, flat, replica, walk)
 
@@ -100,7 +108,7 @@ def worker(
 class Trained:
     worker: Worker
     state: Tensors
-    link: Observed
+    link: ObservedGroup
     losses: list[Tensor]
 
     @property
@@ -124,7 +132,7 @@ def train(
     rule.check(size)
 
     def main(group: Group) -> Trained:
-        link = Observed(group, lambda event: None)
+        link = ObservedGroup(group, lambda event: None)
         counts = None if uneven is None else lambda step: uneven(group.rank, step)
         w = worker(group.rank, size, counts=counts, **options)
         state = rule.init(w.replica)

@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.core import Event
 from manyhands.observe.bubble import bubble, waits
-from manyhands.split.pipeline import share, simulate
+from manyhands.split.stages import share, simulate
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 
@@ -16,7 +16,15 @@ def simulated(schedule: str, p: int, m: int, round: int = 0, start: float = 100.
     seconds = {"F": 2.0, "B": 3.0 if schedule == "zero_bubble" else 4.0, "W": 1.0}
     done = simulate(schedule, p, m, 2.0, 3.0, 1.0)
     return [
-        Event(start + at, rank, round, NAMES[a.kind], seconds[a.kind], 0, {"micro": a.micro, "stage": rank})
+        Event(
+            start + at,
+            rank,
+            round,
+            NAMES[a.kind],
+            seconds[a.kind],
+            0,
+            {"micro": a.micro, "stage": rank},
+        )
         for rank, mine in enumerate(done.starts)
         for at, a in mine
     ]
@@ -39,7 +47,9 @@ def test_steps_are_measured_one_by_one_and_the_time_between_them_counts_for_noth
 
 def test_sending_and_waiting_are_no_work() -> None:
     events = simulated("gpipe", 2, 2)
-    assert bubble([*events, Event(101.0, 0, 0, "receive", 5.0, 8, {"micro": 0, "stage": 0})]) == bubble(events)
+    assert bubble(
+        [*events, Event(101.0, 0, 0, "receive", 5.0, 8, {"micro": 0, "stage": 0})]
+    ) == bubble(events)
 
 
 def test_a_run_without_a_pipeline_has_none() -> None:

@@ -23,7 +23,10 @@ RUNS = {
     "no metrics": [progress(i, i / 10) for i in range(30)],
     "metrics only": [evaluate(1, accuracy=0.5), evaluate(2, accuracy=0.6)],
     "loss diverges": [progress(i, i / 10, loss=1.0 if i < 20 else math.nan) for i in range(30)],
-    "all NaN": [*(progress(i, i / 10, loss=math.nan) for i in range(30)), evaluate(31, accuracy=math.nan)],
+    "all NaN": [
+        *(progress(i, i / 10, loss=math.nan) for i in range(30)),
+        evaluate(31, accuracy=math.nan),
+    ],
     "huge range and five metrics": [
         *(progress(i, i / 10, loss=1e4 * math.exp(-i)) for i in range(30)),
         evaluate(31, a=1.0, b=1e-7, c=1e9, d=-3.0, loss=0.0),

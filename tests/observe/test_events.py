@@ -87,7 +87,9 @@ def test_a_torn_last_line_is_left_out_and_a_resumed_run_goes_on_after_it(tmp_pat
     assert read(tmp_path) == [*EVENTS[:3], Event(5.0, 0, 4, "resumed")]
 
 
-@pytest.mark.parametrize("junk", [b'{"time_s":1', b"\x00" * 64, b'{"name":"\xff\xfe', b'{"time_s":"x"}\n', b"[]\n\n"])
+@pytest.mark.parametrize(
+    "junk", [b'{"time_s":1', b"\x00" * 64, b'{"name":"\xff\xfe', b'{"time_s":"x"}\n', b"[]\n\n"]
+)
 def test_junk_at_the_end_does_not_hide_what_came_before(tmp_path: Path, junk: bytes) -> None:
     record(tmp_path, EVENTS)
     with (tmp_path / "events" / "rank-0.jsonl").open("ab") as file:
@@ -96,14 +98,23 @@ def test_junk_at_the_end_does_not_hide_what_came_before(tmp_path: Path, junk: by
 
 
 def test_what_is_not_finite_and_what_users_log_survives(tmp_path: Path) -> None:
-    logged = {"nan": math.nan, "inf": math.inf, "numpy": np.float32(0.5), "count": 3, "text": "hello", "thing": Path("x")}
+    logged = {
+        "nan": math.nan,
+        "inf": math.inf,
+        "numpy": np.float32(0.5),
+        "count": 3,
+        "text": "hello",
+        "thing": Path("x"),
+    }
     (event,) = read(record(tmp_path, [Event(1.0, 0, 0, "log", value=logged)]))  # type: ignore[arg-type]
     assert isinstance(event.value, dict)
     assert math.isnan(event.value.pop("nan")) and math.isnan(event.value.pop("inf"))
     assert event.value == {"numpy": 0.5, "count": 3}
 
 
-def test_a_failing_sink_is_dropped_once_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_sink_is_dropped_once_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full, keep = Full(), Keep()
     recorder = Recorder(tmp_path, 0, [full, keep])
     for event in EVENTS:
@@ -111,7 +122,12 @@ def test_a_failing_sink_is_dropped_once_and_the_others_go_on(tmp_path: Path, cap
         recorder.flush()
     recorder.close()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "Full stopped" in said and "No space left" in said and "training goes on" in said
+    assert (
+        said.count("\n") == 1
+        and "Full stopped" in said
+        and "No space left" in said
+        and "training goes on" in said
+    )
     assert full.tries == 1 and keep.events == EVENTS == read(tmp_path)
 
 
@@ -127,7 +143,9 @@ def test_a_run_directory_that_cannot_be_written_does_not_stop_training(
     assert keep.events == EVENTS and capsys.readouterr().err.count("EventFile stopped") == 1
 
 
-def test_a_full_disk_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_stop_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank-0.jsonl").symlink_to("/dev/full")
     recorder = Recorder(tmp_path, 0, [keep := Keep()])
@@ -138,7 +156,9 @@ def test_a_full_disk_does_not_stop_training(tmp_path: Path, capsys: pytest.Captu
     assert keep.events == EVENTS and capsys.readouterr().err.count("EventFile stopped") == 1
 
 
-def test_a_file_that_grows_too_large_goes_on_without_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_grows_too_large_goes_on_without_spans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = Recorder(tmp_path, 0, spans_limit_bytes=200)
     for event in EVENTS * 3:
         recorder.emit(event)
@@ -161,6 +181,8 @@ def test_reading_what_is_no_run_says_so(tmp_path: Path) -> None:
 
 def test_a_whole_run_keeps_one_file_a_rank(tmp_path: Path) -> None:
     run = whole_run(tmp_path / "run", ranks=3)
-    assert sorted(path.name for path in (run / "events").iterdir()) == [f"rank-{r}.jsonl" for r in range(3)]
+    assert sorted(path.name for path in (run / "events").iterdir()) == [
+        f"rank-{r}.jsonl" for r in range(3)
+    ]
     times = [event.time_s for event in read(run)]
     assert times == sorted(times)

@@ -14,15 +14,25 @@ from observed_runs import PLAN, ZERO_S, progress
 
 from manyhands.core import Event
 from manyhands.observe.progress import Progress
-from manyhands.observe.text import duration, number, size, took
+from manyhands.observe.text import (
+    duration,
+    number,
+    size,
+    took,
+)
 
 START = Event(ZERO_S, 0, 0, "start", value=PLAN)
 EVALUATE = Event(ZERO_S + 3, 0, 100, "evaluate", 0.8, value={"accuracy": 0.9712, "epoch": 1.0})
-CHECKPOINT = Event(ZERO_S + 3, 0, 100, "checkpoint", 0.4, 12_300_000, value="runs/a[b]/checkpoints/1")
+CHECKPOINT = Event(
+    ZERO_S + 3, 0, 100, "checkpoint", 0.4, 12_300_000, value="runs/a[b]/checkpoints/1"
+)
 NOTICE = Event(ZERO_S + 3, 0, 100, "notice", value="2 parameters got no gradient: [bold]head.bias")
 FAILED = Event(ZERO_S + 3, 0, 100, "checkpoint_failed", value="No space left on device")
 FINISH = Event(ZERO_S + 41, 0, 100, "finish", value={"accuracy": 0.98})
-SPANS = [Event(ZERO_S, 0, 1, name, 0.1) for name in ("round", "compute", "all_reduce", "evaluate", "checkpoint")]
+SPANS = [
+    Event(ZERO_S, 0, 1, name, 0.1)
+    for name in ("round", "compute", "all_reduce", "evaluate", "checkpoint")
+]
 
 
 def plain(*writes: list[Event]) -> list[str]:
@@ -74,12 +84,18 @@ def screen(raw: str) -> list[str]:
     """The rows a person sees in the end: each drawn over what stood there before."""
     rows = []
     for row in raw.split("\n"):
-        rows.append(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", row.rstrip("\r").rpartition("\r\x1b[2K")[2]).rstrip())
+        rows.append(
+            re.sub(
+                r"\x1b\[[0-9;?]*[a-zA-Z]", "", row.rstrip("\r").rpartition("\r\x1b[2K")[2]
+            ).rstrip()
+        )
     return [row for row in rows if row]
 
 
 def test_plain_lines_are_terse() -> None:
-    assert plain([START, *SPANS, progress(1, 1.37)], [EVALUATE, CHECKPOINT, NOTICE, FAILED], [FINISH]) == [
+    assert plain(
+        [START, *SPANS, progress(1, 1.37)], [EVALUATE, CHECKPOINT, NOTICE, FAILED], [FINISH]
+    ) == [
         f"plan        {PLAN}",
         "epoch 2/10   37%  loss 0.4132  12,843 samples/s  exchange 4%  eta 0:41",
         "evaluate    accuracy 0.9712  in 0.8 s",
@@ -104,7 +120,12 @@ def test_plain_progress_comes_every_five_seconds_at_the_end_of_epochs_and_at_the
 
 
 def test_what_is_not_known_is_not_shown() -> None:
-    nothing = {"samples_per_s": math.nan, "eta_s": math.inf, "exchange_share": math.nan, "epochs": 0.0}
+    nothing = {
+        "samples_per_s": math.nan,
+        "eta_s": math.inf,
+        "exchange_share": math.nan,
+        "epochs": 0.0,
+    }
     assert plain([progress(1, 0.0, loss=math.nan, **nothing)]) == ["epoch 1       0%  loss nan"]
     assert plain([Event(ZERO_S, 0, 0, "progress", value={})]) == ["epoch 1       0%"]
     assert plain([Event(ZERO_S, 0, 0, "finish")]) == ["done        "]
@@ -126,7 +147,9 @@ def test_a_terminal_gets_one_live_line_with_the_rest_above(window: Window) -> No
         "epoch 2/10  ━━━━━━━━━━━━━━━━━━━━━━━━  100%  loss 0.4132  12,843 samples/s  exchange 4%  eta 0:41",
         "done        accuracy 0.9800  in 0:41",
     ]
-    assert "\x1b[36m" in raw and raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")  # coloured, and the cursor is back
+    assert "\x1b[36m" in raw and raw.rindex("\x1b[?25h") > raw.rindex(
+        "\x1b[?25l"
+    )  # coloured, and the cursor is back
 
 
 def test_the_line_loses_fields_before_it_wraps(window: Window) -> None:
@@ -140,8 +163,16 @@ def test_the_line_loses_fields_before_it_wraps(window: Window) -> None:
         (last[columns],) = screen(window.read())
         assert len(last[columns]) <= columns
     shown.close()
-    assert "━" in last[100] and "exchange" in last[80] and "exchange" not in last[60] and "samples/s" in last[60]
-    assert last[40] == "epoch 1/10   37%  loss 0.4132  eta 0:41" and last[24] == "epoch 1/10  loss 0.4132"
+    assert (
+        "━" in last[100]
+        and "exchange" in last[80]
+        and "exchange" not in last[60]
+        and "samples/s" in last[60]
+    )
+    assert (
+        last[40] == "epoch 1/10   37%  loss 0.4132  eta 0:41"
+        and last[24] == "epoch 1/10  loss 0.4132"
+    )
 
 
 def test_no_color_means_none(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +196,9 @@ def test_a_pipe_stays_plain_whatever_the_environment_asks(monkeypatch: pytest.Mo
     assert all("\x1b" not in line for line in plain([START, progress(1, 0.2), NOTICE, FINISH]))
 
 
-def test_prints_of_the_user_scroll_by_above(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prints_of_the_user_scroll_by_above(
+    window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", window.stream)
     shown = Progress(window.stream)
     shown.write([progress(1, 0.2)])
@@ -176,7 +209,9 @@ def test_prints_of_the_user_scroll_by_above(window: Window, monkeypatch: pytest.
     assert rows[0] == "hello from the task" and rows[1].startswith("epoch 1/10") and len(rows) == 2
 
 
-def test_output_bound_for_a_file_is_left_alone(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_bound_for_a_file_is_left_alone(
+    window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", file := io.StringIO())
     shown = Progress(window.stream)
     shown.write([progress(1, 0.2)])
@@ -189,6 +224,18 @@ def test_numbers_read_well() -> None:
     assert [number(x) for x in (0, 0.41324, -2.5, 20.0136, 1284.51, 3.14e-5, 2.5e7, math.nan)] == [
         *("0.0000", "0.4132", "-2.5000", "20.01", "1,284.5", "3.1e-05", "2.5e+07", "nan")
     ]
-    assert [duration(s) for s in (0, 41.4, 59.6, 3723, 187200, -1)] == ["0:00", "0:41", "1:00", "1:02:03", "2d 4h", "0:00"]
+    assert [duration(s) for s in (0, 41.4, 59.6, 3723, 187200, -1)] == [
+        "0:00",
+        "0:41",
+        "1:00",
+        "1:02:03",
+        "2d 4h",
+        "0:00",
+    ]
     assert [took(s) for s in (0.008, 0.0996, 0.44, 125)] == ["8 ms", "0.1 s", "0.4 s", "2:05"]
-    assert [size(b) for b in (640, 999_960, 12_300_000, 7 * 10**12)] == ["640 B", "1.0 MB", "12.3 MB", "7.0 TB"]
+    assert [size(b) for b in (640, 999_960, 12_300_000, 7 * 10**12)] == [
+        "640 B",
+        "1.0 MB",
+        "12.3 MB",
+        "7.0 TB",
+    ]

@@ -11,7 +11,7 @@ from observed_runs import ZERO_S, progress, record, whole_run
 from manyhands.cli.trace import trace
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
-from manyhands.observe.trace import write_trace
+from manyhands.observe.chrome_trace import write_trace
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -23,7 +23,10 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def tracks(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     names = {row["tid"]: row["args"]["name"] for row in found if row["name"] == "thread_name"}
-    return {name: [row for row in found if row["ph"] == "X" and row["tid"] == tid] for tid, name in names.items()}
+    return {
+        name: [row for row in found if row["ph"] == "X" and row["tid"] == tid]
+        for tid, name in names.items()
+    }
 
 
 def assert_nested(spans: list[dict[str, Any]]) -> None:
@@ -61,15 +64,24 @@ def test_every_rank_has_a_named_track_with_nested_spans(tmp_path: Path) -> None:
         assert {"round", "compute", "all_reduce", "step"} <= {span["name"] for span in spans}
         assert_nested(spans)
     first = next(span for span in found["rank 1"] if span["name"] == "all_reduce")
-    assert first["ts"] == pytest.approx(310_000, abs=1) and first["dur"] == pytest.approx(100_000, abs=1)
+    assert first["ts"] == pytest.approx(310_000, abs=1) and first["dur"] == pytest.approx(
+        100_000, abs=1
+    )
     assert first["args"] == {"round": 0, "bytes": 4096}
 
 
 def test_counters_and_marks_are_there(tmp_path: Path) -> None:
     found = rows(whole_run(tmp_path / "run", epochs=2))
-    assert {row["name"] for row in found if row["ph"] == "C"} == {"loss", "samples/s", "exchange share"}
+    assert {row["name"] for row in found if row["ph"] == "C"} == {
+        "loss",
+        "samples/s",
+        "exchange share",
+    }
     marks = [row["name"] for row in found if row["ph"] == "i"]
-    assert marks.count("evaluate done") == marks.count("checkpoint done") == 2 and marks.count("start") == 1
+    assert (
+        marks.count("evaluate done") == marks.count("checkpoint done") == 2
+        and marks.count("start") == 1
+    )
 
 
 def test_what_overlaps_gets_a_track_of_its_own(tmp_path: Path) -> None:
@@ -82,7 +94,9 @@ def test_what_overlaps_gets_a_track_of_its_own(tmp_path: Path) -> None:
             Event(t, 0, i, "compute", 0.5),
             Event(t + 0.3, 0, i, "all_reduce", 0.3),
             Event(t + 0.4, 0, i, "all_reduce", 0.4),
-            Event(t + 0.8, 0, i, "step", 0.1 + 4e-7),  # the clock was read twice: ends a hair after its round
+            Event(
+                t + 0.8, 0, i, "step", 0.1 + 4e-7
+            ),  # the clock was read twice: ends a hair after its round
         ]
     events.append(Event(ZERO_S + 0.85, 0, 0, "checkpoint", 1.5))
     found = tracks(rows(record(tmp_path, events)))
@@ -99,7 +113,12 @@ def test_what_overlaps_gets_a_track_of_its_own(tmp_path: Path) -> None:
 
 def test_an_evaluation_told_twice_is_drawn_once(tmp_path: Path) -> None:
     value = {"accuracy": math.nan}
-    found = rows(record(tmp_path, [Event(1.0, 0, 1, "evaluate", 0.5), Event(1.0, 0, 1, "evaluate", 0.5, value=value)]))
+    found = rows(
+        record(
+            tmp_path,
+            [Event(1.0, 0, 1, "evaluate", 0.5), Event(1.0, 0, 1, "evaluate", 0.5, value=value)],
+        )
+    )
     assert [row["ph"] for row in found if row["name"].startswith("evaluate")] == ["X", "i"]
 
 

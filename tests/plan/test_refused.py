@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.core import Store
 from manyhands.errors import PlanError
-from manyhands.exchange.wires import WIRES, refusal
+from manyhands.exchange.compression import CODECS, refusal
 from manyhands.merge import STRATEGIES
 from manyhands.plan.words import describe, parse, to_dict
 
@@ -24,16 +24,16 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=4 merge=robust merge.how=krum merge.f=1", "5"),
         ("data=5 merge=robust merge.how=krum merge.f=2", "7"),
         ("data=4 merge=robust merge.how=mean", "median, trimmed_mean"),
-        ("data=2 wire=topk wire.density=0", "wire.density=0"),
-        ("data=2 wire=topk wire.density=1.5", "wire.density=1.5"),
-        ("data=2 wire=randomk wire.density=-1", "wire.density=-1"),
-        ("data=2 wire=powersgd wire.rank=0", "wire.rank=0"),
-        ("data=2 wire=int8 wire.block=0", "wire.block=0"),
-        ("data=2 wire=zip", "unknown wire="),
-        ("data=2 wire.density=0.1", "wire.density has no effect without wire="),
-        ("data=2 wire=bf16 wire.density=0.1", "wire.density has no effect: wire=bf16 has no options"),
-        ("data=2 wire=topk merge=d_psgd", "which sends parameters"),
-        ("data=3 wire=powersgd merge=robust merge.f=1", "only all ranks together can read powersgd"),
+        ("data=2 compress=topk compress.density=0", "compress.density=0"),
+        ("data=2 compress=topk compress.density=1.5", "compress.density=1.5"),
+        ("data=2 compress=randomk compress.density=-1", "compress.density=-1"),
+        ("data=2 compress=powersgd compress.rank=0", "compress.rank=0"),
+        ("data=2 compress=int8 compress.block=0", "compress.block=0"),
+        ("data=2 compress=zip", "unknown compress="),
+        ("data=2 compress.density=0.1", "wire.density has no effect without compress="),
+        ("data=2 compress=bf16 compress.density=0.1", "wire.density has no effect: compress=bf16 has no options"),
+        ("data=2 compress=topk merge=d_psgd", "which sends parameters"),
+        ("data=3 compress=powersgd merge=robust merge.f=1", "only all ranks together can read powersgd"),
         ("data=2 algorithm=rings", "did you mean ring?"),
         ("data=2 algorithm=ring link=nccl", "nccl has its own algorithms"),
         ("data=2 merge=downpour", "parameter server"),
@@ -48,7 +48,7 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 servers=1 staleness=4 algorithm=ring", "no effect"),
         ("data=2 servers=1 staleness=4 batchnorm=sync", "batchnorm=local"),
         ("data=2 servers=1 staleness=4 precision=fp16", "precision=bf16"),
-        ("data=2 servers=1 staleness=4 wire=topk", "set wire=fp16"),
+        ("data=2 servers=1 staleness=4 compress=topk", "set compress=fp16"),
         ("data=2 servers=1 staleness=4 then=local_sgd at=epoch:1", "leave then= out"),
         ("data=2 servers=1 staleness=-1", "staleness"),
         ("data=2 servers=1 quorum=3", "quorum"),
@@ -65,21 +65,27 @@ def five_ranks(rule: str) -> str:
 
 
 def test_a_word_of_a_rule_over_servers_names_the_rule_too() -> None:
-    assert parse("data=4 servers=2 staleness=4") == parse("data=4 servers=2 merge=stale_sync merge.staleness=4")
-    assert parse("data=4 servers=1 quorum=3") == parse("data=4 servers=1 merge=backup merge.quorum=3")
-    assert parse("data=4 servers=1 staleness=inf merge=stale_sync").strategy.staleness == float("inf")
+    assert parse("data=4 servers=2 staleness=4") == parse(
+        "data=4 servers=2 merge=stale_sync merge.staleness=4"
+    )
+    assert parse("data=4 servers=1 quorum=3") == parse(
+        "data=4 servers=1 merge=backup merge.quorum=3"
+    )
+    assert parse("data=4 servers=1 staleness=inf merge=stale_sync").strategy.staleness == float(
+        "inf"
+    )
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", CODECS)
 def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: str) -> None:
-    plan = f"{five_ranks(rule)} wire="
-    if (reason := refusal(WIRES[wire], STRATEGIES[rule])) is None:
+    plan = f"{five_ranks(rule)} compress="
+    if (reason := refusal(CODECS[wire], STRATEGIES[rule])) is None:
         assert parse(f"{plan}{wire}").wire == wire
         return
-    with pytest.raises(PlanError, match="set wire="):
+    with pytest.raises(PlanError, match="set compress="):
         parse(f"{plan}{wire}")
-    instead = reason.rpartition("set wire=")[2].split(" or ")
+    instead = reason.rpartition("set compress=")[2].split(" or ")
     assert instead and all(parse(f"{plan}{name}").wire == name for name in instead)
 
 
@@ -90,7 +96,7 @@ def test_every_rule_survives_being_written_down(rule: str) -> None:
     assert parse(describe(plan)) == plan == parse(to_dict(plan))
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", CODECS)
 def test_every_wire_survives_being_written_down(wire: str) -> None:
-    plan = parse(f"data=2 wire={wire}")
-    assert parse(describe(plan)) == plan and plan.encoding == WIRES[wire]()
+    plan = parse(f"data=2 compress={wire}")
+    assert parse(describe(plan)) == plan and plan.codec == CODECS[wire]()

@@ -11,11 +11,14 @@ from manyhands import merge
 from manyhands.core import Layout, Plan
 from manyhands.errors import ManyhandsError, PlanError
 from manyhands.merge.all_reduce import AllReduce
-from manyhands.plan.words import describe, parse, to_dict, to_toml
-
-LINE = (
-    "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
+from manyhands.plan.words import (
+    describe,
+    parse,
+    to_dict,
+    to_toml,
 )
+
+LINE = "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
 WORDS = {
     "data": 3, "merge": "all_reduce", "split": "sampled", "batch": 16, "accumulate": 2, "steps": 7, "clip": 0.5,
     "precision": "bf16", "compile": True, "save": 10, "best": "-loss",
@@ -36,7 +39,12 @@ def with_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_string_a_list_a_dict_and_a_toml_file_give_the_same_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    file.write_text("".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}\n" for k, v in WORDS.items()))
+    file.write_text(
+        "".join(
+            f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}\n"
+            for k, v in WORDS.items()
+        )
+    )
     plans = [
         parse(LINE),
         parse(LINE.split()),
@@ -94,7 +102,9 @@ def test_options_of_a_rule_are_words_and_a_toml_table(with_options: None, tmp_pa
     ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest_known_one(word: str, nearest: str) -> None:
-    with pytest.raises(PlanError, match=rf"unknown plan word '{word.split('=')[0]}'; did you mean {nearest}\?"):
+    with pytest.raises(
+        PlanError, match=rf"unknown plan word '{word.split('=')[0]}'; did you mean {nearest}\?"
+    ):
         parse(word)
     key, value = word.split("=")
     with pytest.raises(PlanError, match=f"did you mean {nearest}"):
@@ -118,14 +128,23 @@ def test_a_word_like_no_other_gets_the_list() -> None:
         ("pipe=2 sequence=true", "sequence=true has no effect without tensor=; add tensor=2"),
         ("tensor=2 zero=1", "zero=1 has no effect without shard=; add shard=2"),
         ("shard=2 zero=4", "zero=4: one of 1, 2, 3 is needed"),
-        ("pipe=2 schedule=2f2b", "schedule=2f2b: one of gpipe, 1f1b, interleaved, zero_bubble is needed"),
+        (
+            "pipe=2 schedule=2f2b",
+            "schedule=2f2b: one of gpipe, 1f1b, interleaved, zero_bubble is needed",
+        ),
         ("micro=0", "micro=0, but more than 0"),
         (
             "tensor=2 precision=fp16",
             "precision=fp16 needs one loss scale for all parts of the model, which tensor=2 does not have",
         ),
-        ("shard=2 merge=downpour servers=1", "servers hold whole models, and shard=2 splits the model over ranks"),
-        ("pipe=2 compile=true", "compile=true compiles a whole model, and pipe=2 cuts it into stages"),
+        (
+            "shard=2 merge=downpour servers=1",
+            "servers hold whole models, and shard=2 splits the model over ranks",
+        ),
+        (
+            "pipe=2 compile=true",
+            "compile=true compiles a whole model, and pipe=2 cuts it into stages",
+        ),
         ("merge=allreduce", r"unknown merge='allreduce'; did you mean all_reduce\?"),
         ("split=shufled", r"unknown split='shufled'; did you mean shuffled\?"),
         ("precision=fp8", "precision=fp8: one of fp32, bf16, fp16 is needed"),
@@ -165,7 +184,8 @@ def test_a_value_that_cannot_be_is_refused_with_what_is_needed(words: str, says:
 
 def test_an_option_that_the_rule_does_not_have_names_those_it_has(with_options: None) -> None:
     with pytest.raises(
-        PlanError, match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, merge\.outer"
+        PlanError,
+        match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, merge\.outer",
     ):
         parse("merge=with_options merge.perod=2")
     with pytest.raises(PlanError, match=r"merge\.period=often: int is needed"):

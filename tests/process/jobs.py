@@ -42,8 +42,17 @@ def task():
 
 def environ(**more: str) -> dict[str, str]:
     package = str(Path(manyhands.__file__).resolve().parents[1])
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return {**kept, "PYTHONPATH": os.pathsep.join([package, *sys.path[:1]]), "PYTHONUNBUFFERED": "1", **more}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([package, *sys.path[:1]]),
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
 
 
 class Command:
@@ -53,9 +62,19 @@ class Command:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         (folder / "stdin").write_text(stdin)
-        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err, (folder / "stdin").open("rb") as given:
+        with (
+            (folder / "stdout").open("wb") as out,
+            (folder / "stderr").open("wb") as err,
+            (folder / "stdin").open("rb") as given,
+        ):
             self.process = subprocess.Popen(
-                command, cwd=folder, stdin=given, stdout=out, stderr=err, env=environ(**env), start_new_session=True
+                command,
+                cwd=folder,
+                stdin=given,
+                stdout=out,
+                stderr=err,
+                env=environ(**env),
+                start_new_session=True,
             )
 
     @property
@@ -71,8 +90,12 @@ class Command:
         deadline = time.monotonic() + LIMIT_S
         while not what():
             code = self.process.poll()
-            assert code is None or what(), f"ended with {code} before {name}:\n{self.out[-3000:]}\n{self.err[-3000:]}"
-            assert time.monotonic() < deadline, f"no {name}:\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            assert code is None or what(), (
+                f"ended with {code} before {name}:\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"no {name}:\n{self.out[-3000:]}\n{self.err[-3000:]}"
+            )
             time.sleep(0.01)
 
     def pids(self, ranks: int) -> list[int]:
@@ -137,7 +160,9 @@ def gone(pids: list[int]) -> bool:
 def wait_until_gone(pids: list[int], limit_s: float) -> float:
     started = time.monotonic()
     while not gone(pids):
-        assert time.monotonic() - started < limit_s, f"still running after {limit_s} s: {[p for p in pids if segments.alive(p)]}"
+        assert time.monotonic() - started < limit_s, (
+            f"still running after {limit_s} s: {[p for p in pids if segments.alive(p)]}"
+        )
         time.sleep(0.01)
     return time.monotonic() - started
 

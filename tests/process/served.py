@@ -11,26 +11,35 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from manyhands.core import Store, Table, Tensors
-from manyhands.exchange.server.client import ServerStore
-from manyhands.exchange.server.serve import Server
+from manyhands.server.client.server_store import ServerStore
+from manyhands.server.process import Server
 
 TOKEN = "a secret of this test"
-USERS = Table("users", dim=8, rule="adagrad", options={"lr": 0.1}, seed=3)
-WEIGHTS = Table("weights", length=5000, rule="momentum", options={"lr": 0.1, "momentum": 0.9})
+USERS = Table("users", dim=8, optimizer="adagrad", options={"lr": 0.1}, seed=3)
+WEIGHTS = Table("weights", length=5000, optimizer="momentum", options={"lr": 0.1, "momentum": 0.9})
 TABLES = [USERS, WEIGHTS]
 
 
 @contextmanager
-def servers(count: int = 1, shards: int = 1, workers: int = 1, **words: object) -> Iterator[list[Server]]:
+def servers(
+    count: int = 1, shards: int = 1, workers: int = 1, **words: object
+) -> Iterator[list[Server]]:
     """The first of them coordinates."""
     with ExitStack() as stack:
-        first = stack.enter_context(Server(shards=shards, token=TOKEN, servers=count, workers=workers, **words))  # type: ignore[arg-type]
-        rest = [stack.enter_context(Server(shards=shards, token=TOKEN, coordinator=first.address)) for _ in range(count - 1)]
+        first = stack.enter_context(
+            Server(shards=shards, token=TOKEN, servers=count, workers=workers, **words)
+        )  # type: ignore[arg-type]
+        rest = [
+            stack.enter_context(Server(shards=shards, token=TOKEN, coordinator=first.address))
+            for _ in range(count - 1)
+        ]
         yield [first, *rest]
 
 
 @contextmanager
-def joined(server: Server | str, rank: int = 0, size: int = 1, **words: object) -> Iterator[ServerStore]:
+def joined(
+    server: Server | str, rank: int = 0, size: int = 1, **words: object
+) -> Iterator[ServerStore]:
     address = server if isinstance(server, str) else server.address
     store = ServerStore(address, rank, size, TOKEN, **{"timeout_s": 20.0, **words})  # type: ignore[arg-type]
     try:
@@ -52,7 +61,11 @@ def batches(steps: int = 8, n: int = 200) -> list[tuple[Tensors, Tensors]]:
 
 def create(store: Store) -> None:
     store.create(USERS)
-    store.create(WEIGHTS, torch.arange(5000.0) / 100, {"momentum_buffer": torch.ones(5000)} if store.rank == 0 else None)
+    store.create(
+        WEIGHTS,
+        torch.arange(5000.0) / 100,
+        {"momentum_buffer": torch.ones(5000)} if store.rank == 0 else None,
+    )
 
 
 def play(store: Store) -> list[Tensors]:
@@ -82,7 +95,7 @@ def assert_same(one: list[Tensors], other: list[Tensors]) -> None:
 def process(**config: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as the launcher starts it, and its address."""
     started = subprocess.Popen(
-        [sys.executable, "-m", "manyhands.exchange.server.serve"],
+        [sys.executable, "-m", "manyhands.server.process"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

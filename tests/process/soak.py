@@ -33,16 +33,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.core import Place, Table
+from manyhands.core import ProcessInfo, Table
 from manyhands.exchange import segments
 from manyhands.launch import servers as processes
 
 UNDER_WAY = 8  # pushes of a client that are not acknowledged yet
 HOT = 5000  # rows that all clients share
 DENSE = 20_000
-OWN = Table("own", dim=4, dtype="float64", rule="sum", init="zeros")
-SHARED = Table("shared", dim=16, rule="adagrad", options={"lr": 0.1})
-VECTOR = Table("vector", length=DENSE, dtype="float64", rule="sum")
+OWN = Table("own", dim=4, dtype="float64", optimizer="sum", init="zeros")
+SHARED = Table("shared", dim=16, optimizer="adagrad", options={"lr": 0.1})
+VECTOR = Table("vector", length=DENSE, dtype="float64", optimizer="sum")
 STALENESS = 3
 RSS_SLACK = 24 << 20  # what an allocator keeps: it must not grow with the length of the soak
 
@@ -50,13 +50,17 @@ RSS_SLACK = 24 << 20  # what an allocator keeps: it must not grow with the lengt
 # -- a client --
 
 
-def client(coordinator: str, token: str, rank: int, size: int, life: int, journal: str, until: float) -> None:
+def client(
+    coordinator: str, token: str, rank: int, size: int, life: int, journal: str, until: float
+) -> None:
     """Push, pull and tick until the time is over, then leave as one should; or be killed."""
-    from manyhands.exchange.server.client import ServerStore
+    from manyhands.server.client.server_store import ServerStore
 
     torch.set_num_threads(1)
     log = os.open(journal, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    store = ServerStore(coordinator, rank, size, token, timeout_s=60.0, transport=("auto", "tcp")[rank % 2])
+    store = ServerStore(
+        coordinator, rank, size, token, timeout_s=60.0, transport=("auto", "tcp")[rank % 2]
+    )
     store.create(OWN)
     store.create(SHARED)
     store.create(VECTOR, torch.zeros(DENSE, dtype=torch.float64))
@@ -67,7 +71,9 @@ def client(coordinator: str, token: str, rank: int, size: int, life: int, journa
     while time.time() < until:
         amount = float(1 << (n % UNDER_WAY))
         os.write(log, f"begin {n} {amount}\n".encode())
-        wanted = torch.randint(HOT, (400,), generator=chance) ** 2 % HOT  # some much more often than others
+        wanted = (
+            torch.randint(HOT, (400,), generator=chance) ** 2 % HOT
+        )  # some much more often than others
         rows = {"own": own, "shared": wanted, "vector": None}
         updates = {
             "own": torch.full((len(own), 4), amount, dtype=torch.float64),
@@ -81,7 +87,9 @@ def client(coordinator: str, token: str, rank: int, size: int, life: int, journa
             _acknowledged(log, *waiting.pop(0))
         if n % 3 == 0:
             seen = store.pull({"shared": wanted, "own": own})
-            assert torch.isfinite(seen["shared"]).all() and (seen["own"] == given).all(), "a client sees all that it pushed"
+            assert torch.isfinite(seen["shared"]).all() and (seen["own"] == given).all(), (
+                "a client sees all that it pushed"
+            )
         if n % 5 == 0:
             store.pull({"vector": None})
         if n % 4 == 0:
@@ -137,15 +145,23 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return cls(int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")))
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        return cls(
+            int(status["VmRSS"].split()[0]) << 10,
+            int(status["Threads"]),
+            len(os.listdir(f"/proc/{pid}/fd")),
+        )
 
 
 def shared_memory() -> set[str]:
     return {p.name for p in segments.directory().glob(f"{segments.PREFIX}*")}
 
 
-def settled(pids: list[int], wanted: list[Footprint] | None = None, limit_s: float = 10.0) -> list[Footprint]:
+def settled(
+    pids: list[int], wanted: list[Footprint] | None = None, limit_s: float = 10.0
+) -> list[Footprint]:
     """Footprints once the servers have noticed that all clients are gone; those of the end of `limit_s` if they do not."""
     deadline = time.monotonic() + limit_s
     now = [Footprint.of(p) for p in pids]
@@ -177,7 +193,9 @@ class Outcome:
 class Soak:
     def __init__(self, folder: Path, servers: int = 2, clients: int = 4, seed: int = 0):
         self.folder, self.size, self.chance = folder, clients, random.Random(seed)
-        self.servers = processes.start(servers, Place(), dist.HashStore(), workers=clients, timeout_s=120.0, env={})
+        self.servers = processes.start(
+            servers, ProcessInfo(), dist.HashStore(), workers=clients, timeout_s=120.0, env={}
+        )
         self.pids = [child.process.pid for child in self.servers.children]
         self._context = _fast_context()
         self.lives = [0] * clients
@@ -188,7 +206,15 @@ class Soak:
         life = self.lives[rank]
         self.lives[rank] += 1
         journal = str(self.folder / f"{rank}-{life}.journal")
-        words = (self.servers.coordinator, self.servers.token, rank, self.size, life, journal, until)
+        words = (
+            self.servers.coordinator,
+            self.servers.token,
+            rank,
+            self.size,
+            life,
+            journal,
+            until,
+        )
         process = self._context.Process(target=client, args=words, daemon=True)
         process.start()
         self.running[rank] = process
@@ -204,7 +230,9 @@ class Soak:
             rank = self.chance.randrange(self.size)
             victim = self.running[rank]
             if victim.exitcode is not None:
-                raise AssertionError(f"client {rank} ended by itself with {victim.exitcode}; its words are above")
+                raise AssertionError(
+                    f"client {rank} ended by itself with {victim.exitcode}; its words are above"
+                )
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
             self.kills += 1
@@ -223,10 +251,12 @@ class Soak:
 
     def check_sums(self) -> tuple[list[str], int, int, int]:
         """Each row against the journals."""
-        from manyhands.exchange.server.client import ServerStore
+        from manyhands.server.client.server_store import ServerStore
 
         wrong, acknowledged, unacknowledged, arrived = [], 0, 0, 0
-        store = ServerStore(self.servers.coordinator, 0, self.size, self.servers.token, timeout_s=60.0)
+        store = ServerStore(
+            self.servers.coordinator, 0, self.size, self.servers.token, timeout_s=60.0
+        )
         try:
             store.create(OWN)
             store.create(VECTOR, torch.zeros(DENSE, dtype=torch.float64))
@@ -243,7 +273,9 @@ class Soak:
                     found = store.pull({"own": own_ids(rank, life)})["own"]
                     for row in found.tolist():
                         if len(set(row)) != 1 or not possible(row[0] - total, pending):
-                            wrong.append(f"client {rank} life {life}: {total} acknowledged, {pending} open, but a row is {row}")
+                            wrong.append(
+                                f"client {rank} life {life}: {total} acknowledged, {pending} open, but a row is {row}"
+                            )
                     arrived += bin(int(found[0, 0] - total)).count("1")
                 extra = float(vector[rank]) - sure
                 if not 0 <= extra <= open_:
@@ -267,7 +299,9 @@ def _fast_context() -> Any:
     context.set_forkserver_preload(["soak_warm"])
     # it is told where to find that by a variable alone: Python 3.11 passes our sys.path on, and does not use it
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *filter(None, [before])]
+    )
     try:
         forkserver.ensure_running()
     finally:
@@ -293,20 +327,38 @@ def soak(minutes: float, servers: int = 2, clients: int = 4, seed: int = 0) -> O
         run.kill_some(until)
         wrong += run.finish()
         after = settled(run.pids, before)
-        wrong += [f"server {i} ended: {run.servers.fate()}" for i, c in enumerate(run.servers.children) if not c.alive]
+        wrong += [
+            f"server {i} ended: {run.servers.fate()}"
+            for i, c in enumerate(run.servers.children)
+            if not c.alive
+        ]
         sums, pushes, unacknowledged, arrived = run.check_sums()
         wrong += sums
         for i, (one, two) in enumerate(zip(before, after, strict=True)):
             if two.threads > one.threads or two.descriptors > one.descriptors:
                 wrong.append(f"server {i}: threads or descriptors grew from {one} to {two}")
             if two.rss_bytes > one.rss_bytes + RSS_SLACK:
-                wrong.append(f"server {i}: memory grew from {one.rss_bytes >> 20} to {two.rss_bytes >> 20} MiB")
+                wrong.append(
+                    f"server {i}: memory grew from {one.rss_bytes >> 20} to {two.rss_bytes >> 20} MiB"
+                )
         left = {
-            name for name in shared_memory() - memory if not segments.alive(int(name.removeprefix(segments.PREFIX).split("-")[0]))
+            name
+            for name in shared_memory() - memory
+            if not segments.alive(int(name.removeprefix(segments.PREFIX).split("-")[0]))
         }
         if left:
             wrong.append(f"shared memory left behind: {sorted(left)}")
-        return Outcome(minutes, sum(run.lives), run.kills, pushes, unacknowledged, arrived, before, after, wrong)
+        return Outcome(
+            minutes,
+            sum(run.lives),
+            run.kills,
+            pushes,
+            unacknowledged,
+            arrived,
+            before,
+            after,
+            wrong,
+        )
 
 
 @contextlib.contextmanager

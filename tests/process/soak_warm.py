@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyhands.exchange.server import kernels
-from manyhands.exchange.server.client import ServerStore  # noqa: F401  for the import itself
-from manyhands.exchange.server.partition import partition
-from manyhands.exchange.server.slots import SLOTS
+from manyhands.server.client.server_store import ServerStore  # noqa: F401  for the import itself
+from manyhands.server.slots import SLOTS
+from manyhands.server.tables import kernels
+from manyhands.server.tables.partition import partition
 
 cut = partition(np.arange(8), "any", np.arange(SLOTS, dtype=np.uint16) % 2, 2)
 for kind in (np.float32, np.float64):

@@ -56,8 +56,13 @@ def test_every_layout_of_every_model_equals_one_process(model: str, layout: str)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("layout", ["tensor=2", "pipe=2", "pipe=2 schedule=zero_bubble", "shard=2", "data=2 tensor=2 pipe=2"])
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.parametrize(
+    "layout",
+    ["tensor=2", "pipe=2", "pipe=2 schedule=zero_bubble", "shard=2", "data=2 tensor=2 pipe=2"],
+)
 @pytest.mark.parametrize("model", ["hf_gpt2", "hf_llama"])
 def test_hugging_face_models_are_split_as_they_are(model: str, layout: str) -> None:
     check(model, layout)
@@ -67,12 +72,17 @@ def test_hugging_face_models_are_split_as_they_are(model: str, layout: str) -> N
 @pytest.mark.parametrize(
     ("split", "whole"),
     [
-        ("data=2 tensor=2 merge=local_sgd merge.period=2 batch=8", "data=2 merge=local_sgd merge.period=2 batch=8"),
+        (
+            "data=2 tensor=2 merge=local_sgd merge.period=2 batch=8",
+            "data=2 merge=local_sgd merge.period=2 batch=8",
+        ),
         ("data=2 shard=2 merge=easgd batch=8", "data=2 merge=easgd batch=16"),
         ("data=2 pipe=2 micro=4 merge=diloco batch=8", "data=2 micro=4 merge=diloco batch=8"),
     ],
 )
-def test_replicas_that_are_split_do_under_any_rule_what_whole_ones_do(split: str, whole: str) -> None:
+def test_replicas_that_are_split_do_under_any_rule_what_whole_ones_do(
+    split: str, whole: str
+) -> None:
     assert compare_runs(split) == pytest.approx(compare_runs(whole), rel=1e-6)
 
 
@@ -83,6 +93,9 @@ def compare_runs(line: str) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         found = mh.train(
-            functools.partial(made, "mlp"), f"{line} steps=6 save=off device=cpu", directory=f"{folder}/run", quiet=True
+            functools.partial(made, "mlp"),
+            f"{line} steps=6 save=off device=cpu",
+            directory=f"{folder}/run",
+            quiet=True,
         )
     return found.metrics["loss"]

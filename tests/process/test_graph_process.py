@@ -24,7 +24,10 @@ def every_model(group: Group) -> dict[str, Any]:
         graph = graphed(group, deal_of(model, tuple(v[:4] for v in data[:-1]), group.size), loss)
         steps = Dealt([*step(data, SIZES), *step(data, SIZES)])
         losses = [(float(total), count) for total, count in (graph(share, steps) for _ in range(2))]
-        found[name] = losses, {n: g.numpy() for n, g in gradients(graph.stages).items() if g is not None}
+        found[name] = (
+            losses,
+            {n: g.numpy() for n, g in gradients(graph.stages).items() if g is not None},
+        )
     return found
 
 
@@ -35,7 +38,9 @@ def ran(link: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("link", LINKS)
-def test_processes_that_share_a_graph_get_the_losses_and_gradients_of_one(link: str, name: str) -> None:
+def test_processes_that_share_a_graph_get_the_losses_and_gradients_of_one(
+    link: str, name: str
+) -> None:
     model, loss, data = branched(name)
     expected = [alone(model, loss, step(data, SIZES)) for _ in range(2)]
     merged: dict[str, Any] = {}

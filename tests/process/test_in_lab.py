@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import CLI, ENDLESS, STOPPED_S, Command, command, descendants, environ, gone, wait_until_gone
+from jobs import (
+    CLI,
+    ENDLESS,
+    STOPPED_S,
+    Command,
+    command,
+    descendants,
+    environ,
+    gone,
+    wait_until_gone,
+)
 
 import manyhands as mh
 from manyhands.errors import LaunchError
@@ -64,7 +74,7 @@ def meet(payload_bytes):
     import os, socket, time
     import torch, torch.distributed as dist
     from manyhands.launch import environment
-    here = environment.place()
+    here = environment.process_info()
     dist.init_process_group("gloo")  # as a script with torch's own DDP does
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((os.environ["MASTER_ADDR"], 9))
@@ -94,7 +104,9 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "beside.py").write_text(BESIDE)
     with lab.up(lab.Lab(2, RATE_BITS)) as (switch, env):
         line = [*switch.enter(), sys.executable, "beside.py", str(PAYLOAD_BYTES)]
-        done = subprocess.run(line, cwd=folder, env={**env, **environ()}, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            line, cwd=folder, env={**env, **environ()}, capture_output=True, text=True, timeout=100
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -105,26 +117,40 @@ def found(text: str) -> dict[str, Any]:
 
 
 def test_ranks_are_on_hosts_of_their_own(beside: tuple[Path, str]) -> None:
-    assert found(beside[1])["everybody"] == [["host1", 0, 1, "10.77.0.2", 1], ["host2", 0, 1, "10.77.0.3", 1]]
+    assert found(beside[1])["everybody"] == [
+        ["host1", 0, 1, "10.77.0.2", 1],
+        ["host2", 0, 1, "10.77.0.3", 1],
+    ]
 
 
 def test_a_link_is_never_faster_than_its_rate(beside: tuple[Path, str]) -> None:
     # two ranks: each sends all of it, half as its share of the sum and half as the result
-    at_once = 4 * max(lab.SMALLEST_BURST_BYTES, RATE_BITS / 8 * lab.BURST_S)  # what the buckets at both ends let pass
+    at_once = 4 * max(
+        lab.SMALLEST_BURST_BYTES, RATE_BITS / 8 * lab.BURST_S
+    )  # what the buckets at both ends let pass
     assert found(beside[1])["seconds"] > (PAYLOAD_BYTES - at_once) * 8 / RATE_BITS
 
 
-def test_training_in_a_lab_gives_what_one_process_gives_and_hosts_share_no_memory(beside: tuple[Path, str]) -> None:
+def test_training_in_a_lab_gives_what_one_process_gives_and_hosts_share_no_memory(
+    beside: tuple[Path, str],
+) -> None:
     folder, text = beside
     assert "2 x cpu over gloo" in text and "4 x cpu over hierarchical" in text
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        alone = mh.train(runpy.run_path(str(folder / "train.py"))["task"], "batch=16", directory=folder / "alone", quiet=True)
+        alone = mh.train(
+            runpy.run_path(str(folder / "train.py"))["task"],
+            "batch=16",
+            directory=folder / "alone",
+            quiet=True,
+        )
     expected = Checkpoints(folder / "alone" / "checkpoints").latest()
     assert expected is not None and alone.rounds == 8
     for name in "lab2", "lab4":
         found = Checkpoints(folder / name / "checkpoints").latest()
-        assert found is not None and found.round == 8 and found.params.keys() == expected.params.keys()
+        assert (
+            found is not None and found.round == 8 and found.params.keys() == expected.params.keys()
+        )
         for key, value in found.params.items():
             torch.testing.assert_close(value, expected.params[key], **ORDER)
 
@@ -171,7 +197,9 @@ def outside() -> list[str]:
     return sorted([*os.listdir("/sys/class/net"), *(os.listdir(named) if named.is_dir() else [])])
 
 
-def test_ctrl_c_saves_and_takes_everything_down_also_what_a_rank_left_running(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_takes_everything_down_also_what_a_rank_left_running(
+    tmp_path: Path,
+) -> None:
     before = outside()
     with endless(tmp_path) as job:
         pids = [*job.pids(2), int((tmp_path / "stray.pid").read_text())]
@@ -214,7 +242,10 @@ def test_a_killed_rank_is_named_and_two_labs_do_not_disturb_each_other(tmp_path:
         victims, others = one.pids(2), two.pids(2)
         os.kill(victims[1], signal.SIGKILL)
         assert one.end() == 128 + signal.SIGKILL
-        assert f"rank 1 (pid {victims[1]}) was killed by SIGKILL" in one.err and "Traceback" not in one.err
+        assert (
+            f"rank 1 (pid {victims[1]}) was killed by SIGKILL" in one.err
+            and "Traceback" not in one.err
+        )
         assert gone(victims) and not gone(others)
         two.process.send_signal(signal.SIGTERM)
         assert two.end() == 128 + signal.SIGTERM
@@ -240,7 +271,10 @@ def test_a_kernel_without_netem_refuses_delay_before_anything_is_made() -> None:
         "delay",
         "1ms",
     ]
-    has = subprocess.run(attempt, capture_output=True, env={**environ(), "PATH": PATH}).returncode == 0
+    has = (
+        subprocess.run(attempt, capture_output=True, env={**environ(), "PATH": PATH}).returncode
+        == 0
+    )
     slow = lab.Lab(2, delay_s=0.005, loss=0.01)
     if has:
         with lab.up(slow):

@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import CLI, ENDLESS, STOPPED_S, Command, command, descendants, left_in_shared_memory, run, wait_until_gone
+from jobs import (
+    CLI,
+    ENDLESS,
+    STOPPED_S,
+    Command,
+    command,
+    descendants,
+    left_in_shared_memory,
+    run,
+    wait_until_gone,
+)
 from torch import Tensor, nn
 
 import manyhands as mh
@@ -37,7 +47,9 @@ def assert_nothing_left(job: Command, pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_when_a_worker_is_killed_the_others_stop_and_the_victim_is_named(tmp_path: Path, victim: int) -> None:
+def test_when_a_worker_is_killed_the_others_stop_and_the_victim_is_named(
+    tmp_path: Path, victim: int
+) -> None:
     with endless(tmp_path, 3) as job:
         pids = job.pids(3)
         started = descendants(job.process.pid)
@@ -48,7 +60,10 @@ def test_when_a_worker_is_killed_the_others_stop_and_the_victim_is_named(tmp_pat
         os.kill(pids[victim], signal.SIGKILL)
         wait_until_gone(pids, STOPPED_S)
         assert job.end() == 128 + signal.SIGKILL
-        assert f"rank {victim} (pid {pids[victim]}) was killed by SIGKILL; the kernel does so when memory runs out" in job.err
+        assert (
+            f"rank {victim} (pid {pids[victim]}) was killed by SIGKILL; the kernel does so when memory runs out"
+            in job.err
+        )
         assert "Traceback" not in job.err
         assert_nothing_left(job, started)
 
@@ -65,14 +80,23 @@ def test_when_the_launcher_is_killed_no_worker_and_no_memory_is_left(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)]
+    ("number", "ranks"),
+    [
+        (signal.SIGINT, 2),
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
 )
-def test_ctrl_c_and_sigterm_save_a_checkpoint_first(tmp_path: Path, number: signal.Signals, ranks: int) -> None:
+def test_ctrl_c_and_sigterm_save_a_checkpoint_first(
+    tmp_path: Path, number: signal.Signals, ranks: int
+) -> None:
     with endless(tmp_path, ranks) as job:
         started = [*job.pids(ranks), *descendants(job.process.pid)]
         job.process.send_signal(number)
         assert job.end() == 128 + number
-        assert f"stopped by {number.name}" in job.err.splitlines()[-1] and "Traceback" not in job.err
+        assert (
+            f"stopped by {number.name}" in job.err.splitlines()[-1] and "Traceback" not in job.err
+        )
         saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
         assert saved is not None and saved.round >= 1
         assert_nothing_left(job, started)
@@ -127,19 +151,29 @@ def task():
 """
 
 
-def test_the_failing_ranks_traceback_is_printed_once_and_last_and_the_others_stop(tmp_path: Path) -> None:
+def test_the_failing_ranks_traceback_is_printed_once_and_last_and_the_others_stop(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "job.py").write_text(FAILING)
     with command(tmp_path, [*RUN, "data=3", "save=2", "--quiet"]) as job:
         pids = job.pids(3)
         job.until((tmp_path / "failed").exists, "failure of rank 1")
         wait_until_gone(pids, STOPPED_S + 1.0)
-        assert time.time() - float((tmp_path / "failed").read_text()) < STOPPED_S + 1.0  # polling and a busy machine included
+        assert (
+            time.time() - float((tmp_path / "failed").read_text()) < STOPPED_S + 1.0
+        )  # polling and a busy machine included
         assert job.end() == 1
     text = job.out + job.err
-    assert text.count("Traceback (most recent call last)") == 1 and text.count("boom on purpose") == 2, "source line and message"
+    assert (
+        text.count("Traceback (most recent call last)") == 1 and text.count("boom on purpose") == 2
+    ), "source line and message"
     assert job.err.rstrip().endswith("ValueError: boom on purpose") and "rank 1 failed:" in job.err
     assert "job.py" in job.err
-    assert "[rank1]: hello from 1\n" in job.out and "[rank2]: hello from 2\n" in job.out and "\nhello from 0\n" in f"\n{job.out}"
+    assert (
+        "[rank1]: hello from 1\n" in job.out
+        and "[rank2]: hello from 2\n" in job.out
+        and "\nhello from 0\n" in f"\n{job.out}"
+    )
     assert not left_in_shared_memory(pids)
 
 
@@ -167,18 +201,29 @@ def nan_on_rank_1(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 nan_on_rank_1.calls = 0  # type: ignore[attr-defined]
 
 
-def test_a_loss_that_becomes_nan_names_its_rank_round_and_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_loss_that_becomes_nan_names_its_rank_round_and_the_last_good_checkpoint(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(mh.LaunchError) as failed:
-        mh.train(lambda: make(step=nan_on_rank_1), "data=2 epochs=9 save=3", directory=tmp_path / "run", quiet=True)
+        mh.train(
+            lambda: make(step=nan_on_rank_1),
+            "data=2 epochs=9 save=3",
+            directory=tmp_path / "run",
+            quiet=True,
+        )
     text = str(failed.value)
-    assert "Diverged: the loss of rank 1 became NaN or infinite at round 8" in text and "Traceback" not in text
+    assert (
+        "Diverged: the loss of rank 1 became NaN or infinite at round 8" in text
+        and "Traceback" not in text
+    )
     assert f"the last good checkpoint is {tmp_path}/run/checkpoints/step-00000006" in text
     assert failed.value.exit_code == 1
 
 
 def test_more_ranks_than_samples_are_refused_with_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(
-        mh.LaunchError, match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set data=2 or fewer"
+        mh.LaunchError,
+        match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set data=2 or fewer",
     ):
         mh.train(lambda: make(train=(X[:2],)), "data=3", directory=tmp_path / "run", quiet=True)
 
@@ -203,7 +248,10 @@ def test_a_taken_port_is_named_and_another_one_is_asked_for(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(mh.LaunchError, match=f"port {port} is taken on this machine; give another one with --port"):
+        with pytest.raises(
+            mh.LaunchError,
+            match=f"port {port} is taken on this machine; give another one with --port",
+        ):
             mh.train(make, "data=2", directory=tmp_path / "run", port=port)
 
 
@@ -223,12 +271,16 @@ print("rounds", result.rounds, result.checkpoint)
 """
 
 
-def test_a_full_disk_does_not_stop_training_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_stop_training_and_the_last_good_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
     job = run(tmp_path, [sys.executable, "-"], stdin=FULL)
     assert job.process.returncode == 0, job.err
     for round in (2, 4, 6):
         assert f"checkpoint at round {round} failed: " in job.out + job.err
-    assert "training goes on, the last good one is run/checkpoints/step-00000001" in job.out + job.err
+    assert (
+        "training goes on, the last good one is run/checkpoints/step-00000001" in job.out + job.err
+    )
     assert "rounds 6 run/checkpoints/step-00000001" in job.out
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert saved is not None and saved.round == 1
@@ -270,7 +322,9 @@ print("trained", result.rounds, sorted(result.metrics))
 
 # typed is slow: the notebook of the examples is such a `__main__` too
 @pytest.mark.parametrize(
-    ("script", "typed"), [("job.py", ""), pytest.param("-", UNGUARDED, marks=pytest.mark.slow)], ids=["a file", "typed"]
+    ("script", "typed"),
+    [("job.py", ""), pytest.param("-", UNGUARDED, marks=pytest.mark.slow)],
+    ids=["a file", "typed"],
 )
 def test_a_script_without_a_main_guard_trains_on_two_processes_as_a_file_and_as_a_notebook_would(
     tmp_path: Path, script: str, typed: str
@@ -287,7 +341,8 @@ def test_under_manyhands_run_such_a_script_is_told_to_guard_its_call(tmp_path: P
     job = run(tmp_path, [*RUN])
     assert job.process.returncode == 2
     assert (
-        "TaskError: job.py calls train() while its task() is loaded; put that call under: if __name__ == '__main__':" in job.err
+        "TaskError: job.py calls train() while its task() is loaded; put that call under: if __name__ == '__main__':"
+        in job.err
     )
 
 
@@ -319,11 +374,29 @@ if __name__ == "__main__":
 """
 
 
-def test_torchrun_starts_the_same_script_several_runs_in_a_row_and_a_contradiction_is_refused(tmp_path: Path) -> None:
+def test_torchrun_starts_the_same_script_several_runs_in_a_row_and_a_contradiction_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "job.py").write_text(TORCHRUN)
-    job = run(tmp_path, [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"])
+    job = run(
+        tmp_path,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "job.py",
+        ],
+    )
     assert job.process.returncode == 0, job.err
-    assert job.out.count("refused the plan data=3 needs 3 ranks, but 2 were started; set data=2 or start 3") == 2
+    assert (
+        job.out.count(
+            "refused the plan data=3 needs 3 ranks, but 2 were started; set data=2 or start 3"
+        )
+        == 2
+    )
     for rank in range(2):
         assert f"rank {rank} of 2: 6 3 first\n" in job.out
     for name, round in (("first", 6), ("second", 3), ("third", 3)):
@@ -331,13 +404,23 @@ def test_torchrun_starts_the_same_script_several_runs_in_a_row_and_a_contradicti
         assert saved is not None and saved.round == round
 
 
-def test_a_port_that_is_taken_for_the_rendezvous_of_other_launchers_is_named(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_for_the_rendezvous_of_other_launchers_is_named(
+    tmp_path: Path,
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         job = run(
-            tmp_path, [sys.executable, "-"], stdin=TORCHRUN, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            tmp_path,
+            [sys.executable, "-"],
+            stdin=TORCHRUN,
+            RANK="0",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
         )
     assert job.process.returncode == 1
-    assert f"LaunchError: port {port} is taken on 127.0.0.1; set MASTER_PORT to a free one" in job.err
+    assert (
+        f"LaunchError: port {port} is taken on 127.0.0.1; set MASTER_PORT to a free one" in job.err
+    )

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
+from manyhands.api import _joined
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import _joined
 
 N = 38
 G = torch.Generator().manual_seed(0)
@@ -39,12 +39,18 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
+    )
 
 
 def task() -> mh.Task:
     return mh.Task(
-        model=model(), loss=nn.functional.cross_entropy, train=(X, Y), batch=4, optimizer=lambda p: torch.optim.Adam(p, lr=0.01)
+        model=model(),
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        batch=4,
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
     )
 
 
@@ -59,7 +65,12 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def own(
-    directory: Path, words: str = "", epochs: int = 2, stop_after: int | None = None, data: Any = None, **options: Any
+    directory: Path,
+    words: str = "",
+    epochs: int = 2,
+    stop_after: int | None = None,
+    data: Any = None,
+    **options: Any,
 ) -> mh.Run:
     """The loop that a user keeps, in this process."""
     run = mh.join(words, directory=directory, quiet=True, **options)
@@ -98,8 +109,12 @@ def test_it_ends_with_the_bits_of_train(tmp_path: Path, words: str, data: Any) -
     assert same(saved(tmp_path / "own"), saved(tmp_path / "trained"))
 
 
-@pytest.mark.parametrize(("stop_after", "words"), [(5, ""), (10, ""), (13, ""), (6, "accumulate=2")])
-def test_a_loop_that_ended_in_mid_epoch_goes_on_from_there_exactly(tmp_path: Path, stop_after: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("stop_after", "words"), [(5, ""), (10, ""), (13, ""), (6, "accumulate=2")]
+)
+def test_a_loop_that_ended_in_mid_epoch_goes_on_from_there_exactly(
+    tmp_path: Path, stop_after: int, words: str
+) -> None:
     own(tmp_path / "whole", words)
     own(tmp_path / "halves", words, stop_after=stop_after)
     own(tmp_path / "halves", words, resume=True)
@@ -110,14 +125,18 @@ def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_p
     run = own(tmp_path / "run")
     run.close()
     assert run not in _joined
-    lines = [json.loads(line) for line in (tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()
+    ]
     assert [e["value"] for e in lines if e["name"] == "log"] == [{"extra": 10.0}, {"extra": 20.0}]
     assert (run.rank, run.size) == (0, 1)
 
 
 def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
-        mh.PlanError, match="epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop"
+        mh.PlanError,
+        match="epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop",
     ):
         mh.join("epochs=3", directory=tmp_path / "a")
     run = mh.join(directory=tmp_path / "b", quiet=True)
@@ -128,7 +147,8 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(mh.TaskError, match="one run trains one model"):
         run.prepare(net, optimizer, (X, Y))
     with pytest.raises(
-        mh.TaskError, match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate over that"
+        mh.TaskError,
+        match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate over that",
     ):
         run.step(torch.zeros(()))
     run.close()
@@ -164,7 +184,9 @@ sys.exit(0)
 """
 
 
-def test_on_two_ranks_with_an_uneven_last_batch_and_accumulation_it_ends_with_the_bits_of_train(tmp_path: Path) -> None:
+def test_on_two_ranks_with_an_uneven_last_batch_and_accumulation_it_ends_with_the_bits_of_train(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "job.py").write_text(LOOP)
     job = run(tmp_path, [*CLI, "run", "job.py", "data=2", "--dir", "own", "--quiet"])
     assert job.process.returncode == 0, job.err
@@ -178,8 +200,12 @@ def test_on_two_ranks_with_an_uneven_last_batch_and_accumulation_it_ends_with_th
 
 
 def test_sigterm_stops_an_own_loop_with_a_checkpoint_and_it_goes_on_after(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(LOOP.replace("range(int", "range(10**9) if not Path('go').exists() else range(int"))
-    with command(tmp_path, [*CLI, "run", "job.py", "data=2", "save=1000000", "--dir", "own"]) as job:
+    (tmp_path / "job.py").write_text(
+        LOOP.replace("range(int", "range(10**9) if not Path('go').exists() else range(int")
+    )
+    with command(
+        tmp_path, [*CLI, "run", "job.py", "data=2", "save=1000000", "--dir", "own"]
+    ) as job:
         job.pids(2)
         job.process.send_signal(signal.SIGTERM)
         assert job.end() == 143
@@ -197,4 +223,8 @@ def test_alone_as_a_script_it_is_a_world_of_one_and_saves_when_it_ends(tmp_path:
     job = run(tmp_path, [sys.executable, "job.py", "1"])
     assert job.process.returncode == 0, job.err
     (directory,) = (tmp_path / "runs").iterdir()
-    assert directory.name.startswith("job-") and saved(directory) and (directory / "curves.png").exists()
+    assert (
+        directory.name.startswith("job-")
+        and saved(directory)
+        and (directory / "curves.png").exists()
+    )

@@ -27,7 +27,7 @@ from manyhands.exchange import collective
 from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
 from manyhands.exchange.shared import SharedGroup
 from manyhands.observe.bubble import bubble
-from manyhands.split.pipeline import SCHEDULES
+from manyhands.split.stages import SCHEDULES
 
 TIMEOUT_S = 60.0
 WIDE = SLOTS * PIECE_BYTES // (8 * 4) + 101  # four rows of float64 are more than a mailbox holds
@@ -41,9 +41,17 @@ def connect(link: str, rank: int, size: int, store: dist.Store) -> Group:
     return collective.connect(rank, size, store, "gloo", TIMEOUT_S)
 
 
-def be_a_rank(link: str, rank: int, size: int, port: int, main: Callable[[Group], Any], parent: Connection) -> None:
+def be_a_rank(
+    link: str, rank: int, size: int, port: int, main: Callable[[Group], Any], parent: Connection
+) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     group = connect(link, rank, size, store)
     try:
         parent.send(main(group))
@@ -60,7 +68,9 @@ def on_ranks(link: str, size: int, main: Callable[[Group], Any]) -> list[Any]:
     ranks = []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=be_a_rank, args=(link, rank, size, store.port, main, theirs), daemon=True)
+        process = context.Process(
+            target=be_a_rank, args=(link, rank, size, store.port, main, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -104,7 +114,11 @@ def every_case(group: Group) -> Found:
         stages: list[Any]
         loss: Callable[..., Tensor]
         if name == "wide":
-            stages, loss, data = [*chain(wide(), group.size * chunks)], nn.functional.cross_entropy, wide_data()
+            stages, loss, data = (
+                [*chain(wide(), group.size * chunks)],
+                nn.functional.cross_entropy,
+                wide_data(),
+            )
         else:
             model, loss, data = in_zoo(name)
             stages = traced(model, tuple(v[:4] for v in data[:-1]), group.size * chunks)
@@ -187,7 +201,11 @@ def paused(group: Group) -> list[Event]:
     x, y = torch.randn(64, 5), torch.zeros(64, dtype=torch.long)
     for i, schedule in enumerate(("gpipe", "1f1b", "zero_bubble")):
         pipeline = piped(
-            group, schedule, 1, chain([Padded() for _ in range(group.size)], group.size), nn.functional.cross_entropy
+            group,
+            schedule,
+            1,
+            chain([Padded() for _ in range(group.size)], group.size),
+            nn.functional.cross_entropy,
         )
         pipeline(share, Dealt(step((x, y), (4, 4))))  # makes the mailboxes, describes the shapes
         pipeline._emit = seen.append
@@ -206,13 +224,17 @@ def test_the_measured_bubble_is_that_of_the_formula_and_zero_bubble_has_a_smalle
 
     def measured(i: int, m: int) -> float:
         """The least of all repeats: whatever else the machine does can only add to it."""
-        found = [bubble([e for e in events if e.round == 1000 * i + 10 * m + r]) for r in range(REPEATS)]
+        found = [
+            bubble([e for e in events if e.round == 1000 * i + 10 * m + r]) for r in range(REPEATS)
+        ]
         return min(b for b in found if b is not None)
 
     for m in MICROS:
         formula = (p - 1) / (m + p - 1)
         gpipe, one, zero = (measured(i, m) for i in range(3))
-        print(f"m={m}: formula {formula:.3f}, gpipe {gpipe:.3f}, 1f1b {one:.3f}, zero_bubble {zero:.3f}")
+        print(
+            f"m={m}: formula {formula:.3f}, gpipe {gpipe:.3f}, 1f1b {one:.3f}, zero_bubble {zero:.3f}"
+        )
         assert gpipe == pytest.approx(formula, rel=0.15)
         assert one == pytest.approx(formula, rel=0.15)
         assert zero < one

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import start, work
-from manyhands.site import Options
 
 SIZE, BATCH = 3, 4
 N = 2 * SIZE * BATCH + 2  # two full steps, then two samples: rank 2 has none
@@ -44,7 +44,9 @@ def plain() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)
+    ).double()
 
 
 def counted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -73,13 +75,18 @@ class Odd(nn.Module):
 
 def groups(parameters: Any) -> torch.optim.Optimizer:
     first, *rest = parameters
-    return torch.optim.AdamW([{"params": [first], "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "amsgrad": True}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": [first], "lr": 0.1, "weight_decay": 0.5}, {"params": rest, "amsgrad": True}],
+        lr=0.01,
+    )
 
 
 def unseeded() -> nn.Module:
     """What a script that forgets to seed makes: other weights on every rank, trained, frozen and buffered ones."""
     torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
-    model = nn.Sequential(nn.Linear(6, 16).requires_grad_(False), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 16).requires_grad_(False), nn.BatchNorm1d(16), nn.Linear(16, 3)
+    ).double()
     model.register_buffer("table", torch.randn(5, dtype=torch.float64))
     return model
 
@@ -91,7 +98,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stream": ("split=ordered", {"train": Stream(), "test": Stream()}),
     "sampled": ("split=sampled", {}),
     "accumulate": ("accumulate=2", {}),
-    "counted": ("", {"train": {"x": X, "y": Y}, "test": {"x": X, "y": Y}, "loss": None, "step": counted, "metrics": {}}),
+    "counted": (
+        "",
+        {
+            "train": {"x": X, "y": Y},
+            "test": {"x": X, "y": Y},
+            "loss": None,
+            "step": counted,
+            "metrics": {},
+        },
+    ),
     "gloo": ("link=gloo bucket_mb=0.0001", {}),
     "clip": ("clip=0.05", {}),
     "rmsprop": ("", {"optimizer": lambda p: torch.optim.RMSprop(p, lr=0.01)}),
@@ -108,9 +124,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "batchnorm loaders": ("loaders=2", {"model": normed, "train": Rows(), "test": Rows()}),
     "batchnorm stream": ("split=ordered", {"model": normed, "train": Stream(), "test": Stream()}),
     "batchnorm gloo": ("link=gloo bucket_mb=0.0001", {"model": normed}),
-    "local batchnorm": ("batchnorm=local", {"model": normed, "train": (X[:-2], Y[:-2])}),  # of one sample there is no variance
-    "fp16": ("precision=fp16", {"model": lambda: plain().float(), "train": (X.float(), Y), "test": (X.float(), Y)}),
-    "bf16": ("precision=bf16", {"model": lambda: plain().float(), "train": (X.float(), Y), "test": (X.float(), Y)}),
+    "local batchnorm": (
+        "batchnorm=local",
+        {"model": normed, "train": (X[:-2], Y[:-2])},
+    ),  # of one sample there is no variance
+    "fp16": (
+        "precision=fp16",
+        {"model": lambda: plain().float(), "train": (X.float(), Y), "test": (X.float(), Y)},
+    ),
+    "bf16": (
+        "precision=bf16",
+        {"model": lambda: plain().float(), "train": (X.float(), Y), "test": (X.float(), Y)},
+    ),
 }
 # by their nature: another computation, another rounding, other weights to start from
 DIFFERENT = ("local batchnorm", "fp16", "bf16", "unseeded", "unseeded over gloo")
@@ -134,14 +159,17 @@ class Keep(mh.Callback):
         state = run.trainer.replica.update.module.state_dict()
         numbers = {f"metric/{k}": torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()}
         save_file(
-            {**{k: v.clone().contiguous() for k, v in state.items()}, **numbers}, f"{self.folder}/{epoch}-{run.rank}.safetensors"
+            {**{k: v.clone().contiguous() for k, v in state.items()}, **numbers},
+            f"{self.folder}/{epoch}-{run.rank}.safetensors",
         )
 
 
 def one(case: str, folder: Path, words: dict[str, Any], batch: int, options: Options) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     given = dict(word.split("=") for word in CASES[case][0].split())
-    kept = dataclasses.replace(options, directory=str(folder / "run"), callbacks=(Keep(str(folder)),))
+    kept = dataclasses.replace(
+        options, directory=str(folder / "run"), callbacks=(Keep(str(folder)),)
+    )
     work(functools.partial(make, case, batch), {**words, **given}, kept)
 
 
@@ -163,13 +191,19 @@ def read(folder: Path, rank: int = 0, epoch: int = 1) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c not in DIFFERENT])
-def test_three_ranks_end_with_the_numbers_of_one_and_evaluate_the_same(ran: Path, case: str, tmp_path: Path) -> None:
+def test_three_ranks_end_with_the_numbers_of_one_and_evaluate_the_same(
+    ran: Path, case: str, tmp_path: Path
+) -> None:
     one(case, tmp_path, {}, BATCH * SIZE, Options(quiet=True))
     ours, alone = read(ran / case), read(tmp_path)
     assert ours.keys() == alone.keys()
     for key in alone:
-        rtol = 1e-5 if key == "metric/accuracy" or "odd" in case else 1e-10  # a metric's own mean is float32, as is half of Odd
-        torch.testing.assert_close(ours[key], alone[key], rtol=rtol, atol=rtol / 100, msg=lambda m, key=key: f"{key}: {m}")
+        rtol = (
+            1e-5 if key == "metric/accuracy" or "odd" in case else 1e-10
+        )  # a metric's own mean is float32, as is half of Odd
+        torch.testing.assert_close(
+            ours[key], alone[key], rtol=rtol, atol=rtol / 100, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,7 +212,9 @@ def test_all_ranks_hold_the_same_bits_and_metrics_when_they_evaluate(ran: Path, 
         first = read(ran / case, 0, epoch)
         for rank in range(1, SIZE):
             other = read(ran / case, rank, epoch)
-            assert first.keys() == other.keys() and all(torch.equal(first[k], other[k]) for k in first)
+            assert first.keys() == other.keys() and all(
+                torch.equal(first[k], other[k]) for k in first
+            )
 
 
 def test_local_batchnorm_evaluates_and_saves_the_average_of_the_ranks_statistics(ran: Path) -> None:
@@ -190,8 +226,12 @@ def test_local_batchnorm_evaluates_and_saves_the_average_of_the_ranks_statistics
     net = normed()
     net.load_state_dict(saved.params)
     with torch.no_grad():
-        assert float(nn.functional.cross_entropy(net.eval()(X), Y)) == pytest.approx(float(last["metric/loss"]), rel=1e-12)
-    assert not torch.allclose(last["1.running_mean"], read(ran / "batchnorm")["1.running_mean"]), "another computation"
+        assert float(nn.functional.cross_entropy(net.eval()(X), Y)) == pytest.approx(
+            float(last["metric/loss"]), rel=1e-12
+        )
+    assert not torch.allclose(last["1.running_mean"], read(ran / "batchnorm")["1.running_mean"]), (
+        "another computation"
+    )
 
 
 @pytest.mark.parametrize("case", ["fp16", "bf16"])
@@ -205,12 +245,18 @@ def test_short_types_stay_near_and_their_scale_is_saved(ran: Path, case: str) ->
         assert saved.meta["scaler"]["scale"] == 65536.0
 
 
-def test_a_run_with_fewer_samples_a_step_than_ranks_goes_on_though_one_rank_never_has_any(tmp_path: Path) -> None:
+def test_a_run_with_fewer_samples_a_step_than_ranks_goes_on_though_one_rank_never_has_any(
+    tmp_path: Path,
+) -> None:
     """Two samples a step were two ranks' one each; on three ranks the third only listens, from its first round on."""
     small = functools.partial(make, "fp16", 1)
     mh.train(small, "data=1 batch=2 precision=fp16 steps=3", directory=tmp_path / "run", quiet=True)
     result = mh.train(
-        small, f"data={SIZE} precision=fp16 steps=6 timeout_s=20", directory=tmp_path / "run", resume=True, quiet=True
+        small,
+        f"data={SIZE} precision=fp16 steps=6 timeout_s=20",
+        directory=tmp_path / "run",
+        resume=True,
+        quiet=True,
     )
     assert result.rounds == 6
     assert os.listdir(tmp_path / "run" / "checkpoints")

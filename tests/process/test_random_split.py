@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.launch.environment import place
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import start, work
-from manyhands.site import Options
 
 G = torch.Generator().manual_seed(0)
 PROTOTYPES = torch.randn(4, 1, 12, 12, generator=G)
@@ -50,7 +50,7 @@ def linear() -> mh.Task:
 RUNS = {
     "step": {"merge": "skeleton", "merge.core": 0.3, "merge.explore": 0.3},
     "block": {"merge": "skeleton", "merge.core": 0.3, "merge.explore": 0.3, "merge.period": 4},
-    "dealt": {"merge": "skeleton", "merge.draw": "disjoint", "wire": "bf16"},
+    "dealt": {"merge": "skeleton", "merge.draw": "disjoint", "compress": "bf16"},
     "changed": {"merge": "skeleton", "merge.core": 0.3, "then": "all_reduce", "at": "epoch:2"},
 }
 

@@ -53,7 +53,9 @@ def weights(run: Path) -> dict[str, Tensor]:
     return load_file(export(run, run / "model.safetensors"))
 
 
-def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "job.py").write_text(JOB)
     line = [*CLI, "run", "job.py", "data=2", "steps=12", "save=6", "--quiet"]
     with command(tmp_path, [*line, "--dir", "whole"]) as job:
@@ -64,7 +66,10 @@ def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(tmp
     with command(tmp_path, [*line, "--dir", "killed"]) as job:
         pids = job.pids(2)
         checkpoints = Checkpoints(tmp_path / "killed" / "checkpoints")
-        job.until(lambda: [p.name for p in checkpoints.all()] == ["step-00000006"], "checkpoint at round 6")
+        job.until(
+            lambda: [p.name for p in checkpoints.all()] == ["step-00000006"],
+            "checkpoint at round 6",
+        )
         for pid in {*pids, *descendants(job.process.pid), job.process.pid}:
             os.kill(pid, signal.SIGKILL)
         job.end()
@@ -80,7 +85,9 @@ def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(tmp
     assert a is not None and b is not None and a.round == b.round == 12 and a.position == b.position
     for kind in ("optimizer", "rng"):
         ours, theirs = getattr(a, kind), getattr(b, kind)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours), kind
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[k], theirs[k]) for k in ours
+        ), kind
     assert any(k.startswith("1/") for k in a.rng), "the generators of every rank"
 
 
@@ -102,14 +109,26 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Te
 
 
 @pytest.mark.parametrize(
-    "words", ["data=1", "data=3", *(pytest.param(w, marks=pytest.mark.slow) for w in ("data=2 link=gloo", "data=3 accumulate=2"))]
+    "words",
+    [
+        "data=1",
+        "data=3",
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in ("data=2 link=gloo", "data=3 accumulate=2")
+        ),
+    ],
 )
 def test_a_run_goes_on_with_the_same_numbers_on_another_number_of_ranks(
     halves: tuple[Path, dict[str, Tensor]], tmp_path: Path, words: str
 ) -> None:
     folder, alone = halves
     shutil.copytree(folder / "half", tmp_path / "run")
-    result = mh.train(task, f"{words} steps=12", directory=tmp_path / "run", resume=True, quiet=True)
+    result = mh.train(
+        task, f"{words} steps=12", directory=tmp_path / "run", resume=True, quiet=True
+    )
     assert result.rounds == 12
     for name, value in weights(tmp_path / "run").items():
-        torch.testing.assert_close(value, alone[name], rtol=1e-11, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            value, alone[name], rtol=1e-11, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.core import Group
 from manyhands.launch.environment import place
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import start, work
-from manyhands.site import Options
 
 SIZE, BATCH, EPOCHS = 3, 4, 3
-N = 8 * SIZE * BATCH - 10  # eight steps an epoch, two blocks of four; in the last one rank 2 has no sample
+N = (
+    8 * SIZE * BATCH - 10
+)  # eight steps an epoch, two blocks of four; in the last one rank 2 has no sample
 G = torch.Generator().manual_seed(0)
 X = torch.randn(N, 6, generator=G, dtype=torch.float64)
 Y = (X @ torch.randn(6, 3, generator=G, dtype=torch.float64)).argmax(1)
@@ -33,7 +35,9 @@ OPTIONS = {
     "ensemble": {"period": 3, "distil": 1},
 }
 LINKS, RESUMED = ("shared", "gloo"), "shared"
-RULES = [name for name, rule in STRATEGIES.items() if rule.link is Group]  # those over servers: test_served.py
+RULES = [
+    name for name, rule in STRATEGIES.items() if rule.link is Group
+]  # those over servers: test_served.py
 every_rule = pytest.mark.parametrize("name", RULES)
 
 
@@ -62,7 +66,9 @@ def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any
             continue
         halves = dataclasses.replace(options, directory=f"{folder}/{name}/halves")
         work(make, {**said, "epochs": 1}, halves)
-        results[name]["halves"] = work(make, {**said, "epochs": EPOCHS}, dataclasses.replace(halves, resume=True))
+        results[name]["halves"] = work(
+            make, {**said, "epochs": EPOCHS}, dataclasses.replace(halves, resume=True)
+        )
     if place().rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     return {}
@@ -72,7 +78,11 @@ def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {link: tmp_path_factory.mktemp(link) for link in LINKS}
     for link, folder in folders.items():
-        start(functools.partial(every, str(folder)), f"data={SIZE} link={link} timeout_s=60", Options(quiet=True))
+        start(
+            functools.partial(every, str(folder)),
+            f"data={SIZE} link={link} timeout_s=60",
+            Options(quiet=True),
+        )
     return folders
 
 
@@ -97,7 +107,9 @@ def loss_of(params: dict[str, Tensor]) -> float:
 
 @every_rule
 @pytest.mark.parametrize("link", LINKS)
-def test_it_learns_and_saves_the_model_that_was_evaluated(ran: dict[str, Path], name: str, link: str) -> None:
+def test_it_learns_and_saves_the_model_that_was_evaluated(
+    ran: dict[str, Path], name: str, link: str
+) -> None:
     metrics = result(ran[link], name, "whole")["metrics"]
     assert metrics["loss"] < 0.8, "three classes guessed cost 1.1"
     assert loss_of(saved(ran[link] / name / "whole")) == pytest.approx(metrics["loss"], rel=1e-9)
@@ -107,12 +119,18 @@ def test_it_learns_and_saves_the_model_that_was_evaluated(ran: dict[str, Path], 
 def test_both_links_give_the_same_numbers(ran: dict[str, Path], name: str) -> None:
     shared, gloo = (saved(ran[link] / name / "whole") for link in LINKS)
     for key in shared:
-        torch.testing.assert_close(shared[key], gloo[key], rtol=1e-9, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            shared[key], gloo[key], rtol=1e-9, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @every_rule
-def test_a_run_that_was_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(ran: dict[str, Path], name: str) -> None:
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_bits_of_one_that_was_not(
+    ran: dict[str, Path], name: str
+) -> None:
     whole, halves = (saved(ran[RESUMED] / name / run) for run in ("whole", "halves"))
     second = result(ran[RESUMED], name, "halves")
-    assert round(second["samples_per_s"] * second["seconds"]) == (EPOCHS - 1) * N, "it did go on, not begin again"
+    assert round(second["samples_per_s"] * second["seconds"]) == (EPOCHS - 1) * N, (
+        "it did go on, not begin again"
+    )
     assert whole.keys() == halves.keys() and all(torch.equal(whole[k], halves[k]) for k in whole)

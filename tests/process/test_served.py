@@ -19,13 +19,13 @@ from jobs import CLI, ENDLESS, command, descendants, wait_until_gone
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.core import Store
 from manyhands.launch.environment import place
 from manyhands.merge import STRATEGIES
 from manyhands.observe.events import read
 from manyhands.recover.checkpoint import Checkpoints
-from manyhands.run import start, work
-from manyhands.site import Options
 from manyhands.split.data import SPLITS
 
 SIZE, BATCH, EPOCHS, ROW_LR = 3, 4, 2, 0.5
@@ -77,7 +77,9 @@ class Pulled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = mh.Embedding("rows", 1, rule="sgd", lr=ROW_LR, init="zeros", dtype=torch.float64)
+        self.rows = mh.Embedding(
+            "rows", 1, optimizer="sgd", lr=ROW_LR, init="zeros", dtype=torch.float64
+        )
         self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -99,20 +101,33 @@ def every(folder: str, near: bool, words: dict[str, Any], options: Options) -> d
             continue
         given = {**words, **dict(word.split("=") for word in own.split())}
         given.pop("servers", None) if "servers" not in own else None
-        results[name] = work(make, given, dataclasses.replace(options, directory=f"{folder}/{name}"))
+        results[name] = work(
+            make, given, dataclasses.replace(options, directory=f"{folder}/{name}")
+        )
     for name, own in ROWS.items():
         if (name in NEAR_ROWS) != near:
             continue
         given = {**words, "servers": 1, "seed": 0, **dict(word.split("=") for word in own.split())}
         work(make_rows, given, dataclasses.replace(options, directory=f"{folder}/rows/{name}"))
     if not near:
-        half, bsp = dataclasses.replace(options, directory=f"{folder}/halves"), {**words, "staleness": 0, "servers": 1}
+        half, bsp = (
+            dataclasses.replace(options, directory=f"{folder}/halves"),
+            {**words, "staleness": 0, "servers": 1},
+        )
         work(make, {**bsp, "epochs": 1}, half)
         if place().rank == 0:
-            shutil.copytree(f"{folder}/halves", f"{folder}/handed_on")  # before the next run, in which all ranks meet this one
-        results["halves"] = work(make, {**bsp, "epochs": EPOCHS}, dataclasses.replace(half, resume=True))
+            shutil.copytree(
+                f"{folder}/halves", f"{folder}/handed_on"
+            )  # before the next run, in which all ranks meet this one
+        results["halves"] = work(
+            make, {**bsp, "epochs": EPOCHS}, dataclasses.replace(half, resume=True)
+        )
         without = {**words, "merge": "all_reduce", "epochs": EPOCHS}
-        results["handed_on"] = work(make, without, dataclasses.replace(options, directory=f"{folder}/handed_on", resume=True))
+        results["handed_on"] = work(
+            make,
+            without,
+            dataclasses.replace(options, directory=f"{folder}/handed_on", resume=True),
+        )
     if place().rank == 0:
         Path(folder, f"results-{near}.json").write_text(json.dumps(results))
     return {}
@@ -124,7 +139,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
 
     @functools.cache
     def run(near: bool) -> Path:
-        start(functools.partial(every, str(folder), near), f"data={SIZE} timeout_s=60", Options(quiet=True))
+        start(
+            functools.partial(every, str(folder), near),
+            f"data={SIZE} timeout_s=60",
+            Options(quiet=True),
+        )
         return folder
 
     return run
@@ -152,7 +171,10 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def test_every_rule_over_servers_is_here() -> None:
-    assert {name for name, kind in STRATEGIES.items() if kind.link is Store} == {*RULES, "stale_sync"}
+    assert {name for name, kind in STRATEGIES.items() if kind.link is Store} == {
+        *RULES,
+        "stale_sync",
+    }
 
 
 def test_staleness_0_equals_synchronous_training(ran: Path) -> None:
@@ -160,7 +182,9 @@ def test_staleness_0_equals_synchronous_training(ran: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quorum_of_all_learns_as_synchronous_training_does(served: Callable[[bool], Path]) -> None:
+def test_a_quorum_of_all_learns_as_synchronous_training_does(
+    served: Callable[[bool], Path],
+) -> None:
     """Ranks draw whole batches there: another walk through the data, but a synchronous one."""
     assert result(served(True), "quorum")["metrics"]["accuracy"] > 0.8
 
@@ -186,19 +210,29 @@ def test_every_rule_learns_over_real_servers(served: Callable[[bool], Path], nam
 
 
 @pytest.mark.parametrize("name", quick_and_slow(ROWS, NEAR_ROWS))
-def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(served: Callable[[bool], Path], name: str) -> None:
+def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(
+    served: Callable[[bool], Path], name: str
+) -> None:
     """Each id comes once an epoch, so a row has moved by lr times its own gradient over the samples of its step: those of all ranks,
     or of one rank's batch, times the part of a step that such a batch is."""
     found = Checkpoints(served(name in NEAR_ROWS) / "rows" / name / "checkpoints").latest()
     assert found is not None
-    rows = dict(zip(found.state["table/rows/ids"].tolist(), found.state["table/rows/values"].view(-1).tolist(), strict=True))
+    rows = dict(
+        zip(
+            found.state["table/rows/ids"].tolist(),
+            found.state["table/rows/values"].view(-1).tolist(),
+            strict=True,
+        )
+    )
     share = {"downpour": 1.0, "async_easgd": 1 / SIZE}.get(name)
     together = BATCH if share is not None else SIZE * BATCH
     order = SPLITS["shuffled"](N, 0, 0).tolist()
     for first in range(0, N, together):
         step = order[first : first + together]
         for i in step:
-            assert rows[i] == pytest.approx(-ROW_LR * (share or 1.0) * float(PULL[i]) / len(step), rel=1e-12), (name, i)
+            assert rows[i] == pytest.approx(
+                -ROW_LR * (share or 1.0) * float(PULL[i]) / len(step), rel=1e-12
+            ), (name, i)
 
 
 def test_at_a_meeting_all_ranks_tell_of_the_same_round(ran: Path) -> None:
@@ -217,7 +251,10 @@ def test_one_worker_over_a_server_is_plain_sgd_to_the_bit(words: str, tmp_path: 
 
 def test_a_signal_in_an_asynchronous_run_saves_and_ends_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
-    with command(tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "merge=downpour", "--dir", "out"]) as job:
+    with command(
+        tmp_path,
+        [*CLI, "run", "script.py", "data=2", "servers=1", "merge=downpour", "--dir", "out"],
+    ) as job:
         pids = job.pids(2)
         started = descendants(job.process.pid)
         job.process.send_signal(signal.SIGINT)
@@ -228,10 +265,16 @@ def test_a_signal_in_an_asynchronous_run_saves_and_ends_on_all_ranks(tmp_path: P
 
 def test_a_server_killed_in_the_middle_ends_the_run_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
-    with command(tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "staleness=2", "--dir", "out"]) as job:
+    with command(
+        tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "staleness=2", "--dir", "out"]
+    ) as job:
         pids = job.pids(2)
         started = descendants(job.process.pid)
-        (server,) = [pid for pid in started if b"exchange.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (server,) = [
+            pid
+            for pid in started
+            if b"exchange.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         os.kill(server, signal.SIGKILL)
         assert job.end() == 1
         wait_until_gone([*pids, *started], 10.0)

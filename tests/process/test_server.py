@@ -19,13 +19,13 @@ from served import TABLES, TOKEN, USERS, assert_same, batches, create, joined, p
 
 from manyhands.core import Store, Table, Tensors
 from manyhands.errors import PeerLost, ServerLost, StoreError
-from manyhands.exchange.server import serve
-from manyhands.exchange.server.client import ServerStore
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.local import LocalStore
-from manyhands.exchange.server.serve import Server
-from manyhands.exchange.server.shard import Shard
-from manyhands.exchange.server.slots import SLOTS
+from manyhands.server import process
+from manyhands.server.client.server_store import ServerStore
+from manyhands.server.clock import Clock
+from manyhands.server.local_store import LocalStore
+from manyhands.server.process import Server
+from manyhands.server.shard import Shard
+from manyhands.server.slots import SLOTS
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def alone() -> list[Tensors]:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("transport", ["tcp", "unix", "shared"])
-def test_servers_give_the_bits_of_a_store_without_them(alone: list[Tensors], transport: str, shards: int, count: int) -> None:
+def test_servers_give_the_bits_of_a_store_without_them(
+    alone: list[Tensors], transport: str, shards: int, count: int
+) -> None:
     with servers(count, shards) as started, joined(started[0], transport=transport) as store:
         assert isinstance(store, Store)
         assert_same(play(store), alone)
@@ -52,15 +54,22 @@ def test_servers_give_the_bits_of_a_store_without_them(alone: list[Tensors], tra
 
 @pytest.mark.parametrize("transport", ["tcp", "shared"])
 @pytest.mark.parametrize("kinds", [60, 10**9])
-def test_few_repeats_travel_and_many_are_summed_before_with_the_same_result(transport: str, kinds: int) -> None:
+def test_few_repeats_travel_and_many_are_summed_before_with_the_same_result(
+    transport: str, kinds: int
+) -> None:
     expected, g = LocalStore(), torch.Generator().manual_seed(2)
     with servers() as (server,), joined(server, transport=transport) as store:
         for each in (expected, store):
             each.create(USERS)
         for _ in range(4):
-            ids, updates = torch.randint(0, kinds, (1000,), generator=g), torch.randn(1000, 8, generator=g)
+            ids, updates = (
+                torch.randint(0, kinds, (1000,), generator=g),
+                torch.randn(1000, 8, generator=g),
+            )
             ids[7] = ids[3]
-            assert torch.equal(store.pull({"users": ids})["users"], expected.pull({"users": ids})["users"])
+            assert torch.equal(
+                store.pull({"users": ids})["users"], expected.pull({"users": ids})["users"]
+            )
             for each in (expected, store):
                 each.push({"users": ids}, {"users": updates.clone()})
         assert_same([store.dump("users")], [expected.dump("users")])
@@ -80,7 +89,9 @@ def test_updates_that_stand_in_the_stores_own_memory_are_pushed_from_there(trans
                 room[name].copy_(updates[name])
             before = sum(end - begin for begin, end in store._links[0].arena.segments[-1].live)
             work = store.push(rows, room)
-            taken = sum(end - begin for begin, end in store._links[0].arena.segments[-1].live) - before
+            taken = (
+                sum(end - begin for begin, end in store._links[0].arena.segments[-1].live) - before
+            )
             assert taken < 3000  # ids, and no copy of 26,400 bytes of updates
             if i == 1:
                 store._links[0]._channel.stop()  # type: ignore[union-attr] - it must then be copied
@@ -98,12 +109,14 @@ def test_shared_memory_is_chosen_by_itself_where_it_can_be() -> None:
         ids = torch.arange(1000)
         rows = store.pull({"users": ids})["users"]
         store.push({"users": ids}, {"users": torch.ones(1000, 8)})
-        assert not torch.equal(store.pull({"users": ids})["users"], rows)  # what was handed out stays as it was
+        assert not torch.equal(
+            store.pull({"users": ids})["users"], rows
+        )  # what was handed out stays as it was
         store.close()
 
 
 def test_tables_larger_than_the_memory_in_use_make_it_grow() -> None:
-    big = Table("big", length=3_000_000, rule="sum")
+    big = Table("big", length=3_000_000, optimizer="sum")
     with servers(shards=2) as (server,), joined(server) as store:
         store.create(big, torch.zeros(3_000_000))
         for _ in range(3):
@@ -116,11 +129,15 @@ def test_tables_larger_than_the_memory_in_use_make_it_grow() -> None:
 
 def test_a_push_and_a_pull_in_one_frame_are_in_this_order() -> None:
     with servers(shards=2) as (server,), joined(server) as store:
-        store.create(Table("sums", dim=2, rule="sum", init="zeros"))
+        store.create(Table("sums", dim=2, optimizer="sum", init="zeros"))
         ids, more = torch.tensor([5, 7, 5]), torch.tensor([7, 9])
-        found = store.push_pull({"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": more}).result()
+        found = store.push_pull(
+            {"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": more}
+        ).result()
         assert found["sums"].tolist() == [[1, 1], [0, 0]]
-        assert store.push_pull({"sums": ids}, {"sums": torch.ones(3, 2)}).result()["sums"].tolist() == [[4, 4], [2, 2], [4, 4]]
+        assert store.push_pull({"sums": ids}, {"sums": torch.ones(3, 2)}).result()[
+            "sums"
+        ].tolist() == [[4, 4], [2, 2], [4, 4]]
         store.close()
 
 
@@ -129,7 +146,9 @@ def test_what_is_pulled_is_written_where_it_is_wanted() -> None:
         create(store)
         out = {"users": torch.empty(5, 8), "weights": torch.empty(5000)}
         found = store.pull({"users": torch.arange(5), "weights": None}, out)
-        assert found["users"].data_ptr() == out["users"].data_ptr() and torch.equal(out["weights"], torch.arange(5000.0) / 100)
+        assert found["users"].data_ptr() == out["users"].data_ptr() and torch.equal(
+            out["weights"], torch.arange(5000.0) / 100
+        )
         assert store.pull({"users": torch.arange(0)})["users"].shape == (0, 8)
         store.close()
 
@@ -138,7 +157,9 @@ def test_a_table_is_restored_over_another_number_of_shards(alone: list[Tensors])
     content = dict(zip(("users", "weights"), alone[-2:], strict=True))
     with servers(2, 2) as started, joined(started[0]) as store:
         create(store)
-        store.push({"users": torch.arange(1000, 1100)}, {"users": torch.ones(100, 8)})  # which the checkpoint does not have
+        store.push(
+            {"users": torch.arange(1000, 1100)}, {"users": torch.ones(100, 8)}
+        )  # which the checkpoint does not have
         for name in content:
             store.restore(name, content[name])
         assert_same([store.dump(name) for name in content], list(content.values()))
@@ -182,7 +203,12 @@ def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> N
 
     shards, clock = [Shard()], Clock(2)
     expected: dict[int, Tensors] = {}
-    threads = [threading.Thread(target=lambda r=r: expected.update({r: main(LocalStore(r, 2, shards, clock))})) for r in range(2)]
+    threads = [
+        threading.Thread(
+            target=lambda r=r: expected.update({r: main(LocalStore(r, 2, shards, clock))})
+        )
+        for r in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -195,8 +221,12 @@ def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> N
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_after_all_have_flushed_one_that_rested_sees_what_was_committed(shards: int) -> None:
-    table, rows = Table("w", length=4000, rule="sgd", options={"lr": 1.0}), {"w": None}
-    with servers(shards=shards, workers=2) as (server,), joined(server, 0, 2) as busy, joined(server, 1, 2) as resting:
+    table, rows = Table("w", length=4000, optimizer="sgd", options={"lr": 1.0}), {"w": None}
+    with (
+        servers(shards=shards, workers=2) as (server,),
+        joined(server, 0, 2) as busy,
+        joined(server, 1, 2) as resting,
+    ):
         busy.create(table, torch.zeros(4000))
         resting.create(table)
         assert (busy.deal(1, True), resting.deal(1, True)) == (0, None)
@@ -211,10 +241,12 @@ def test_after_all_have_flushed_one_that_rested_sees_what_was_committed(shards: 
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float | None) -> None:
     def main(store: Store) -> Tensors:
-        store.create(Table("w", length=6, rule="sgd", options={"lr": 0.5}), torch.ones(6))
+        store.create(Table("w", length=6, optimizer="sgd", options={"lr": 0.5}), torch.ones(6))
         store.pull({"w": None}, remember=True)
         for _ in range(3):
-            store.push({"w": None}, {"w": torch.full((6,), 0.25)}, compensate=1.0, decay=decay).wait()
+            store.push(
+                {"w": None}, {"w": torch.full((6,), 0.25)}, compensate=1.0, decay=decay
+            ).wait()
         return store.dump("w")
 
     with servers(3) as started, joined(started[0]) as store:
@@ -245,9 +277,9 @@ def test_a_worker_that_waits_in_vain_is_told_for_whom() -> None:
 WORKER = """
 import sys, torch
 from manyhands.core import Table
-from manyhands.exchange.server.client import ServerStore
+from manyhands.server.client.server_store import ServerStore
 store = ServerStore(sys.argv[1], 1, 2, sys.argv[2])
-store.create(Table("users", dim=8, rule="adagrad", options={"lr": 0.1}, seed=3))
+store.create(Table("users", dim=8, optimizer="adagrad", options={"lr": 0.1}, seed=3))
 store.push({"users": torch.arange(5)}, {"users": torch.ones(5, 8)}, hold=True)
 print("pushed", flush=True)
 sys.stdin.read()
@@ -258,7 +290,10 @@ def test_a_dead_worker_is_evicted_and_the_others_go_on() -> None:
     with servers(workers=2) as (server,), joined(server, 0, 2) as store:
         store.create(USERS)
         process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, server.address, TOKEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WORKER, server.address, TOKEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert process.stdout is not None and process.stdout.readline() == "pushed\n"
@@ -276,7 +311,11 @@ def test_a_dead_worker_is_evicted_and_the_others_go_on() -> None:
 
 
 def test_a_worker_that_falls_silent_is_evicted_too() -> None:
-    with servers(workers=2, lease_s=0.3) as (server,), joined(server, 0, 2) as store, joined(server, 1, 2) as silent:
+    with (
+        servers(workers=2, lease_s=0.3) as (server,),
+        joined(server, 0, 2) as store,
+        joined(server, 1, 2) as silent,
+    ):
         assert silent._lease is not None
         silent._lease._closing.set()  # its connection stays, but nothing is said any more
         assert store.tick(0).clock == 1
@@ -286,7 +325,11 @@ def test_a_worker_that_falls_silent_is_evicted_too() -> None:
 
 
 def test_who_waits_when_the_coordinator_ends_is_a_victim() -> None:
-    with servers(workers=2) as (server,), joined(server, 0, 2) as store, joined(server, 1, 2) as other:
+    with (
+        servers(workers=2) as (server,),
+        joined(server, 0, 2) as store,
+        joined(server, 1, 2) as other,
+    ):
         heard: list[Exception] = []
 
         def wait(work: Callable[[], object]) -> None:
@@ -295,14 +338,19 @@ def test_who_waits_when_the_coordinator_ends_is_a_victim() -> None:
             except Exception as e:
                 heard.append(e)
 
-        threads = [threading.Thread(target=wait, args=(work,)) for work in (lambda: store.tick(0), lambda: other.create(USERS))]
+        threads = [
+            threading.Thread(target=wait, args=(work,))
+            for work in (lambda: store.tick(0), lambda: other.create(USERS))
+        ]
         for thread in threads:
             thread.start()
         assert server.coordinator is not None
         server.coordinator.close()
         for thread in threads:
             thread.join(15)
-        assert [(type(e), str(e)) for e in heard] == [(PeerLost, "the coordinator ends: the run is over")] * 2
+        assert [(type(e), str(e)) for e in heard] == [
+            (PeerLost, "the coordinator ends: the run is over")
+        ] * 2
 
 
 def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
@@ -314,12 +362,17 @@ def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
         for thread in list(server._threads):
             if thread.name == "manyhands-connection":
                 thread.join(10)
-        assert coordinator is not None and not coordinator._leases and coordinator._left == {(0, 2)} and not coordinator.evicted
+        assert (
+            coordinator is not None
+            and not coordinator._leases
+            and coordinator._left == {(0, 2)}
+            and not coordinator.evicted
+        )
 
 
 ARENAS = """
 import ctypes, sys, threading
-from manyhands.exchange.server import plane
+from manyhands.server import plane
 libc = ctypes.CDLL(None)
 plane.few_arenas()
 started = threading.Barrier(12)
@@ -336,12 +389,18 @@ libc.fflush(None)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has arenas")
 def test_threads_that_come_and_go_leave_no_memory_of_their_own_behind() -> None:
-    told = subprocess.run([sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", ARENAS], capture_output=True, text=True, check=True
+    ).stdout
     assert 1 <= told.count("<heap nr=") <= 2
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    with servers(workers=2) as (server,), joined(server, 0, 2) as store, joined(server, 1, 2) as other:
+    with (
+        servers(workers=2) as (server,),
+        joined(server, 0, 2) as store,
+        joined(server, 1, 2) as other,
+    ):
         other.close()
         assert store.tick(0).clock == 1
         assert server.coordinator is not None and server.coordinator.evicted == []
@@ -350,12 +409,18 @@ def test_who_leaves_is_not_waited_for() -> None:
 # -- filters --
 
 
-@pytest.mark.parametrize(("payload", "bound"), [("bf16", 2**-7), ("fp16", 2**-10), ("int8", 1 / 127)])
+@pytest.mark.parametrize(
+    ("payload", "bound"), [("bf16", 2**-7), ("fp16", 2**-10), ("int8", 1 / 127)]
+)
 def test_payloads_of_fewer_bits_stay_within_their_bounds(payload: str, bound: float) -> None:
-    sums = Table("sums", dim=16, rule="sum", init="zeros")
-    dense = Table("dense", length=3000, rule="sum", dtype="float64")
+    sums = Table("sums", dim=16, optimizer="sum", init="zeros")
+    dense = Table("dense", length=3000, optimizer="sum", dtype="float64")
     g = torch.Generator().manual_seed(0)
-    ids, u, v = torch.arange(500), torch.randn(500, 16, generator=g), torch.randn(3000, generator=g, dtype=torch.float64)
+    ids, u, v = (
+        torch.arange(500),
+        torch.randn(500, 16, generator=g),
+        torch.randn(3000, generator=g, dtype=torch.float64),
+    )
     bytes_sent = {}
     for code in (payload, "none"):
         with servers(shards=2) as (server,), joined(server, payload=code, transport="tcp") as store:
@@ -372,10 +437,13 @@ def test_payloads_of_fewer_bits_stay_within_their_bounds(payload: str, bound: fl
 
 
 def test_the_filter_for_l1_models_withholds_only_what_cannot_matter_now() -> None:
-    model = Table("model", dim=4, rule="ftrl", options={"l1": 1.0, "lr": 0.1}, init="zeros")
+    model = Table("model", dim=4, optimizer="ftrl", options={"l1": 1.0, "lr": 0.1}, init="zeros")
     g = torch.Generator().manual_seed(0)
     ids = torch.arange(200)
-    strong = torch.where(torch.arange(200)[:, None] % 4 == 0, 5.0, 0.1) * torch.randn(200, 4, generator=g).sign()
+    strong = (
+        torch.where(torch.arange(200)[:, None] % 4 == 0, 5.0, 0.1)
+        * torch.randn(200, 4, generator=g).sign()
+    )
     found, sent, withheld = {}, {}, {}
     for delta in (None, math.inf, 0.1):
         with servers() as (server,), joined(server, kkt=delta, transport="tcp") as store:
@@ -384,7 +452,10 @@ def test_the_filter_for_l1_models_withholds_only_what_cannot_matter_now() -> Non
                 store.pull({"model": ids})
                 store.push({"model": ids}, {"model": strong})
             stats = store.stats()
-            found[delta], sent[delta] = store.pull({"model": ids})["model"], stats["client_sent_bytes"]
+            found[delta], sent[delta] = (
+                store.pull({"model": ids})["model"],
+                stats["client_sent_bytes"],
+            )
             withheld[delta] = stats.get("client_withheld", 0)
             store.close()
     assert torch.equal(found[None], found[math.inf]) and withheld[None] == withheld[math.inf] == 0
@@ -404,9 +475,12 @@ def test_everything_goes_through_tls_too(alone: list[Tensors], tmp_path: Path) -
          "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
         check=True, capture_output=True,
     )  # fmt: skip
-    ours, theirs = serve.contexts(str(cert), str(key), str(cert))
+    ours, theirs = process.contexts(str(cert), str(key), str(cert))
     with Server(shards=2, token=TOKEN, servers=2, tls=ours) as root:
-        with Server(token=TOKEN, coordinator=root.address, tls=ours, client_tls=theirs), joined(root, tls=theirs) as store:
+        with (
+            Server(token=TOKEN, coordinator=root.address, tls=ours, client_tls=theirs),
+            joined(root, tls=theirs) as store,
+        ):
             assert not any(link.local for link in store._links)
             assert_same(play(store), alone)
             store.close()

@@ -27,21 +27,23 @@ import torch.distributed as dist
 from jobs import environ
 from soak import Footprint
 
-from manyhands.core import Place, Table
+from manyhands.core import ProcessInfo, Table
 from manyhands.errors import ServerLost, StoreError
-from manyhands.exchange.server import handshake, wire
-from manyhands.exchange.server import messages as m
-from manyhands.exchange.server.client import ServerStore
 from manyhands.launch.servers import Servers, start
+from manyhands.server.client.server_store import ServerStore
+from manyhands.server.protocol import frame, handshake
+from manyhands.server.protocol import messages as m
 
 LIMIT_S = 60.0
-SUM = Table("sum", dim=4, dtype="float64", rule="sum", init="zeros")
+SUM = Table("sum", dim=4, dtype="float64", optimizer="sum", init="zeros")
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    here = start(1, Place(), dist.HashStore(), workers=2, timeout_s=LIMIT_S, env={})
-    store = ServerStore(here.coordinator, 0, 2, here.token, timeout_s=LIMIT_S)  # once, so that all that is made once is there
+    here = start(1, ProcessInfo(), dist.HashStore(), workers=2, timeout_s=LIMIT_S, env={})
+    store = ServerStore(
+        here.coordinator, 0, 2, here.token, timeout_s=LIMIT_S
+    )  # once, so that all that is made once is there
     store.create(SUM)
     store.push({"sum": torch.tensor([1])}, {"sum": torch.zeros(1, 4, dtype=torch.float64)}).wait()
     store.close()
@@ -67,9 +69,13 @@ class Witness:
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                self.store.push({"sum": self.ids}, {"sum": torch.ones(50, 4, dtype=torch.float64)}).wait()
+                self.store.push(
+                    {"sum": self.ids}, {"sum": torch.ones(50, 4, dtype=torch.float64)}
+                ).wait()
                 self.expected = self.expected + 1
-                assert torch.equal(self.store.pull({"sum": self.ids})["sum"], self.expected), "the sum is wrong"
+                assert torch.equal(self.store.pull({"sum": self.ids})["sum"], self.expected), (
+                    "the sum is wrong"
+                )
                 self.rounds += 1
         except Exception as e:
             self.failed = f"{type(e).__name__}: {e}"
@@ -84,7 +90,11 @@ class Witness:
         """Since the witness came, by reason."""
         assert not self.failed, self.failed
         self._refused.update(
-            {k.removeprefix("refused/"): n for k, n in self.store.stats().items() if k.startswith("refused/") and n}
+            {
+                k.removeprefix("refused/"): n
+                for k, n in self.store.stats().items()
+                if k.startswith("refused/") and n
+            }
         )
         return dict(self._refused)
 
@@ -129,19 +139,19 @@ def knock(servers: Servers) -> Iterator[socket.socket]:
 
 
 def greeted(sock: socket.socket) -> m.Hello:
-    _, hello = wire.Channel(sock).receive(stranger=True, deadline=time.monotonic() + LIMIT_S)
+    _, hello = frame.Channel(sock).receive(stranger=True, deadline=time.monotonic() + LIMIT_S)
     assert isinstance(hello, m.Hello)
     return hello
 
 
 def sent_away(sock: socket.socket) -> str:
     """The reason that the server gave before it closed."""
-    channel = wire.Channel(sock)
+    channel = frame.Channel(sock)
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
             _, answer = channel.receive(stranger=True, deadline=deadline)
-        except (wire.Closed, ConnectionError):
+        except (frame.Closed, ConnectionError):
             return ""
         if isinstance(answer, m.Refused):
             return answer.reason
@@ -150,9 +160,9 @@ def sent_away(sock: socket.socket) -> str:
 def frame(
     kind: int = 2,
     message: bytes = b"",
-    version: int = wire.VERSION,
+    version: int = frame.VERSION,
     sizes: tuple[int, int] | None = None,
-    magic: bytes = wire.MAGIC,
+    magic: bytes = frame.MAGIC,
 ) -> bytes:
     """With a right checksum, whatever it says."""
     announced, payload = (len(message), 0) if sizes is None else sizes
@@ -161,7 +171,7 @@ def frame(
 
 
 PROOF = m.Proof(b"n" * 16, "data", 0, 1, 0, b"c" * 32)
-KIND = wire.KIND_OF[m.Proof]
+KIND = frame.KIND_OF[m.Proof]
 
 
 # -- strangers --
@@ -172,17 +182,20 @@ KIND = wire.KIND_OF[m.Proof]
     [
         (b"GET / HTTP/1.1\r\nHost: there\r\n\r\n" + b" " * 64, "garbage"),
         (frame(KIND, magic=b"nope"), "garbage"),
-        (bytes(wire.HEADER_BYTES), "garbage"),
+        (bytes(frame.HEADER_BYTES), "garbage"),
         (frame(KIND)[:-1] + b"\xff", "garbage"),  # a wrong checksum
         (frame(60000), "garbage"),  # no such kind
         (frame(KIND, b"\xc1" * 100), "garbage"),  # no msgpack
         (frame(KIND, msgspec.msgpack.encode([1, 2, 3])), "garbage"),  # not the message of its kind
-        (frame(wire.KIND_OF[m.Exchange], msgspec.msgpack.encode([0, 0, [], []])), "garbage"),  # asks before it proves
-        (frame(KIND, version=wire.VERSION + 1), "version"),
+        (
+            frame(frame.KIND_OF[m.Exchange], msgspec.msgpack.encode([0, 0, [], []])),
+            "garbage",
+        ),  # asks before it proves
+        (frame(KIND, version=frame.VERSION + 1), "version"),
         (frame(KIND, sizes=(2**32 - 1, 0)), "size"),
         (frame(KIND, sizes=(10, 2**63)), "size"),
-        (frame(KIND, sizes=(wire.STRANGER_BYTES + 1, 0)), "size"),  # allowed to friends only
-        (wire.encode(PROOF), "token"),
+        (frame(KIND, sizes=(frame.STRANGER_BYTES + 1, 0)), "size"),  # allowed to friends only
+        (frame.encode(PROOF), "token"),
     ],
 )
 def test_a_stranger_is_sent_away_with_a_reason_that_is_counted(
@@ -204,13 +217,17 @@ def test_bytes_without_meaning_are_only_counted(servers: Servers, witness: Witne
                 sock.sendall(chance.randbytes(chance.randrange(1, 2000)))
             except ConnectionError:
                 pass  # it has heard enough
-    until(lambda: sum(witness.refused().values()) == 200, "end of the strangers", lambda: str(witness.refused()))
+    until(
+        lambda: sum(witness.refused().values()) == 200,
+        "end of the strangers",
+        lambda: str(witness.refused()),
+    )
     witness.some_rounds()
 
 
 def test_a_proof_that_was_overheard_opens_nothing(servers: Servers, witness: Witness) -> None:
     with knock(servers) as sock:
-        channel = wire.Channel(sock)
+        channel = frame.Channel(sock)
         hello = greeted(sock)
         proof = m.Proof(os.urandom(16), "data", 0, 1, 0, b"")
         proof.code = handshake._code(servers.token, "client", hello, proof)
@@ -219,36 +236,44 @@ def test_a_proof_that_was_overheard_opens_nothing(servers: Servers, witness: Wit
         assert isinstance(answer, m.Welcome), "with the token it does open"
     with knock(servers) as sock:
         greeted(sock)
-        sock.sendall(wire.encode(proof))  # as recorded
+        sock.sendall(frame.encode(proof))  # as recorded
         assert sent_away(sock) == "token"
     assert witness.refused() == {"token": 1.0}
 
 
 def test_a_wrong_token_is_an_error_that_says_so(servers: Servers, witness: Witness) -> None:
-    with pytest.raises(StoreError, match="the token is not the one of this server; give both the same"):
+    with pytest.raises(
+        StoreError, match="the token is not the one of this server; give both the same"
+    ):
         ServerStore(servers.coordinator, 1, 2, "guessed", timeout_s=5.0)
     assert witness.refused() == {"token": 1.0}
 
 
-def test_one_who_connects_and_says_nothing_or_half_a_frame_is_sent_away_in_time(servers: Servers, witness: Witness) -> None:
+def test_one_who_connects_and_says_nothing_or_half_a_frame_is_sent_away_in_time(
+    servers: Servers, witness: Witness
+) -> None:
     with knock(servers) as silent, knock(servers) as half:
         greeted(half)
-        half.sendall(wire.encode(PROOF)[:-5])
+        half.sendall(frame.encode(PROOF)[:-5])
         assert sent_away(silent) == "slow" and sent_away(half) == "slow"
     witness.some_rounds()
     assert witness.refused() == {"slow": 2.0}
 
 
 def test_half_a_frame_and_a_broken_line_leave_nothing(servers: Servers, witness: Witness) -> None:
-    for cut in range(1, len(wire.encode(PROOF)), 7):
+    for cut in range(1, len(frame.encode(PROOF)), 7):
         with knock(servers) as sock:
             greeted(sock)
-            sock.sendall(wire.encode(PROOF)[:cut])
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # go without a word: a reset
+            sock.sendall(frame.encode(PROOF)[:cut])
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # go without a word: a reset
     witness.some_rounds()
 
 
-def test_thousands_who_come_and_go_do_not_keep_others_out(servers: Servers, witness: Witness) -> None:
+def test_thousands_who_come_and_go_do_not_keep_others_out(
+    servers: Servers, witness: Witness
+) -> None:
     for _ in range(3000):
         with knock(servers):
             pass
@@ -292,7 +317,9 @@ def crowding(servers: Servers, size: int) -> Iterator[None]:
         thread.join()
 
 
-def test_a_crowd_that_comes_back_is_bounded_and_workers_still_come_in(servers: Servers, witness: Witness) -> None:
+def test_a_crowd_that_comes_back_is_bounded_and_workers_still_come_in(
+    servers: Servers, witness: Witness
+) -> None:
     with crowding(servers, 300):
         held = Footprint.of(servers.children[0].process.pid)
         store = ServerStore(servers.coordinator, 1, 2, servers.token, timeout_s=LIMIT_S)
@@ -308,10 +335,15 @@ def test_a_crowd_that_comes_back_is_bounded_and_workers_still_come_in(servers: S
 
 
 @contextmanager
-def let_in(servers: Servers, role: str = "data", worker: int = 1) -> Iterator[wire.Channel]:
+def let_in(servers: Servers, role: str = "data", worker: int = 1) -> Iterator[frame.Channel]:
     with knock(servers) as sock:
-        channel = wire.Channel(sock)
-        handshake.prove(channel, servers.token, m.Proof(b"", role, 0, worker, 0, b""), time.monotonic() + LIMIT_S)  # type: ignore[arg-type]
+        channel = frame.Channel(sock)
+        handshake.prove(
+            channel,
+            servers.token,
+            m.Proof(b"", role, 0, worker, 0, b""),
+            time.monotonic() + LIMIT_S,
+        )  # type: ignore[arg-type]
         yield channel
 
 
@@ -325,22 +357,64 @@ INSANE = [
     ("a table that is not", m.Exchange(1, 0, [keyed("nope")], [], NOW), [ID, ROW], m.Failed),
     ("a pull of one", m.Exchange(1, 0, [], [keyed("nope")]), [ID], m.Failed),
     ("no ids of a sparse table", m.Exchange(1, 0, [keyed(mode=m.ALL)], [], NOW), [ROW], m.Failed),
-    ("a gradient of NaN", m.Exchange(1, 0, [keyed()], [], NOW), [ID, struct.pack("<4d", 1, float("nan"), 1, 1)], m.Failed),
-    ("a payload that is too short", m.Exchange(1, 0, [keyed(count=10**9)], [], NOW), [ID, ROW], m.Refused),
-    ("a count below nothing", m.Exchange(1, 0, [keyed(count=-5)], [], NOW), [ID, ROW], (m.Refused, m.Failed)),
-    ("a pull of more than there is memory", m.Exchange(1, 0, [], [keyed(count=2**50)]), [ID], (m.Refused, m.Failed)),
-    ("memory that was never shared", m.Exchange(1, 0, [keyed()], [], NOW, place=m.Place(7, 0, 64, 64, 64)), [], m.Refused),
+    (
+        "a gradient of NaN",
+        m.Exchange(1, 0, [keyed()], [], NOW),
+        [ID, struct.pack("<4d", 1, float("nan"), 1, 1)],
+        m.Failed,
+    ),
+    (
+        "a payload that is too short",
+        m.Exchange(1, 0, [keyed(count=10**9)], [], NOW),
+        [ID, ROW],
+        m.Refused,
+    ),
+    (
+        "a count below nothing",
+        m.Exchange(1, 0, [keyed(count=-5)], [], NOW),
+        [ID, ROW],
+        (m.Refused, m.Failed),
+    ),
+    (
+        "a pull of more than there is memory",
+        m.Exchange(1, 0, [], [keyed(count=2**50)]),
+        [ID],
+        (m.Refused, m.Failed),
+    ),
+    (
+        "memory that was never shared",
+        m.Exchange(1, 0, [keyed()], [], NOW, place=m.ArenaRange(7, 0, 64, 64, 64)),
+        [],
+        m.Refused,
+    ),
     ("a dump of what is not", m.Dump("nope"), [], m.Failed),
-    ("a rule that is not", m.Create(Table("bad", rule="nope"), None, []), [], m.Failed),
-    ("a rule of a module that was not allowed", m.Create(Table("bad", rule="os:system"), None, []), [], m.Failed),
-    ("a part of a vector that cannot be", m.Create(Table("bad", length=10), (5, 2**40), []), [], (m.Failed, m.Refused)),
-    ("a frame for the coordinator", m.Deal(10, True), [], m.Refused),
+    ("a rule that is not", m.Create(Table("bad", optimizer="nope"), None, []), [], m.Failed),
+    (
+        "a rule of a module that was not allowed",
+        m.Create(Table("bad", optimizer="os:system"), None, []),
+        [],
+        m.Failed,
+    ),
+    (
+        "a part of a vector that cannot be",
+        m.Create(Table("bad", length=10), (5, 2**40), []),
+        [],
+        (m.Failed, m.Refused),
+    ),
+    ("a frame for the coordinator", m.ClaimStep(10, True), [], m.Refused),
 ]
 
 
-@pytest.mark.parametrize(("name", "message", "payload", "answer"), INSANE, ids=[case[0] for case in INSANE])
+@pytest.mark.parametrize(
+    ("name", "message", "payload", "answer"), INSANE, ids=[case[0] for case in INSANE]
+)
 def test_a_request_without_sense_is_answered_and_changes_nothing(
-    servers: Servers, witness: Witness, name: str, message: m.Message, payload: list[bytes], answer: type | tuple[type, ...]
+    servers: Servers,
+    witness: Witness,
+    name: str,
+    message: m.Message,
+    payload: list[bytes],
+    answer: type | tuple[type, ...],
 ) -> None:
     with let_in(servers) as channel:
         channel.send(message, 0, payload)
@@ -349,17 +423,22 @@ def test_a_request_without_sense_is_answered_and_changes_nothing(
     witness.some_rounds()
     store = ServerStore(servers.coordinator, 1, 2, servers.token, timeout_s=LIMIT_S)
     store.create(SUM)
-    assert store.pull({"sum": torch.tensor([900])})["sum"].tolist() == [[0.0] * 4], "not even a part of it was applied"
+    assert store.pull({"sum": torch.tensor([900])})["sum"].tolist() == [[0.0] * 4], (
+        "not even a part of it was applied"
+    )
     store.close()
 
 
-def test_random_messages_of_one_who_knows_the_token_do_no_harm(servers: Servers, witness: Witness) -> None:
+def test_random_messages_of_one_who_knows_the_token_do_no_harm(
+    servers: Servers, witness: Witness
+) -> None:
     chance = random.Random(1)
-    for kind in [*wire.KINDS, *chance.choices([*wire.KINDS], k=100)]:
+    for kind in [*frame.KINDS, *chance.choices([*frame.KINDS], k=100)]:
         for role in ("data", "control"):
             with let_in(servers, role) as channel:
                 values = [
-                    chance.choice([0, -1, 2**40, "x", b"\0", [], None, True, 1e300, {}]) for _ in range(chance.randrange(12))
+                    chance.choice([0, -1, 2**40, "x", b"\0", [], None, True, 1e300, {}])
+                    for _ in range(chance.randrange(12))
                 ]
                 channel.sock.sendall(frame(kind, msgspec.msgpack.encode(values)))
                 channel.sock.settimeout(0.02)
@@ -370,10 +449,12 @@ def test_random_messages_of_one_who_knows_the_token_do_no_harm(servers: Servers,
     witness.some_rounds()
 
 
-def test_a_frame_larger_than_any_is_refused_before_memory_is_made_for_it(servers: Servers, witness: Witness) -> None:
+def test_a_frame_larger_than_any_is_refused_before_memory_is_made_for_it(
+    servers: Servers, witness: Witness
+) -> None:
     before = Footprint.of(servers.children[0].process.pid)
     with let_in(servers) as channel:
-        channel.sock.sendall(frame(wire.KIND_OF[m.Exchange], sizes=(100, wire.PAYLOAD_BYTES + 1)))
+        channel.sock.sendall(frame(frame.KIND_OF[m.Exchange], sizes=(100, frame.PAYLOAD_BYTES + 1)))
         assert sent_away(channel.sock) == "size"
     assert Footprint.of(servers.children[0].process.pid).rss_bytes < before.rss_bytes + (64 << 20)
     assert witness.refused() == {"size": 1.0}
@@ -381,7 +462,7 @@ def test_a_frame_larger_than_any_is_refused_before_memory_is_made_for_it(servers
 
 KILLED = """
 import sys, time, struct
-from manyhands.exchange.server import handshake, wire, messages as m
+from manyhands.server import handshake, wire, messages as m
 host, port, token = sys.argv[1:]
 channel = handshake.connect(m.Where(host, int(port)), 60.0, False)
 handshake.prove(channel, token, m.Proof(b"", "data", 0, 1, 0, b""), time.monotonic() + 60)
@@ -394,7 +475,9 @@ sys.stdin.read()
 """
 
 
-def test_a_worker_killed_in_the_middle_of_a_push_has_pushed_nothing(servers: Servers, witness: Witness) -> None:
+def test_a_worker_killed_in_the_middle_of_a_push_has_pushed_nothing(
+    servers: Servers, witness: Witness
+) -> None:
     host, port = servers.coordinator.rsplit(":", 1)
     words = [sys.executable, "-c", KILLED, host, port, servers.token]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ())

@@ -18,11 +18,12 @@ from served import TOKEN, USERS, assert_same, create, joined, play, process, ser
 
 from manyhands.core import Table, Tensors
 from manyhands.errors import NotFinite, ServerLost, StoreError
-from manyhands.exchange.server import handshake, serve
-from manyhands.exchange.server.client import ServerStore
-from manyhands.exchange.server.local import LocalStore
-from manyhands.exchange.server.serve import Server
-from manyhands.exchange.server.slots import SlotMap
+from manyhands.server import process as server_process
+from manyhands.server.client.server_store import ServerStore
+from manyhands.server.local_store import LocalStore
+from manyhands.server.process import Server
+from manyhands.server.protocol import handshake
+from manyhands.server.slots import SlotMap
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,12 @@ class Proxy:
 
     def __init__(self, port: int, cuts: list[int]):
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port, self.target, self.cuts, self.cut = self.listener.getsockname()[1], port, list(cuts), 0
+        self.port, self.target, self.cuts, self.cut = (
+            self.listener.getsockname()[1],
+            port,
+            list(cuts),
+            0,
+        )
         self.threads = [threading.Thread(target=self._accept, daemon=True)]
         self.threads[0].start()
 
@@ -51,10 +57,19 @@ class Proxy:
             far = socket.create_connection(("127.0.0.1", self.target))
             left = [self.cuts.pop(0) if self.cuts else math.inf]
             for a, b in ((near, far), (far, near)):
-                self.threads.append(threading.Thread(target=self._pass, args=(a, b, near, far, left), daemon=True))
+                self.threads.append(
+                    threading.Thread(target=self._pass, args=(a, b, near, far, left), daemon=True)
+                )
                 self.threads[-1].start()
 
-    def _pass(self, a: socket.socket, b: socket.socket, near: socket.socket, far: socket.socket, left: list[float]) -> None:
+    def _pass(
+        self,
+        a: socket.socket,
+        b: socket.socket,
+        near: socket.socket,
+        far: socket.socket,
+        left: list[float],
+    ) -> None:
         try:
             while data := a.recv(4096):
                 if left[0] < len(data):
@@ -84,7 +99,9 @@ def test_requests_whose_connection_broke_are_done_once(alone: list[Tensors], aft
     proxy = Proxy(number, [after, after // 2, after + 333, 2 * after])
     try:
         with (
-            Server(f"127.0.0.1:{number}", token=TOKEN, advertise=f"127.0.0.1:{proxy.port}") as server,
+            Server(
+                f"127.0.0.1:{number}", token=TOKEN, advertise=f"127.0.0.1:{proxy.port}"
+            ) as server,
             joined(f"127.0.0.1:{number}", transport="tcp") as store,
         ):
             assert_same(play(store), alone)
@@ -111,12 +128,14 @@ def test_a_broken_connection_over_shared_memory_loses_nothing(alone: list[Tensor
         store.close()
 
 
-def test_a_key_list_that_the_server_forgot_is_sent_again(alone: list[Tensors], monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.exchange.server import answer
+def test_a_key_list_that_the_server_forgot_is_sent_again(
+    alone: list[Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from manyhands.server import request_loop
 
-    know, asked = answer.KeyLists.know, [0]
+    know, asked = request_loop.KeyLists.know, [0]
 
-    def forget(self: answer.KeyLists, *args: object) -> object:
+    def forget(self: request_loop.KeyLists, *args: object) -> object:
         found = know(self, *args)  # type: ignore[arg-type]
         if found is not None and found[1] is not None:  # only servers keep the ids
             asked[0] += 1
@@ -124,7 +143,7 @@ def test_a_key_list_that_the_server_forgot_is_sent_again(alone: list[Tensors], m
                 return None
         return found
 
-    monkeypatch.setattr(answer.KeyLists, "know", forget)
+    monkeypatch.setattr(request_loop.KeyLists, "know", forget)
     with servers(shards=2) as (server,), joined(server, transport="tcp") as store:
         assert_same(play(store), alone)
         assert asked[0] > 6
@@ -141,7 +160,9 @@ def test_a_server_that_was_started_anew_is_noticed_and_can_be_filled_again() -> 
             store.push({"users": ids}, {"users": ones}).wait()  # the list of ids is known there now
             saved = store.dump("users")
             first.close()
-            with Server(token=TOKEN, coordinator=root.address) as second:  # another port: the coordinator knows
+            with Server(
+                token=TOKEN, coordinator=root.address
+            ) as second:  # another port: the coordinator knows
                 assert second.wait_ready(10)
                 with pytest.raises(ServerLost, match="started anew"):
                     store.push({"users": ids}, {"users": ones}).wait()
@@ -157,14 +178,16 @@ def test_a_server_that_was_started_anew_is_noticed_and_can_be_filled_again() -> 
 
 
 def test_another_slot_map_is_fetched_and_refused_requests_go_where_they_belong() -> None:
-    sums = Table("sums", dim=2, rule="sum", init="zeros")
+    sums = Table("sums", dim=2, optimizer="sum", init="zeros")
     with servers(2) as started, joined(started[0]) as store:
         store.create(sums)
         root = started[0].coordinator
         assert root is not None and root.slots is not None
         ids = torch.arange(500)
         store.pull({"sums": ids[:0]})
-        turned = SlotMap(root.slots.epoch + 1, (1 - root.slots.owner).astype(np.uint16), root.slots.shards)
+        turned = SlotMap(
+            root.slots.epoch + 1, (1 - root.slots.owner).astype(np.uint16), root.slots.shards
+        )
         root.assign(turned)
         root._map()  # all have it
         for _ in range(2):
@@ -195,7 +218,9 @@ def raw_head(version: int = 1, size: int = 0, more: int = 0, kind: int = 2) -> b
         (raw_head(size=16) + b"\xff" * 16, "garbage"),
     ],
 )
-def test_a_stranger_is_told_why_and_counted_and_the_server_goes_on(said: bytes, reason: str) -> None:
+def test_a_stranger_is_told_why_and_counted_and_the_server_goes_on(
+    said: bytes, reason: str
+) -> None:
     with servers() as (server,):
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(10)
@@ -217,11 +242,16 @@ def test_a_wrong_token_is_refused_by_name() -> None:
         assert server.refused == {"token": 1}
 
 
-def test_strangers_who_say_nothing_are_limited_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_are_limited_in_number_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(serve, "STRANGERS", 3)
+    monkeypatch.setattr(server_process, "STRANGERS", 3)
     with servers() as (server,), ExitStack() as stack:
-        quiet = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(8)]
+        quiet = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(8)
+        ]
         for sock in quiet:
             sock.settimeout(10)
             while sock.recv(4096):  # a hello, then a reason or nothing, then the end
@@ -252,7 +282,9 @@ def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
         bad = torch.ones(10, 8)
         bad[3, 1] = math.nan
         with pytest.raises(NotFinite, match=r"'users'.*not finite.*3"):
-            store.push({"users": ids, "weights": None}, {"users": bad, "weights": torch.ones(5000)}).wait()
+            store.push(
+                {"users": ids, "weights": None}, {"users": bad, "weights": torch.ones(5000)}
+            ).wait()
         after = store.pull({"users": ids, "weights": None})
         assert_same([before], [after])
         for rows, words in (
@@ -277,7 +309,11 @@ def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(table: str, 
     """Of one shard: the shard finds it, and the client hears of it."""
     with servers() as (server,), joined(server) as store:
         create(store)
-        rows, shape = ({"users": torch.arange(3)}, (3, 8)) if table == "users" else ({"weights": None}, (5000,))
+        rows, shape = (
+            ({"users": torch.arange(3)}, (3, 8))
+            if table == "users"
+            else ({"weights": None}, (5000,))
+        )
         with pytest.raises(NotFinite, match=rf"'{table}'.*not finite"):
             store.push(rows, {table: torch.full(shape, math.nan)}, hold=hold).wait()
         with pytest.raises(StoreError) as other:
@@ -304,10 +340,12 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     free.close()
     with pytest.raises(ServerLost, match=rf"127\.0\.0\.1:{port} did not answer .* within 0\.3 s"):
         ServerStore(f"127.0.0.1:{port}", 0, 1, TOKEN, timeout_s=0.3)
-    monkeypatch.setattr(serve, "REGISTER_S", 0.3)
+    monkeypatch.setattr(server_process, "REGISTER_S", 0.3)
     with (
         Server(token=TOKEN, coordinator=f"127.0.0.1:{port}") as server,
-        pytest.raises(ServerLost, match=rf"coordinator at 127\.0\.0\.1:{port} did not answer within 0\.3 s"),
+        pytest.raises(
+            ServerLost, match=rf"coordinator at 127\.0\.0\.1:{port} did not answer within 0\.3 s"
+        ),
     ):
         server.serve_forever()
 
@@ -341,7 +379,9 @@ def test_a_server_that_is_killed_is_named_with_table_and_operation() -> None:
             store.pull({"users": ids})
         server.send_signal(signal.SIGKILL)
         for store in (one, other):
-            with pytest.raises(ServerLost, match=rf"server {address} (did not answer|is gone .*) a pull of users"):
+            with pytest.raises(
+                ServerLost, match=rf"server {address} (did not answer|is gone .*) a pull of users"
+            ):
                 while True:  # until it is dead
                     store.pull({"users": ids})
             with pytest.raises(ServerLost, match="push of users"):

@@ -17,11 +17,11 @@ from jobs import CLI, Command, command, environ
 
 from manyhands.core import Table
 from manyhands.errors import ServerLost, StoreError
-from manyhands.exchange.server.client import ServerStore
+from manyhands.server.client.server_store import ServerStore
 
 pytestmark = pytest.mark.slow  # processes by the dozen: run by hand, -m slow
 
-SUM = Table("sum", dim=2, rule="sum", init="zeros")
+SUM = Table("sum", dim=2, optimizer="sum", init="zeros")
 SERVER = [*CLI, "server"]
 
 
@@ -52,12 +52,18 @@ def test_one_server_says_what_workers_need_and_ends_with_their_run(tmp_path: Pat
         with pytest.raises(StoreError, match="the token is not the one of this server"):
             ServerStore(address, 0, 1, "guessed", timeout_s=5.0)
         use(address, secret.read_text().strip(), shards=2)
-        assert job.end() == 0 and job.out.endswith("the run is over: all workers have left\n") and job.err == ""
+        assert (
+            job.end() == 0
+            and job.out.endswith("the run is over: all workers have left\n")
+            and job.err == ""
+        )
         assert not secret.exists(), "a token made for this time only goes with the server"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_cleanly_also_while_a_worker_is_there(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_it_cleanly_also_while_a_worker_is_there(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with command(tmp_path, SERVER, MANYHANDS_TOKEN="of this run") as job:
         address = said(job, r"server +at (127\.0\.0\.1:\d+), 1 shard")[1]
         said(job, r"workers ")
@@ -75,32 +81,56 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, Command, list[Command]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    root = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": port, "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "2"}
+    root = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": port,
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "2",
+    }
     root |= {"MANYHANDS_TOKEN": "of this run"}
     with (
-        command(tmp_path / "one", SERVER, **root, DMLC_ROLE="server") as one,  # before the scheduler: it waits
+        command(
+            tmp_path / "one", SERVER, **root, DMLC_ROLE="server"
+        ) as one,  # before the scheduler: it waits
         command(tmp_path / "two", SERVER, **root, DMLC_ROLE="server") as two,
         command(tmp_path / "scheduler", SERVER, **root, DMLC_ROLE="scheduler") as scheduler,
     ):
-        said(scheduler, rf"coordinator +at 127\.0\.0\.1:{port}, coordinates 2 servers for 1 workers")
+        said(
+            scheduler, rf"coordinator +at 127\.0\.0\.1:{port}, coordinates 2 servers for 1 workers"
+        )
         for job in (one, two):
-            said(job, rf"server +at 127\.0\.0\.1:\d+, 1 shard, joins the coordinator at 127\.0\.0\.1:{port}")
+            said(
+                job,
+                rf"server +at 127\.0\.0\.1:\d+, 1 shard, joins the coordinator at 127\.0\.0\.1:{port}",
+            )
         yield f"127.0.0.1:{port}", scheduler, [one, two]
 
 
-def test_a_scheduler_and_two_servers_end_with_the_run(cluster: tuple[str, Command, list[Command]]) -> None:
+def test_a_scheduler_and_two_servers_end_with_the_run(
+    cluster: tuple[str, Command, list[Command]],
+) -> None:
     address, scheduler, servers = cluster
     use(address, "of this run", shards=2)
     for job in (scheduler, *servers):
-        assert job.end() == 0 and job.out.endswith("the run is over: all workers have left\n") and job.err == ""
+        assert (
+            job.end() == 0
+            and job.out.endswith("the run is over: all workers have left\n")
+            and job.err == ""
+        )
 
 
-def test_servers_whose_scheduler_was_killed_say_so(cluster: tuple[str, Command, list[Command]]) -> None:
+def test_servers_whose_scheduler_was_killed_say_so(
+    cluster: tuple[str, Command, list[Command]],
+) -> None:
     address, scheduler, servers = cluster
     store = ServerStore(address, 0, 1, "of this run", timeout_s=2.0)  # all have met
     scheduler.process.kill()
     for job in servers:
-        assert job.end() == 1 and f"the coordinator at {address} is gone" in job.err and "Traceback" not in job.err
+        assert (
+            job.end() == 1
+            and f"the coordinator at {address} is gone" in job.err
+            and "Traceback" not in job.err
+        )
     with pytest.raises(ServerLost, match=f"server {address}"):
         store.tick(0)
     store.close()
@@ -113,7 +143,9 @@ def test_servers_whose_scheduler_was_killed_say_so(cluster: tuple[str, Command, 
         (["--bind", "203.0.113.1", "--token-file", "made"], {}, "cannot listen on 203.0.113.1"),
     ],
 )
-def test_what_cannot_be_served_is_one_message(tmp_path: Path, words: list[str], env: dict[str, str], says: str) -> None:
+def test_what_cannot_be_served_is_one_message(
+    tmp_path: Path, words: list[str], env: dict[str, str], says: str
+) -> None:
     with command(tmp_path, [*SERVER, *words], **env) as job:
         assert job.end() in (1, 2)
     assert says in job.err and "Traceback" not in job.err and job.out == ""
@@ -126,12 +158,17 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with command(tmp_path, [*SERVER, "--port", str(port)]) as job:
             assert job.end() in (1, 2)
-    assert f"port {port} on 127.0.0.1 is in use by another process" in job.err and "Traceback" not in job.err
+    assert (
+        f"port {port} on 127.0.0.1 is in use by another process" in job.err
+        and "Traceback" not in job.err
+    )
 
 
 def test_on_a_terminal_one_line_tells_how_it_goes(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
-    process = subprocess.Popen(SERVER, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environ())
+    process = subprocess.Popen(
+        SERVER, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environ()
+    )
     os.close(theirs)
     text = ""
     try:
@@ -149,10 +186,10 @@ TLS = """
 import sys, ssl
 import torch
 from manyhands.core import Table
-from manyhands.exchange.server.client import ServerStore
+from manyhands.server.client.server_store import ServerStore
 address, token, ca = sys.argv[1:]
 store = ServerStore(address, 0, 1, token, timeout_s=30.0, tls=ssl.create_default_context(cafile=ca))
-store.create(Table("sum", dim=2, rule="sum", init="zeros"))
+store.create(Table("sum", dim=2, optimizer="sum", init="zeros"))
 store.push({"sum": torch.arange(9)}, {"sum": torch.ones(9, 2)}).wait()
 print(store.pull({"sum": torch.arange(9)})["sum"].sum().item())
 store.close()

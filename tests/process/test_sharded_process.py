@@ -15,14 +15,14 @@ import torch.distributed as dist
 from forked import PRELOAD
 from torch import Tensor, nn
 
-from manyhands.compute.module import Micro, ModuleReplica
-from manyhands.compute.sharded import ShardedParameters
-from manyhands.compute.sharded_memory import Peak
-from manyhands.compute.sharded_update import ShardUpdate
-from manyhands.compute.sharded_whole import model_state
 from manyhands.exchange import collective
-from manyhands.exchange.parted import parted
+from manyhands.exchange.reduce_scatter import parted
 from manyhands.exchange.shared import SharedGroup
+from manyhands.parallel.zero.full_state import model_state
+from manyhands.parallel.zero.memory_use import Peak
+from manyhands.parallel.zero.sharded_parameters import ShardedParameters
+from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.replica.module import Micro, ModuleReplica
 
 STEPS, BATCH, LIMIT_S = 3, 12, 60.0
 STAGES = (1, 2, 3)
@@ -33,7 +33,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.head = nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)]
+        )
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +69,9 @@ def alone() -> dict[str, Tensor]:
     return {k: v.detach() for k, v in model.state_dict().items()}
 
 
-def trained(rank: int, size: int, link: str, stage: int, store: dist.Store) -> tuple[float, dict[str, Any], list[str], int]:
+def trained(
+    rank: int, size: int, link: str, stage: int, store: dist.Store
+) -> tuple[float, dict[str, Any], list[str], int]:
     group = (
         SharedGroup(rank, size, store, timeout_s=LIMIT_S)
         if link == "shared"
@@ -76,7 +80,15 @@ def trained(rank: int, size: int, link: str, stage: int, store: dist.Store) -> t
     model, mine = Net(), [b.tensor_split(size)[rank] for b in batches()]
     halves, memory, in_common = parted(group)
     made = optimizer(model.parameters())
-    flat = ShardedParameters(model, halves, stage, allocate=memory, common=in_common, bucket_bytes=40_000, unit_bytes=10**6)
+    flat = ShardedParameters(
+        model,
+        halves,
+        stage,
+        allocate=memory,
+        common=in_common,
+        bucket_bytes=40_000,
+        unit_bytes=10**6,
+    )
 
     def next_loss() -> Micro:
         x = mine.pop(0)
@@ -101,7 +113,12 @@ def rank_main(rank: int, size: int, link: str, store: str, pipe: Connection) -> 
     torch.set_num_threads(1)
     try:
         common = dist.FileStore(store, size)
-        pipe.send({stage: trained(rank, size, link, stage, dist.PrefixStore(str(stage), common)) for stage in STAGES})
+        pipe.send(
+            {
+                stage: trained(rank, size, link, stage, dist.PrefixStore(str(stage), common))
+                for stage in STAGES
+            }
+        )
     except BaseException:
         pipe.send(traceback.format_exc())
 
@@ -114,7 +131,9 @@ def ran(link: str, size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):
             ours, theirs = started.Pipe()
-            process = started.Process(target=rank_main, args=(rank, size, link, f"{folder}/store", theirs))
+            process = started.Process(
+                target=rank_main, args=(rank, size, link, f"{folder}/store", theirs)
+            )
             process.start()
             ends.append(ours)
             processes.append(process)
@@ -143,7 +162,9 @@ def test_processes_are_one_on_the_union_batch(link: str, size: int, stage: int) 
         assert seen == pytest.approx(evaluated, rel=1e-10)
         for name, value in needed.items():
             torch.testing.assert_close(torch.from_numpy(whole[name]), value, rtol=1e-10, atol=1e-12)
-        assert saved == sorted(f"{n}/{k}" for n in needed for k in ("exp_avg", "exp_avg_sq", "step"))
+        assert saved == sorted(
+            f"{n}/{k}" for n in needed for k in ("exp_avg", "exp_avg_sq", "step")
+        )
     p = sum(v.nbytes for v in needed.values())
     most = {1: 2 * p + 2 * p / size, 2: p + 3 * p / size, 3: 4 * p / size}[stage]
     assert max(g[3] for g in got) < most + 5 * 70_000  # and what is on its way: a block is 66 kB

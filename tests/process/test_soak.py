@@ -17,4 +17,8 @@ def test_servers_survive_clients_that_are_killed_all_the_time_and_count_every_pu
 
 def test_what_was_under_way_may_have_arrived_or_not_but_not_twice() -> None:
     assert possible(0.0, []) and possible(5.0, [1.0, 2.0, 4.0])
-    assert not possible(8.0, [1.0, 2.0, 4.0]) and not possible(2.0, [1.0, 4.0]) and not possible(-1.0, [1.0])
+    assert (
+        not possible(8.0, [1.0, 2.0, 4.0])
+        and not possible(2.0, [1.0, 4.0])
+        and not possible(-1.0, [1.0])
+    )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from manyhands import run as running
+from manyhands import api as running
+from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
-from manyhands.site import Options
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -39,14 +39,22 @@ def test_the_example_learns_with_its_rows_elsewhere(name: str, words: str, at_mo
     assert result.metrics["loss"] < at_most and result.checkpoint is not None
 
 
-def test_workers_whose_rows_learn_together_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(EXAMPLES / "click.py", "data=2 servers=1 embeddings=sync".split(), steps=4), capsys.readouterr().out
+def test_workers_whose_rows_learn_together_equal_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verify(EXAMPLES / "click.py", "data=2 servers=1 embeddings=sync".split(), steps=4), (
+        capsys.readouterr().out
+    )
 
 
 def test_the_examples_are_what_the_commands_load() -> None:
     for name in ("click", "factorise"):
         assert running.defines_task(EXAMPLES / f"{name}.py")
-        assert (EXAMPLES / f"{name}.py").read_text().endswith('\n\nif __name__ == "__main__":\n    mh.train(task)\n')
+        assert (
+            (EXAMPLES / f"{name}.py")
+            .read_text()
+            .endswith('\n\nif __name__ == "__main__":\n    mh.train(task)\n')
+        )
 
 
 def test_crossed_columns_do_not_meet_by_chance() -> None:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import manyhands as mh
+from manyhands.api import load_task, start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.cli import verify as verifying
 from manyhands.cli.verify import Record, verify
 from manyhands.core import Layout
 from manyhands.plan import words as plan_words
-from manyhands.run import load_task, start, work
-from manyhands.site import Options
 from manyhands.task import Task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -52,8 +52,12 @@ def task(name: str) -> Task:
     made = load_task(str(EXAMPLES / f"{name}.py"))
     whole = made() if callable(made) else made
     few = {"lenet": 500, "transformer": 90, "uneven_mlp": 461}[name]
-    batch = {"lenet": 32, "transformer": 11, "uneven_mlp": 77}[name]  # 461 samples and 3 x 77: the second step has 230
-    return dataclasses.replace(whole, train=tuple(t[:few] for t in whole.train), test=None, batch=batch)
+    batch = {"lenet": 32, "transformer": 11, "uneven_mlp": 77}[
+        name
+    ]  # 461 samples and 3 x 77: the second step has 230
+    return dataclasses.replace(
+        whole, train=tuple(t[:few] for t in whole.train), test=None, batch=batch
+    )
 
 
 TASKS = ("lenet", "transformer", "uneven_mlp", "batchnorm")
@@ -66,24 +70,40 @@ def several(folder: str, hosts: dict[str, str], words: Any, options: Options) ->
             os.environ["MANYHANDS_HOST"] = hosts[link][int(os.environ["RANK"])]
             where = Path(folder) / f"{name}-{link}"
             where.mkdir(exist_ok=True)
-            recorded = dataclasses.replace(options, directory=str(where / "run"), callbacks=(Record(str(where), STEPS),))
-            work(functools.partial(verifying._without_dropout, functools.partial(task, name)), {**words, "link": link}, recorded)
+            recorded = dataclasses.replace(
+                options, directory=str(where / "run"), callbacks=(Record(str(where), STEPS),)
+            )
+            work(
+                functools.partial(verifying._without_dropout, functools.partial(task, name)),
+                {**words, "link": link},
+                recorded,
+            )
     return {}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_dir: Path | None) -> Any:
+def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data_dir: Path | None
+) -> Any:
     size, folder = request.param, tmp_path_factory.mktemp("verified")
     with pytest.MonkeyPatch.context() as patch:
         if data_dir is not None:
             patch.setenv("MANYHANDS_DATA", str(data_dir))
         options = Options(name="verify", float64=True, quiet=True)
         hosts = HOSTS_OF_TWO if size == 2 else LINKS
-        start(functools.partial(several, str(folder), hosts), f"data={size} steps={STEPS} save=off", options)
+        start(
+            functools.partial(several, str(folder), hosts),
+            f"data={size} steps={STEPS} save=off",
+            options,
+        )
         alone = dataclasses.replace(plan_words.parse(f"steps={STEPS} save=off"), layout=Layout())
         references = {
             name: verifying._run(
-                functools.partial(task, name), alone, dataclasses.replace(options, stands_for=size), STEPS, folder / name
+                functools.partial(task, name),
+                alone,
+                dataclasses.replace(options, stands_for=size),
+                STEPS,
+                folder / name,
             )
             for name in TASKS
         }
@@ -95,9 +115,13 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_n_ranks_equal_one_process_over_every_link(ran: Any, name: str, link: str) -> None:
     size, folder, references = ran
     ours = [load_file(folder / f"{name}-{link}" / f"rank-{r}.safetensors") for r in range(size)]
-    deviation = verifying._deviation(ours, references[name], rtol=1e-12 if name != "batchnorm" else 1e-11)
+    deviation = verifying._deviation(
+        ours, references[name], rtol=1e-12 if name != "batchnorm" else 1e-11
+    )
     assert deviation.equal, deviation
-    assert len([k for k in ours[0] if k.startswith("loss/")]) == STEPS and any(k.startswith("gradient/") for k in ours[0])
+    assert len([k for k in ours[0] if k.startswith("loss/")]) == STEPS and any(
+        k.startswith("gradient/") for k in ours[0]
+    )
 
 
 def test_the_ranks_own_part_of_the_update_is_the_whole_update_bit_for_bit(ran: Any) -> None:
@@ -106,10 +130,19 @@ def test_the_ranks_own_part_of_the_update_is_the_whole_update_bit_for_bit(ran: A
     if size != 2:
         return  # with more ranks the links add up in different orders
     for name in TASKS:
-        a, b = (load_file(folder / f"{name}-{link}" / "rank-0.safetensors") for link in ("shared", "gloo"))
-        clipped = name == "transformer"  # the norm is a sum over parts there: the same up to its order
+        a, b = (
+            load_file(folder / f"{name}-{link}" / "rank-0.safetensors")
+            for link in ("shared", "gloo")
+        )
+        clipped = (
+            name == "transformer"
+        )  # the norm is a sum over parts there: the same up to its order
         for key in a:
-            assert torch.allclose(a[key], b[key], rtol=1e-12, atol=1e-15) if clipped else torch.equal(a[key], b[key]), (name, key)
+            assert (
+                torch.allclose(a[key], b[key], rtol=1e-12, atol=1e-15)
+                if clipped
+                else torch.equal(a[key], b[key])
+            ), (name, key)
 
 
 # -- the command --
@@ -138,15 +171,24 @@ def test_the_command_says_equal_for_one_batch_statistics_and_different_with_name
     assert "EQUAL up to the order of summation (bound 1e-12)" in capsys.readouterr().out
     assert not verify(tmp_path / "job.py", ["data=2", "batchnorm=local"], steps=3)
     said = capsys.readouterr().out
-    assert "DIFFERENT: more than 1e-12. By module, largest first:" in said and "batchnorm=sync equals one process" in said
-    modules = [line.split()[1] for line in said.splitlines() if line.startswith("  ") and "e-" in line and len(line.split()) == 2]
+    assert (
+        "DIFFERENT: more than 1e-12. By module, largest first:" in said
+        and "batchnorm=sync equals one process" in said
+    )
+    modules = [
+        line.split()[1]
+        for line in said.splitlines()
+        if line.startswith("  ") and "e-" in line and len(line.split()) == 2
+    ]
     assert {"norm", "last"} <= set(modules)
 
 
 PLAIN = NORMED.replace("nn.BatchNorm1d(8)", "nn.Tanh()").replace("lr=0.1", "lr=0.1, momentum=0.9")
 
 
-def test_ranks_that_wait_for_each_other_at_servers_equal_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_wait_for_each_other_at_servers_equal_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.py").write_text(PLAIN)
     assert verify(tmp_path / "job.py", ["data=2", "servers=1", "staleness=0"], steps=3)
     assert "EQUAL up to the order of summation (bound 1e-12)" in capsys.readouterr().out
@@ -165,6 +207,7 @@ def test_ranks_that_do_not_wait_for_each_other_at_servers_are_told_apart(
 def test_a_script_without_a_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('a loop of my own')")
     with pytest.raises(
-        mh.PlanError, match=r"job\.py defines no task\(\), which verify needs to run it twice; wrap model, data and optimizer"
+        mh.PlanError,
+        match=r"job\.py defines no task\(\), which verify needs to run it twice; wrap model, data and optimizer",
     ):
         verify(tmp_path / "job.py", ["data=2"])

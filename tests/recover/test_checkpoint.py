@@ -19,7 +19,13 @@ import torch
 from manyhands.core import Position, Snapshot
 from manyhands.errors import CheckpointError
 from manyhands.recover import checkpoint
-from manyhands.recover.checkpoint import HIDDEN, MANIFEST, TENSORS, Checkpoints, load
+from manyhands.recover.checkpoint import (
+    HIDDEN,
+    MANIFEST,
+    TENSORS,
+    Checkpoints,
+    load,
+)
 
 
 def snapshot(round: int, seed: int = 0, numel: int = 64) -> Snapshot:
@@ -37,8 +43,15 @@ def snapshot(round: int, seed: int = 0, numel: int = 64) -> Snapshot:
         },
         state={"anchor/x": torch.arange(5)},
         position=Position(round // 10, round * 3, round),
-        rng={"0/torch": torch.arange(7, dtype=torch.uint8), "1/torch": torch.arange(7, dtype=torch.uint8)},
-        meta={"global_batch": 32, "schedule": {"last_epoch": round, "rates": [0.1, None]}, "plan": "data=2"},
+        rng={
+            "0/torch": torch.arange(7, dtype=torch.uint8),
+            "1/torch": torch.arange(7, dtype=torch.uint8),
+        },
+        meta={
+            "global_batch": 32,
+            "schedule": {"last_epoch": round, "rates": [0.1, None]},
+            "plan": "data=2",
+        },
     )
 
 
@@ -78,7 +91,9 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert_equal(got, snapshot(7))
 
 
-def test_saving_happens_in_the_background_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_happens_in_the_background_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, real, running = threading.Event(), checkpoint._write, []
 
     def slow(*arguments: Any) -> int:
@@ -145,19 +160,29 @@ DAMAGE = {
     "flipped bit": (flip, r"tensors.safetensors has checksum .*\.\.\., the manifest says"),
     "flipped bit in the header": (lambda p: flip(p, at=20), "tensors.safetensors has checksum"),
     "no tensors": (lambda p: (p / TENSORS).unlink(), "tensors.safetensors cannot be read"),
-    "truncated manifest": (lambda p: os.truncate(p / MANIFEST, 100), "manifest.json cannot be read"),
+    "truncated manifest": (
+        lambda p: os.truncate(p / MANIFEST, 100),
+        "manifest.json cannot be read",
+    ),
     "empty manifest": (lambda p: os.truncate(p / MANIFEST, 0), "manifest.json cannot be read"),
     "no manifest": (lambda p: (p / MANIFEST).unlink(), "manifest.json cannot be read"),
     "changed manifest": (
-        lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text().replace('"global_batch": 32', '"global_batch": 33')),
+        lambda p: (p / MANIFEST).write_text(
+            (p / MANIFEST).read_text().replace('"global_batch": 32', '"global_batch": 33')
+        ),
         "manifest.json does not match its own checksum",
     ),
-    "a manifest that is a list": (lambda p: (p / MANIFEST).write_text("[1]"), "manifest.json cannot be read"),
+    "a manifest that is a list": (
+        lambda p: (p / MANIFEST).write_text("[1]"),
+        "manifest.json cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used_with_a_notice(tmp_path: Path, kind: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used_with_a_notice(
+    tmp_path: Path, kind: str
+) -> None:
     damage, says = DAMAGE[kind]
     saved(tmp_path, [1, 2, 3])
     damage(tmp_path / "step-00000003")
@@ -166,12 +191,20 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used_with_a_notic
     said = Said()
     checkpoints = Checkpoints(tmp_path, report=said)
     got = checkpoints.latest()
-    assert got is not None and got.round == 2 and checkpoints.last_good == tmp_path / "step-00000002"
+    assert (
+        got is not None and got.round == 2 and checkpoints.last_good == tmp_path / "step-00000002"
+    )
     ((name, text),) = said
-    assert name == "notice" and "step-00000003 is damaged" in text and text.endswith("using the one before it")
+    assert (
+        name == "notice"
+        and "step-00000003 is damaged" in text
+        and text.endswith("using the one before it")
+    )
 
 
-def test_several_damaged_ones_are_passed_over_and_when_none_is_whole_that_is_an_error(tmp_path: Path) -> None:
+def test_several_damaged_ones_are_passed_over_and_when_none_is_whole_that_is_an_error(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path, [1, 2, 3])
     flip(tmp_path / "step-00000003")
     truncate(tmp_path / "step-00000002")
@@ -179,7 +212,9 @@ def test_several_damaged_ones_are_passed_over_and_when_none_is_whole_that_is_an_
     got = Checkpoints(tmp_path, report=said).latest()
     assert got is not None and got.round == 1 and len(said) == 2
     flip(tmp_path / "step-00000001", MANIFEST, 40)
-    with pytest.raises(CheckpointError, match=r"all 3 checkpoints in .* are damaged; start anew without resume"):
+    with pytest.raises(
+        CheckpointError, match=r"all 3 checkpoints in .* are damaged; start anew without resume"
+    ):
         Checkpoints(tmp_path).latest()
     assert Checkpoints(tmp_path / "none").latest() is None
 
@@ -192,14 +227,21 @@ def test_after_a_resume_past_damaged_ones_they_take_no_good_ones_place(tmp_path:
     checkpoints.save(snapshot(25), {})
     checkpoints.wait()
     got = Checkpoints(tmp_path).latest()
-    assert got is not None and got.round == 25 and checkpoints.last_good is not None and checkpoints.last_good.exists()
+    assert (
+        got is not None
+        and got.round == 25
+        and checkpoints.last_good is not None
+        and checkpoints.last_good.exists()
+    )
 
 
 def test_a_newer_format_says_to_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
     saved(tmp_path, [1])
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 99, this version reads up to 2; update manyhands"):
+    with pytest.raises(
+        CheckpointError, match="has format 99, this version reads up to 2; update manyhands"
+    ):
         load(tmp_path / "step-00000001")
 
 
@@ -239,7 +281,9 @@ checkpoints.wait()
 
 
 @pytest.mark.parametrize(("at", "match"), [("rename", "step-00000002"), ("open", "manifest.json")])
-def test_a_process_that_dies_while_saving_loses_nothing_that_was_saved(tmp_path: Path, at: str, match: str) -> None:
+def test_a_process_that_dies_while_saving_loses_nothing_that_was_saved(
+    tmp_path: Path, at: str, match: str
+) -> None:
     code = CRASH.format(tests=str(Path(__file__).parent), at=at, match=match, folder=str(tmp_path))
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     got = Checkpoints(tmp_path).latest()

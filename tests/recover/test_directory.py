@@ -38,18 +38,26 @@ def test_to_resume_means_the_newest_run_of_exactly_this_name(tmp_path: Path) -> 
     assert choose(tmp_path, "lenet", None, True).name == "lenet-20260102-100000-10"
     assert choose(tmp_path, "lenet-big", None, True).name == "lenet-big-20260103-100000"
     with pytest.raises(
-        CheckpointError, match=r"there is no run of 'mlp' to resume in .*; give its directory with --dir, or start anew"
+        CheckpointError,
+        match=r"there is no run of 'mlp' to resume in .*; give its directory with --dir, or start anew",
     ):
         choose(tmp_path, "mlp", None, True)
 
 
-def test_a_given_directory_is_taken_but_an_earlier_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_given_directory_is_taken_but_an_earlier_run_in_it_is_not_overwritten(
+    tmp_path: Path,
+) -> None:
     assert choose(tmp_path, "x", str(tmp_path / "mine"), False) == tmp_path / "mine"
     earlier = run(tmp_path, "earlier")
-    with pytest.raises(RunBusy, match=r"earlier holds an earlier run; resume it \(--resume\), or give another directory"):
+    with pytest.raises(
+        RunBusy,
+        match=r"earlier holds an earlier run; resume it \(--resume\), or give another directory",
+    ):
         choose(tmp_path, "x", str(earlier), False)
     assert choose(tmp_path, "x", str(earlier), True) == earlier
-    with pytest.raises(CheckpointError, match=r"there is no run to resume in .*none: the directory does not exist"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no run to resume in .*none: the directory does not exist"
+    ):
         choose(tmp_path, "x", str(tmp_path / "none"), True)
 
 
@@ -63,11 +71,16 @@ sys.stdin.read()
 """
 
 
-def test_a_directory_in_use_by_a_live_process_is_refused_and_free_when_that_is_killed(tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def test_a_directory_in_use_by_a_live_process_is_refused_and_free_when_that_is_killed(
+    tmp_path: Path,
+) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert owner.stdout is not None and owner.stdout.readline() == b"owned\n"
     with pytest.raises(
-        RunBusy, match=rf"is in use by a live run \(pid {owner.pid}\); wait for it, stop it, or give another directory"
+        RunBusy,
+        match=rf"is in use by a live run \(pid {owner.pid}\); wait for it, stop it, or give another directory",
     ):
         claim(tmp_path)
     owner.kill()

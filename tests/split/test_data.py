@@ -8,17 +8,34 @@ import pytest
 import torch
 
 from manyhands.core import Position
-from manyhands.split.data import SPLITS, DataSplit, ordered, part, sampled, shuffled
+from manyhands.split.data import (
+    SPLITS,
+    DataSplit,
+    ordered,
+    part,
+    sampled,
+    shuffled,
+)
 
 SAMPLES, BATCHES, SIZES = (1, 2, 5, 12, 31), (1, 2, 3, 8), (1, 2, 3, 4, 7)
-CASES = list(itertools.product(SAMPLES, BATCHES, SIZES, (1, 2, 3)))  # samples, micro-batch of a rank, ranks, accumulate
+CASES = list(
+    itertools.product(SAMPLES, BATCHES, SIZES, (1, 2, 3))
+)  # samples, micro-batch of a rank, ranks, accumulate
 
 
-def splits(samples: int, micro: int, size: int, accumulate: int, global_batch: int | None = None) -> list[DataSplit]:
-    return [DataSplit(samples, global_batch or micro * accumulate * size, micro, r, size) for r in range(size)]
+def splits(
+    samples: int, micro: int, size: int, accumulate: int, global_batch: int | None = None
+) -> list[DataSplit]:
+    return [
+        DataSplit(samples, global_batch or micro * accumulate * size, micro, r, size)
+        for r in range(size)
+    ]
 
 
-def epoch(ranks: list[DataSplit], at: Position = Position()) -> tuple[list[list[list[range]]], Position]:  # noqa: B008
+def epoch(
+    ranks: list[DataSplit],
+    at: Position = Position(),  # noqa: B008
+) -> tuple[list[list[list[range]]], Position]:
     """What every rank takes, step by step, from `at` to the end of its epoch: [step][rank][micro]."""
     steps, start = [], at.epoch
     while at.epoch == start:
@@ -39,7 +56,10 @@ def test_every_sample_is_used_exactly_once_per_epoch_by_any_number_of_ranks(orde
         steps, after = epoch(splits(samples, micro, size, accumulate))
         indices = SPLITS[order](samples, 7, 3)[torch.tensor(offsets(steps))]
         assert sorted(indices.tolist()) == list(range(samples)), (samples, micro, size, accumulate)
-        assert after == Position(1, 0, len(steps)) and len(steps) == splits(samples, micro, size, accumulate)[0].steps_per_epoch
+        assert (
+            after == Position(1, 0, len(steps))
+            and len(steps) == splits(samples, micro, size, accumulate)[0].steps_per_epoch
+        )
 
 
 def test_the_union_of_all_ranks_is_the_batch_of_one_rank_step_by_step() -> None:
@@ -71,7 +91,9 @@ def test_an_uneven_last_batch_is_shared_out_and_some_ranks_may_get_nothing() -> 
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4), (4, 7)])
-def test_switching_the_number_of_ranks_in_mid_epoch_keeps_exactly_once(before: int, after: int) -> None:
+def test_switching_the_number_of_ranks_in_mid_epoch_keeps_exactly_once(
+    before: int, after: int
+) -> None:
     for samples, micro, switch in itertools.product((9, 24, 31), (1, 2), (1, 2, 3)):
         batch = micro * before
         ranks, at, seen = splits(samples, micro, before, 1), Position(), []
@@ -93,13 +115,17 @@ def test_walking_from_a_position_is_the_tail_of_walking_from_the_start() -> None
 
 
 def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else() -> None:
-    orders = {(seed, n): tuple(shuffled(50, seed, n).tolist()) for seed in range(4) for n in range(4)}
+    orders = {
+        (seed, n): tuple(shuffled(50, seed, n).tolist()) for seed in range(4) for n in range(4)
+    }
     assert len(set(orders.values())) == 16
     torch.manual_seed(99)
     assert tuple(shuffled(50, 2, 3).tolist()) == orders[2, 3]
     state = torch.get_rng_state()
     shuffled(50, 0, 0), sampled(50, 0, 0)
-    assert torch.equal(state, torch.get_rng_state()), "splitting must not draw from the user's generator"
+    assert torch.equal(state, torch.get_rng_state()), (
+        "splitting must not draw from the user's generator"
+    )
 
 
 def test_sampled_draws_with_replacement_evenly_and_the_same_again() -> None:
@@ -108,7 +134,9 @@ def test_sampled_draws_with_replacement_evenly_and_the_same_again() -> None:
     chi_square = float(((counts - 250) ** 2 / 250).sum())
     assert 15 < chi_square < 73, "39 degrees of freedom: 0.1 and 99.9 per cent"
     assert len(set(sampled(40, 5, 0).tolist())) < 40
-    assert torch.equal(sampled(40, 5, 7), sampled(40, 5, 7)) and not torch.equal(sampled(40, 5, 7), sampled(40, 5, 8))
+    assert torch.equal(sampled(40, 5, 7), sampled(40, 5, 7)) and not torch.equal(
+        sampled(40, 5, 7), sampled(40, 5, 8)
+    )
 
 
 def test_ordered_is_as_stored() -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.compute import features
-from manyhands.compute.batches import DatasetSource, Indexed, TensorSource
-from manyhands.compute.flat import FlatParameters
-from manyhands.compute.forward import TaskLoss
-from manyhands.compute.module import ModuleReplica
-from manyhands.compute.update import WholeUpdate
 from manyhands.core import Group, Position
+from manyhands.data.batches import DatasetSource, IndexedBatches, TensorSource
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import Observed
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.parallel import feature_linear
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.forward import TaskLoss
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.split.features import columns, parts
 
@@ -55,28 +55,41 @@ def sources(kind: str) -> Any:
 
 def train(
     size: int, make: Callable[[], nn.Module] = linear, steps: int = 20, kind: str = "tensors"
-) -> tuple[list[dict[str, Tensor]], list[Observed], list[Tensor]]:
+) -> tuple[list[dict[str, Tensor]], list[ObservedGroup], list[Tensor]]:
     """What each rank holds in the end, its link, and the losses of rank 0."""
 
-    def main(group: Group) -> tuple[dict[str, Tensor], Observed, Tensor]:
-        model, source, link = make(), sources(kind), Observed(group, lambda event: None)
+    def main(group: Group) -> tuple[dict[str, Tensor], ObservedGroup, Tensor]:
+        model, source, link = make(), sources(kind), ObservedGroup(group, lambda event: None)
         if size > 1:
             shard = columns(source.features, group.rank, size)
             assert shard.cols is not None and shard.rows is None, "all samples, some columns"
-            weight = features.first(model, source.features)
+            weight = feature_linear.first(model, source.features)
             share = parts(model.named_parameters(), weight, group.rank, size)[weight]
-            features.apply(model, weight, share, lambda scores: link.all_reduce({"scores": scores}).wait())
+            feature_linear.apply(
+                model, weight, share, lambda scores: link.all_reduce({"scores": scores}).wait()
+            )
             source.keep_features(shard.cols)
             assert source.fetch(torch.arange(4))[0].shape == (4, len(shard.cols))
         flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
-        walk = Indexed(
-            source, lambda epoch: SPLITS["shuffled"](SAMPLES, 0, epoch), DataSplit(SAMPLES, BATCH, BATCH, 0, 1), Position()
+        walk = IndexedBatches(
+            source,
+            lambda epoch: SPLITS["shuffled"](SAMPLES, 0, epoch),
+            DataSplit(SAMPLES, BATCH, BATCH, 0, 1),
+            Position(),
         )
-        update = WholeUpdate(flat, model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01))
+        update = WholeUpdate(
+            flat,
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01),
+        )
         task = TaskLoss(model, walk, nn.functional.cross_entropy, None, "fp32", CPU)
         replica, rule = ModuleReplica(flat, update, task, nominal=BATCH), AllReduce()
         losses = [rule.round(replica, SoloGroup(), {}) for _ in range(steps)]
-        return {k: v.detach().clone() for k, v in model.state_dict().items()}, link, torch.stack(losses)
+        return (
+            {k: v.detach().clone() for k, v in model.state_dict().items()},
+            link,
+            torch.stack(losses),
+        )
 
     found = World(size).run(main)
     return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found]
@@ -87,7 +100,9 @@ def near(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("total", "size"), [(13, 1), (13, 3), (6, 6), (7, 4)])
-def test_every_column_is_on_one_rank_and_shares_differ_by_one_at_the_most(total: int, size: int) -> None:
+def test_every_column_is_on_one_rank_and_shares_differ_by_one_at_the_most(
+    total: int, size: int
+) -> None:
     owned = [columns(total, i, size).cols for i in range(size)]
     assert torch.equal(torch.cat([c for c in owned if c is not None]), torch.arange(total))
     lengths = [len(c) for c in owned if c is not None]
@@ -102,12 +117,14 @@ def test_ranks_with_some_of_the_columns_each_train_what_one_process_trains(
 ) -> None:
     (whole,), _, (alone,) = train(1, make, kind=kind)
     models, _, losses = train(size, make, kind=kind)
-    weight = features.first(make(), COLUMNS)
+    weight = feature_linear.first(make(), COLUMNS)
     for name, value in whole.items():
         if name == weight:
             near(torch.cat([m[name] for m in models], 1), value)
         else:
-            assert all(torch.equal(m[name], models[0][name]) for m in models), "what all hold stays the same bit for bit"
+            assert all(torch.equal(m[name], models[0][name]) for m in models), (
+                "what all hold stays the same bit for bit"
+            )
             near(models[0][name], value)
     for each in losses:
         near(each, alone)
@@ -134,7 +151,9 @@ def test_only_scores_travel_however_many_columns_there_are() -> None:
 
 
 def test_more_ranks_than_columns_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"tensor=4 ranks, but the data has 3 columns; set tensor=3 or fewer"):
+    with pytest.raises(
+        PlanError, match=r"tensor=4 ranks, but the data has 3 columns; set tensor=3 or fewer"
+    ):
         columns(3, 0, 4)
 
 
@@ -142,24 +161,30 @@ def test_more_ranks_than_columns_are_refused() -> None:
     ("model", "says"),
     [
         (nn.Conv1d(1, 1, 1), "it has no nn.Linear"),
-        (nn.Sequential(nn.Linear(7, 2)), r"needs a model that begins with nn.Linear\(13, ...\).*begins with 0: 7 columns"),
+        (
+            nn.Sequential(nn.Linear(7, 2)),
+            r"needs a model that begins with nn.Linear\(13, ...\).*begins with 0: 7 columns",
+        ),
     ],
 )
 def test_a_model_that_begins_otherwise_is_told_so(model: nn.Module, says: str) -> None:
     with pytest.raises(TaskError, match=says):
-        features.first(model, COLUMNS)
+        feature_linear.first(model, COLUMNS)
 
 
 def test_a_model_that_does_something_with_its_input_first_is_caught_in_the_first_pass() -> None:
     model = nn.Sequential(nn.Softmax(1), nn.Linear(COLUMNS, 3).double())
     share = parts(model.named_parameters(), "1.weight", 0, 2)["1.weight"]
-    features.apply(model, features.first(model, COLUMNS), share, lambda scores: None)
-    with pytest.raises(TaskError, match=r"does something with its input before its first nn\.Linear"):
+    feature_linear.apply(model, feature_linear.first(model, COLUMNS), share, lambda scores: None)
+    with pytest.raises(
+        TaskError, match=r"does something with its input before its first nn\.Linear"
+    ):
         model(X[:, :7])
 
 
 def test_data_that_has_no_columns_is_refused() -> None:
     with pytest.raises(
-        TaskError, match=r"needs inputs \(samples, columns\), but the first of each batch has shape \(50, 1, 13\)"
+        TaskError,
+        match=r"needs inputs \(samples, columns\), but the first of each batch has shape \(50, 1, 13\)",
     ):
         _ = TensorSource((X[:, None], Y), CPU).features

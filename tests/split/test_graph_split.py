@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 
 from manyhands.errors import PlanError
-from manyhands.split.graph import Link, Node, common, place, schedule, segments, simulate, wires
+from manyhands.split.graph import (
+    Node,
+    TransferCost,
+    common,
+    place,
+    schedule,
+    segments,
+    simulate,
+    wires,
+)
 
-FAST = Link(0.0, 1e18)
+FAST = TransferCost(0.0, 1e18)
 MIB = 2**20
 
 
 def chain(count: int, **more: Any) -> list[Node]:
-    return [Node(f"n{i}", 1.0, (i - 1,) if i else (), weights={f"w{i}": 1.0}, **more) for i in range(count)]
+    return [
+        Node(f"n{i}", 1.0, (i - 1,) if i else (), weights={f"w{i}": 1.0}, **more)
+        for i in range(count)
+    ]
 
 
 def towers(depth: int = 3) -> list[Node]:
@@ -25,7 +37,9 @@ def towers(depth: int = 3) -> list[Node]:
     for side in range(2):
         for i in range(depth):
             at = len(made)
-            made.append(Node(f"{side}.{i}", 1.0, (at - 1,) if i else (), 1e3, weights={f"{side}.{i}": 1.0}))
+            made.append(
+                Node(f"{side}.{i}", 1.0, (at - 1,) if i else (), 1e3, weights={f"{side}.{i}": 1.0})
+            )
     return [*made, Node("join", 0.2, (depth - 1, 2 * depth - 1), 10)]
 
 
@@ -35,20 +49,47 @@ def chance(seed: int, count: int = 14) -> list[Node]:
     for u in range(count):
         takes = tuple(sorted(pick.sample(range(u), min(u, pick.randint(0, 3)))))
         weights = {f"w{pick.randrange(count)}": pick.uniform(1, 5)} if pick.random() < 0.7 else {}
-        made.append(Node(f"n{u}", pick.uniform(0, 2), takes, pick.uniform(0, 1e8), pick.uniform(0, 3), weights))
+        made.append(
+            Node(
+                f"n{u}",
+                pick.uniform(0, 2),
+                takes,
+                pick.uniform(0, 1e8),
+                pick.uniform(0, 3),
+                weights,
+            )
+        )
     return made
 
 
 # -- computed once --
 
 
-def test_calls_with_the_same_key_and_the_same_arguments_are_one_also_where_their_arguments_became_one() -> None:
-    calls: list[Any] = [("x", ()), ("f", (0,)), ("f", (0,)), ("g", (1,)), ("g", (2,)), ("g", (0,)), ("h", (3, 4)), ("h", (4, 3))]
+def test_calls_with_the_same_key_and_the_same_arguments_are_one_also_where_their_arguments_became_one() -> (
+    None
+):
+    calls: list[Any] = [
+        ("x", ()),
+        ("f", (0,)),
+        ("f", (0,)),
+        ("g", (1,)),
+        ("g", (2,)),
+        ("g", (0,)),
+        ("h", (3, 4)),
+        ("h", (4, 3)),
+    ]
     assert common(calls) == [0, 1, 1, 3, 3, 5, 6, 6]
 
 
 def test_what_has_no_key_is_never_left_out_and_its_results_are_not_the_same() -> None:
-    calls: list[Any] = [("x", ()), (None, (0,)), (None, (0,)), ("f", (1,)), ("f", (2,)), ("f", (1,))]
+    calls: list[Any] = [
+        ("x", ()),
+        (None, (0,)),
+        (None, (0,)),
+        ("f", (1,)),
+        ("f", (2,)),
+        ("f", (1,)),
+    ]
     assert common(calls) == [0, 1, 2, 3, 4, 3]
 
 
@@ -60,14 +101,18 @@ def test_two_towers_take_little_more_than_half_of_the_time_of_one_rank() -> None
     found = place(nodes, 2, 1)
     assert found.alone == pytest.approx(6.2)
     assert found.seconds < 0.65 * found.alone
-    assert len({found.where[u] for u in range(3)}) == len({found.where[u] for u in range(3, 6)}) == 1
+    assert (
+        len({found.where[u] for u in range(3)}) == len({found.where[u] for u in range(3, 6)}) == 1
+    )
     assert found.where[-1] == 1, "the output is on the last rank"
 
 
 def test_a_chain_is_cut_into_even_parts_where_micro_batches_follow_each_other() -> None:
     found = place(chain(8), 4, 16, link=FAST)
     assert found.where == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert found.seconds == pytest.approx(2.0 * (16 + 3)), "that of a pipeline: work of a rank x (micro-batches + ranks - 1)"
+    assert found.seconds == pytest.approx(2.0 * (16 + 3)), (
+        "that of a pipeline: work of a rank x (micro-batches + ranks - 1)"
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -91,9 +136,14 @@ def test_what_is_dear_to_send_is_not_cut() -> None:
 
 
 def test_nodes_of_one_group_stay_together() -> None:
-    nodes = [Node(n.name, n.seconds, n.takes, weights=n.weights, group=u % 3) for u, n in enumerate(chain(9))]
+    nodes = [
+        Node(n.name, n.seconds, n.takes, weights=n.weights, group=u % 3)
+        for u, n in enumerate(chain(9))
+    ]
     where = place(nodes, 3, 8).where
-    assert all(len({where[u] for u in range(g, 9, 3)}) == 1 for g in range(3)) and len(set(where)) == 3
+    assert (
+        all(len({where[u] for u in range(g, 9, 3)}) == 1 for g in range(3)) and len(set(where)) == 3
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -106,7 +156,10 @@ def test_every_rank_gets_weights_and_the_same_question_the_same_answer(ranks: in
 
 
 def test_a_rank_with_frozen_weights_alone_would_have_nothing_to_train() -> None:
-    nodes = [Node(n.name, n.seconds, n.takes, weights=n.weights, trains=u >= 4) for u, n in enumerate(chain(6))]
+    nodes = [
+        Node(n.name, n.seconds, n.takes, weights=n.weights, trains=u >= 4)
+        for u, n in enumerate(chain(6))
+    ]
     where = place(nodes, 2, 8, link=FAST).where
     assert {where[4], where[5]} == {0, 1}
 
@@ -135,12 +188,18 @@ def test_fewer_micro_batches_are_under_way_where_memory_is_short() -> None:
 
 
 def test_a_weight_that_two_nodes_use_counts_once_on_a_rank_and_on_every_rank_that_has_it() -> None:
-    nodes = [Node(f"n{i}", 1.0, (i - 1,) if i else (), weights={f"w{i}": MIB, "tied": 8 * MIB}) for i in range(4)]
+    nodes = [
+        Node(f"n{i}", 1.0, (i - 1,) if i else (), weights={f"w{i}": MIB, "tied": 8 * MIB})
+        for i in range(4)
+    ]
     assert sorted(place(nodes, 2, 8).memory) == [10 * MIB, 10 * MIB]
 
 
 def test_what_cannot_fit_is_refused_with_numbers() -> None:
-    nodes = [Node(f"n{i}", 1.0, (i - 1,) if i else (), kept=MIB, weights={f"w{i}": 10 * MIB}) for i in range(4)]
+    nodes = [
+        Node(f"n{i}", 1.0, (i - 1,) if i else (), kept=MIB, weights={f"w{i}": 10 * MIB})
+        for i in range(4)
+    ]
     with pytest.raises(PlanError) as refused:
         place(nodes, 2, 4, limit=21 * MIB)
     assert str(refused.value) == (
@@ -151,7 +210,8 @@ def test_what_cannot_fit_is_refused_with_numbers() -> None:
 
 def test_more_ranks_than_pieces_with_parameters_are_refused() -> None:
     with pytest.raises(
-        PlanError, match="pipe=4, but the model has 3 pieces with parameters to train that can be parted; set pipe=3 or less"
+        PlanError,
+        match="pipe=4, but the model has 3 pieces with parameters to train that can be parted; set pipe=3 or less",
     ):
         place([*chain(3), Node("join", 1.0, (2,))], 4)
 
@@ -162,8 +222,15 @@ def test_more_ranks_than_pieces_with_parameters_are_refused() -> None:
 def parts_of(nodes: list[Node], where: list[int]) -> Any:
     parts = segments(nodes, where)
     of = {u: s for s, part in enumerate(parts) for u in part.nodes}
-    needs = [sorted({str(t) for u in p.nodes for t in nodes[u].takes if of[t] != s}) for s, p in enumerate(parts)]
-    return parts, of, wires([p.rank for p in parts], [[str(u) for u in p.nodes] for p in parts], needs)
+    needs = [
+        sorted({str(t) for u in p.nodes for t in nodes[u].takes if of[t] != s})
+        for s, p in enumerate(parts)
+    ]
+    return (
+        parts,
+        of,
+        wires([p.rank for p in parts], [[str(u) for u in p.nodes] for p in parts], needs),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -179,26 +246,42 @@ def test_every_value_is_there_before_it_is_needed_and_goes_to_a_rank_once(ranks:
             assert line.source < line.sink and set(line.names) <= has[line.source]
             has[line.sink] |= set(line.names)
         assert all(str(t) in has[of[u]] for u, n in enumerate(nodes) for t in n.takes)
-        far = [(name, parts[x.sink].rank) for x in lines for name in x.names if parts[x.source].rank != parts[x.sink].rank]
+        far = [
+            (name, parts[x.sink].rank)
+            for x in lines
+            for name in x.names
+            if parts[x.source].rank != parts[x.sink].rank
+        ]
         assert len(far) == len(set(far)), "a value goes to a rank once"
         for p in parts:  # it takes from elsewhere at its beginning, and gives at its end
             inside = p.nodes[:-1]
             assert not any(
-                where[t] != p.rank for u in p.nodes[1:] for t in nodes[u].takes if str(t) not in _came(nodes, where, p)
+                where[t] != p.rank
+                for u in p.nodes[1:]
+                for t in nodes[u].takes
+                if str(t) not in _came(nodes, where, p)
             )
-            assert not any(u in nodes[v].takes and where[v] != p.rank for u in inside for v in range(25))
+            assert not any(
+                u in nodes[v].takes and where[v] != p.rank for u in inside for v in range(25)
+            )
 
 
 def _came(nodes: list[Node], where: list[int], part: Any) -> set[str]:
     """What this segment's first node, or any segment of the rank before it, has taken."""
     parts = segments(nodes, where)
     before = [q for q in parts[: parts.index(part)] if q.rank == part.rank]
-    return {str(t) for u in [*(u for q in before for u in q.nodes), part.nodes[0]] for t in nodes[u].takes}
+    return {
+        str(t)
+        for u in [*(u for q in before for u in q.nodes), part.nodes[0]]
+        for t in nodes[u].takes
+    }
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_lists_of_actions_can_be_walked_together_and_keep_to_the_window(ranks: int, window: int) -> None:
+def test_lists_of_actions_can_be_walked_together_and_keep_to_the_window(
+    ranks: int, window: int
+) -> None:
     for seed in range(15):
         nodes, pick, micros = chance(seed, 12), random.Random(seed), 5
         where = [pick.randrange(ranks) for _ in nodes]
@@ -236,6 +319,15 @@ def test_lists_of_actions_can_be_walked_together_and_keep_to_the_window(ranks: i
 def test_inference_only_goes_there() -> None:
     nodes = chain(4)
     parts, _, lines = parts_of(nodes, [0, 0, 1, 1])
-    found = schedule(2, [p.rank for p in parts], [1.0, 1.0], [(x.source, x.sink, 0.0) for x in lines], 3, 2, FAST, back=False)
+    found = schedule(
+        2,
+        [p.rank for p in parts],
+        [1.0, 1.0],
+        [(x.source, x.sink, 0.0) for x in lines],
+        3,
+        2,
+        FAST,
+        back=False,
+    )
     assert [[a.kind for a in mine] for mine in found.lists] == [["F"] * 3, ["F"] * 3]
     assert found.time == pytest.approx(4.0)

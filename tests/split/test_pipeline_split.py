@@ -8,9 +8,9 @@ import random
 import pytest
 
 from manyhands.errors import PlanError
-from manyhands.split.pipeline import (
+from manyhands.split.stages import (
     SCHEDULES,
-    Action,
+    StageAction,
     actions,
     brute_force,
     bubble,
@@ -38,7 +38,12 @@ def test_the_simulator_finds_the_bubble_of_the_formula(times: tuple[float, float
     for schedule, p, m, v in CASES:
         if m >= p:  # with fewer micro-batches than ranks there is no steady state to speak of
             seen = simulate(schedule, p, m, *times, chunks=v)
-            assert seen.bubble == pytest.approx(bubble(schedule, p, m, *times, chunks=v)), (schedule, p, m, v)
+            assert seen.bubble == pytest.approx(bubble(schedule, p, m, *times, chunks=v)), (
+                schedule,
+                p,
+                m,
+                v,
+            )
             assert seen.bubble / seen.time == pytest.approx(share(schedule, p, m, *times, chunks=v))
 
 
@@ -47,7 +52,9 @@ def test_every_rank_does_everything_once_and_nobody_waits_for_ever() -> None:
         kinds = "FBW" if schedule == "zero_bubble" else "FB"
         for rank in range(p):
             mine = actions(schedule, p, rank, m, v)
-            assert sorted(mine) == sorted(Action(k, i, c) for k in kinds for i in range(m) for c in range(v))  # type: ignore[arg-type]
+            assert sorted(mine) == sorted(
+                StageAction(k, i, c) for k in kinds for i in range(m) for c in range(v)
+            )  # type: ignore[arg-type]
         simulate(schedule, p, m, chunks=v)  # raises where ranks wait for each other
 
 
@@ -66,7 +73,7 @@ def test_the_share_of_the_whole_time_is_not_the_ratio_to_the_ideal_time() -> Non
 
 
 def test_lists_that_wait_for_each_other_are_an_error_that_names_the_ranks() -> None:
-    lists = [[Action("B", 0), Action("F", 0)], [Action("F", 0), Action("B", 0)]]
+    lists = [[StageAction("B", 0), StageAction("F", 0)], [StageAction("F", 0), StageAction("B", 0)]]
     with pytest.raises(PlanError, match=r"rank 0 at .*rank 1 at"):
         play(lists, 1.0, 1.0, 1.0)
 
@@ -91,7 +98,9 @@ def test_no_contiguous_cut_is_better() -> None:
     for n in range(1, 10):
         for stages in range(1, min(n, 5) + 1):
             for _ in range(5):
-                costs = [chance.choice([0.0, chance.random(), 10 * chance.random()]) for _ in range(n)]
+                costs = [
+                    chance.choice([0.0, chance.random(), 10 * chance.random()]) for _ in range(n)
+                ]
                 cut = contiguous(costs, stages)
                 assert len(cut) == stages - 1 and sorted(set(cut)) == cut
                 assert slowest(costs, cut) == pytest.approx(brute_force(costs, stages))
@@ -100,7 +109,9 @@ def test_no_contiguous_cut_is_better() -> None:
 def test_of_cuts_that_are_about_as_good_the_one_that_sends_least_is_taken() -> None:
     assert contiguous([1, 1, 1, 1], 2, crossing=[0, 8, 8, 8]) == [2]
     assert contiguous([5, 0, 0, 5], 2, crossing=[0, 8, 2, 8]) == [2]
-    assert contiguous([5, 0.4, 5.1], 2, crossing=[0, 1, 8]) == [1]  # 5.5 against 5.4: within 5 in a hundred
+    assert contiguous([5, 0.4, 5.1], 2, crossing=[0, 1, 8]) == [
+        1
+    ]  # 5.5 against 5.4: within 5 in a hundred
     assert contiguous([5, 2, 5], 2, crossing=[0, math.inf, 8]) == [2]
 
 
@@ -122,5 +133,8 @@ def test_a_cut_that_cannot_be_is_refused_with_numbers() -> None:
         contiguous([1.0, 1, 1], 5)
     with pytest.raises(PlanError, match=r"4 stages are wanted, but no more than 2 "):
         contiguous([1.0, 1, 1, 1], 4, crossing=[0, math.inf, 1, math.inf])
-    with pytest.raises(PlanError, match=r"no cut into 2 stages keeps each within 4\.0 MiB: the model takes 12\.0 MiB"):
+    with pytest.raises(
+        PlanError,
+        match=r"no cut into 2 stages keeps each within 4\.0 MiB: the model takes 12\.0 MiB",
+    ):
         contiguous([1.0, 1, 1], 2, memory=[4.0 * 2**20] * 3, limit=4 * 2**20)

@@ -21,7 +21,10 @@ class At:
 
 
 # 3 inputs -> layer a of 4 units -> layer b of 2, each read by two numbers in a row -> 1 output; then a bias of the output
-A, A_BIAS = At("a", "x", 0, (4, 3), (3, 1), ((0, 0, 1),)), At("a.bias", "x", 12, (4,), (1,), ((0, 0, 1),))
+A, A_BIAS = (
+    At("a", "x", 0, (4, 3), (3, 1), ((0, 0, 1),)),
+    At("a.bias", "x", 12, (4,), (1,), ((0, 0, 1),)),
+)
 B = At("b", "x", 16, (2, 4), (4, 1), ((0, 1, 1), (1, 0, 1)))
 C = At("c", "x", 24, (1, 4), (4, 1), ((1, 1, 2),))
 NET = Units((4, 2), (A, A_BIAS, B, C))
@@ -48,27 +51,43 @@ def test_of_equally_important_units_the_first_are_taken_on_every_rank() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.5, 0.9])
 @pytest.mark.parametrize("core", [0.0, 0.15, 0.5, 1.0])
-def test_explorers_are_never_of_the_skeleton_and_as_many_as_asked_for(core: float, share: float) -> None:
+def test_explorers_are_never_of_the_skeleton_and_as_many_as_asked_for(
+    core: float, share: float
+) -> None:
     chosen = WIDE.skeleton(torch.rand(67, generator=torch.Generator().manual_seed(1)), core)
     drawn = WIDE.explorers(chosen, share, seed=3, draw=5, ranks=4)
     assert drawn.shape == (4, 67) and not (drawn & chosen).any()
     for layer, n in zip((slice(0, 40), slice(40, 60), slice(60, 67)), WIDE.sizes, strict=True):
         rest = n - int(chosen[layer].sum())
-        assert drawn[:, layer].sum(1).tolist() == [min(rest, max(round(share * n), int(share > 0 or rest == n)))] * 4
-        assert (chosen | drawn)[:, layer].any(1).all(), "a layer of which nothing is held cuts the network in two"
+        assert (
+            drawn[:, layer].sum(1).tolist()
+            == [min(rest, max(round(share * n), int(share > 0 or rest == n)))] * 4
+        )
+        assert (chosen | drawn)[:, layer].any(1).all(), (
+            "a layer of which nothing is held cuts the network in two"
+        )
 
 
 def test_draws_follow_from_seed_draw_and_rank_and_differ_with_each_of_them() -> None:
     core = torch.zeros(67, dtype=torch.bool)
     once, again = (WIDE.explorers(core, 0.3, seed=3, draw=5, ranks=3) for _ in range(2))
     assert torch.equal(once, again)
-    assert torch.equal(once, WIDE.explorers(core, 0.3, 3, 5, ranks=5)[:3]), "however many others there are"
-    seen = [once[0], once[1], WIDE.explorers(core, 0.3, 4, 5, 1)[0], WIDE.explorers(core, 0.3, 3, 6, 1)[0]]
+    assert torch.equal(once, WIDE.explorers(core, 0.3, 3, 5, ranks=5)[:3]), (
+        "however many others there are"
+    )
+    seen = [
+        once[0],
+        once[1],
+        WIDE.explorers(core, 0.3, 4, 5, 1)[0],
+        WIDE.explorers(core, 0.3, 3, 6, 1)[0],
+    ]
     assert len({tuple(s.tolist()) for s in seen}) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_dealt_out_all_units_are_held_and_none_by_two_unless_a_layer_is_too_small(ranks: int) -> None:
+def test_dealt_out_all_units_are_held_and_none_by_two_unless_a_layer_is_too_small(
+    ranks: int,
+) -> None:
     core = WIDE.skeleton(torch.arange(67.0), 0.15)
     drawn = WIDE.dealt(core, seed=1, draw=2, ranks=ranks)
     assert (core | drawn.any(0)).all() and not (drawn & core).any()
@@ -100,7 +119,14 @@ def test_the_score_of_a_unit_sums_over_all_its_edges_in_and_out() -> None:
     )  # b: from a's first unit to its own first, from the last to the second
     values[24:28] = torch.tensor([100.0, 1.0, 5.0, -7.0])
     values[28] = 1e9
-    assert NET.sums({"x": values}).tolist() == [3 + 10 + 1, 12 + 20, 21 + 30, 30 + 40 + 2, 1 + 101, 2 + 12]
+    assert NET.sums({"x": values}).tolist() == [
+        3 + 10 + 1,
+        12 + 20,
+        21 + 30,
+        30 + 40 + 2,
+        1 + 101,
+        2 + 12,
+    ]
 
 
 def test_an_edge_is_held_by_those_who_hold_both_of_its_ends() -> None:

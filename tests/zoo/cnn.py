@@ -13,7 +13,11 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(out)
         self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(out)
-        self.short = nn.Identity() if stride == 1 and channels == out else nn.Conv2d(channels, out, 1, stride, bias=False)
+        self.short = (
+            nn.Identity()
+            if stride == 1 and channels == out
+            else nn.Conv2d(channels, out, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
@@ -25,7 +29,9 @@ class Net(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(width)
-        self.blocks = nn.ModuleList([Block(width, width), Block(width, 2 * width, 2), Block(2 * width, 2 * width)])
+        self.blocks = nn.ModuleList(
+            [Block(width, width), Block(width, 2 * width, 2), Block(2 * width, 2 * width)]
+        )
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

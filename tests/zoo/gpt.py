@@ -20,7 +20,9 @@ class Attention(nn.Module):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         q, k, v = (z.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
@@ -29,7 +31,9 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(dim), Attention(dim, heads, dropout)
         self.ln_2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -37,7 +41,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int = VOCABULARY, dim: int = 16, heads: int = 4, layers: int = 4, dropout: float = 0.1):
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        dim: int = 16,
+        heads: int = 4,
+        layers: int = 4,
+        dropout: float = 0.1,
+    ):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, dim), nn.Embedding(CONTEXT, dim)
         self.drop = nn.Dropout(dropout)

@@ -10,7 +10,13 @@ def task():
     chance = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 5)
+        nn.Linear(12, 32),
+        nn.ReLU(),
+        nn.Linear(32, 24),
+        nn.GELU(),
+        nn.Linear(24, 32),
+        nn.ReLU(),
+        nn.Linear(32, 5),
     )
     x, y = torch.randn(96, 12, generator=chance), torch.randint(5, (96,), generator=chance)
     return mh.Task(

@@ -25,7 +25,9 @@ def bench(name: str, out: Path | None, quick: bool = False, only: list[str] | No
         reports.append(common.report(each, module.measure(quick, only or []), folder.parent))
         common.show(reports[-1])
         if hasattr(module, "draw"):  # beside the figures, or here
-            module.draw(reports[-1], out.with_suffix(".png") if out is not None else Path(f"{each}.png"))
+            module.draw(
+                reports[-1], out.with_suffix(".png") if out is not None else Path(f"{each}.png")
+            )
     if out is not None:
         out.write_text(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1) + "\n")
 
@@ -34,7 +36,9 @@ def _folder() -> Path:
     here = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]
     found = next((p for p in here if (p / "common.py").exists()), None)
     if found is None:
-        raise PlanError("the benchmarks are not part of the installed package; run this in a checkout of manyhands")
+        raise PlanError(
+            "the benchmarks are not part of the installed package; run this in a checkout of manyhands"
+        )
     return found
 
 

@@ -23,10 +23,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from manyhands.build import DEFAULT_BATCH
-from manyhands.compute import batches as data
-from manyhands.compute import forward, state
-from manyhands.core import Event, Place, Plan, Position
+from manyhands.api import MakeTask
+from manyhands.assembly.rank_context import Options, choose_device
+from manyhands.assembly.trainer import DEFAULT_BATCH
+from manyhands.core import (
+    Event,
+    Plan,
+    Position,
+    ProcessInfo,
+)
+from manyhands.data import batches as data
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
@@ -34,8 +40,7 @@ from manyhands.observe.events import Recorder
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover import directory
-from manyhands.run import MakeTask
-from manyhands.site import Options, choose_device
+from manyhands.replica import forward, state
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.task import Task, build_model, resolve
 from manyhands.train import LOOK_EVERY_S, Result
@@ -50,18 +55,22 @@ KNOWN = (
 def check(words: dict[str, Any]) -> None:
     """Refuse words that DDP has no use for."""
     if strangers := [k for k in words if k not in KNOWN]:
-        raise PlanError(f"{', '.join(strangers)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; leave it out")
+        raise PlanError(
+            f"{', '.join(strangers)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; leave it out"
+        )
 
 
 def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[str, Any]:
     """One rank's whole life under DDP; `make` loads the task."""
-    here = environment.place()
+    here = environment.process_info()
     plan = plan_words.parse(words, size=here.size)
     with Stop(interrupt=here.started_by != "manyhands") as stop:
         store = dist.PrefixStore("ddp", environment.store(here, plan.timeout_s))
         device = choose_device(plan, here)
         if device.type == "cuda":
-            torch.cuda.set_stream(torch.cuda.default_stream(device))  # as in a script of the user's own
+            torch.cuda.set_stream(
+                torch.cuda.default_stream(device)
+            )  # as in a script of the user's own
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         task, seed = resolve(make(), plan.seed)
@@ -70,10 +79,23 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
         recorder = Recorder(path, here.rank)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=here.rank, world_size=here.size, timeout=timedelta(seconds=plan.timeout_s)
+            backend,
+            store=store,
+            rank=here.rank,
+            world_size=here.size,
+            timeout=timedelta(seconds=plan.timeout_s),
         )
         try:
-            peer = Peer(task, settle(task, plan, seed), here, device, recorder, str(path), lambda: stop.requested, words)
+            peer = Peer(
+                task,
+                settle(task, plan, seed),
+                here,
+                device,
+                recorder,
+                str(path),
+                lambda: stop.requested,
+                words,
+            )
             return dataclasses.asdict(peer.train())
         finally:
             recorder.close()
@@ -103,14 +125,20 @@ class Peer:
         self,
         task: Task,
         plan: Plan,
-        place: Place,
+        place: ProcessInfo,
         device: torch.device,
         recorder: Recorder,
         path: str,
         stop_requested: Callable[[], int],
         words: Words,
     ):
-        self.task, self.plan, self.rank, self.size, self.device = task, plan, place.rank, place.size, device
+        self.task, self.plan, self.rank, self.size, self.device = (
+            task,
+            plan,
+            place.rank,
+            place.size,
+            device,
+        )
         self.recorder, self.path, self.stop_requested = recorder, path, stop_requested
         batch = plan.batch or DEFAULT_BATCH
         self.global_batch = batch * plan.accumulate * self.size
@@ -125,17 +153,30 @@ class Peer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
         state.seed_everything(plan.seed or 0, self.rank)
         self.walk = self._walk(batch)
-        self.test = None if task.test is None else data.source(task.test, device, "Task.test", plan.loaders)
+        self.test = (
+            None if task.test is None else data.source(task.test, device, "Task.test", plan.loaders)
+        )
         given = plan_words.overlay(words)
         self.ddp = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=plan.bucket_mb if "bucket_mb" in given else None,  # else torch's own choice
+            bucket_cap_mb=plan.bucket_mb
+            if "bucket_mb" in given
+            else None,  # else torch's own choice
         )
-        if device.type == "cpu":  # its account of every step costs a few readings of the clock; on a GPU it would wait for events
+        if (
+            device.type == "cpu"
+        ):  # its account of every step costs a few readings of the clock; on a GPU it would wait for events
             self.ddp._set_ddp_runtime_logging_sample_rate(1)
         computing = torch.compile(self.ddp) if plan.compile else self.ddp
-        self.losses = forward.TaskLoss(computing, self.walk, task.loss, task.step, plan.precision, device)  # type: ignore[arg-type]
+        self.losses = forward.TaskLoss(
+            computing,  # type: ignore[arg-type]
+            self.walk,
+            task.loss,
+            task.step,
+            plan.precision,
+            device,
+        )
         self.round = self.evaluated = 0
         self.next_look = 1
         self.rounds: list[tuple[float, float]] = []  # since the last look: start, seconds
@@ -147,14 +188,16 @@ class Peer:
         self.metrics: dict[str, float] = {}
         self._announce(given)
 
-    def _walk(self, batch: int) -> data.Batches:
+    def _walk(self, batch: int) -> data.BatchIterator:
         train = data.source(self.task.train, self.device, "Task.train", self.plan.loaders)
         if isinstance(train, data.StreamSource):
             cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).take(Position())
-            return data.Streamed(train, cut, self.global_batch, Position(), borrow=True)
+            return data.StreamedBatches(train, cut, self.global_batch, Position(), borrow=True)
         split = DataSplit(train.samples, self.global_batch, batch, self.rank, self.size)
         order, seed, n = SPLITS[self.plan.split], self.plan.seed or 0, train.samples
-        return data.Indexed(train, lambda epoch: order(n, seed, epoch), split, Position(), borrow=True)
+        return data.IndexedBatches(
+            train, lambda epoch: order(n, seed, epoch), split, Position(), borrow=True
+        )
 
     # -- the loop --
 
@@ -207,7 +250,11 @@ class Peer:
     def _total(self) -> int | None:
         """Samples of the next step over all ranks; a stream does not know."""
         samples, at = self.walk.samples, self.walk.position
-        return None if isinstance(self.walk, data.Streamed) or samples is None else min(self.global_batch, samples - at.offset)
+        return (
+            None
+            if isinstance(self.walk, data.StreamedBatches) or samples is None
+            else min(self.global_batch, samples - at.offset)
+        )
 
     def finished(self) -> bool:
         steps, epochs = self.plan.steps, self.plan.epochs
@@ -230,8 +277,17 @@ class Peer:
         elapsed, rounds = now - self.looked, len(self.rounds)
         if not rounds:
             return
-        interval = max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if self.rank == 0 else 0
-        mine = [float(self.stop_requested()), float(self.loss_sum), float(self.count), float(interval)]
+        interval = (
+            max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9))))
+            if self.rank == 0
+            else 0
+        )
+        mine = [
+            float(self.stop_requested()),
+            float(self.loss_sum),
+            float(self.count),
+            float(interval),
+        ]
         shared = torch.tensor(mine, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared)
         stop, total, count, agreed = shared.tolist()
@@ -239,19 +295,31 @@ class Peer:
         self.next_look = self.round + int(agreed)
         self.loss = total / count if count else self.loss
         if not math.isfinite(total):
-            raise Diverged(f"the loss became NaN or infinite by round {self.round} (epoch {self.epochs():.2f})")
+            raise Diverged(
+                f"the loss became NaN or infinite by round {self.round} (epoch {self.epochs():.2f})"
+            )
         waited = self._waited_s(rounds)
         for i, (started, seconds) in enumerate(self.rounds, self.round - rounds + 1):
             self.recorder.emit(Event(started, self.rank, i, "round", seconds))
             held = min(waited, seconds)
-            self.recorder.emit(Event(started + seconds - held, self.rank, i, "all_reduce", held, self.nbytes))
+            self.recorder.emit(
+                Event(started + seconds - held, self.rank, i, "all_reduce", held, self.nbytes)
+            )
         seen = self.epochs() * (self.walk.samples or 0)
         rate = (seen - self.seen_at_look) / max(elapsed, 1e-9)
         self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
         self.samples_seen = self.seen_at_look = seen
         limit = {} if self.plan.epochs is None else {"epochs": self.plan.epochs}
-        value = {"epoch": self.epochs(), **limit, "loss": self.loss, "samples_per_s": self.rate, "step": float(self.round)}
-        self._emit("progress", {**value, "exchange_share": min(1.0, waited * rounds / max(elapsed, 1e-9))})
+        value = {
+            "epoch": self.epochs(),
+            **limit,
+            "loss": self.loss,
+            "samples_per_s": self.rate,
+            "step": float(self.round),
+        }
+        self._emit(
+            "progress", {**value, "exchange_share": min(1.0, waited * rounds / max(elapsed, 1e-9))}
+        )
         self.rounds.clear()
         self.loss_sum.zero_()
         self.count, self.looked = 0, time.perf_counter()
@@ -260,8 +328,13 @@ class Peer:
     def _waited_s(self, rounds: int) -> float:
         """How long a step since the last look waited for peers after its last gradient was computed, by DDP's own account."""
         account = self.ddp._get_ddp_logging_data()
-        exchange, hidden = (account.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time"))
-        before, self.waited = self.waited, (exchange - hidden) / 1e9 * self.round  # the account is a mean over all steps so far
+        exchange, hidden = (
+            account.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time")
+        )
+        before, self.waited = (
+            self.waited,
+            (exchange - hidden) / 1e9 * self.round,
+        )  # the account is a mean over all steps so far
         return max(0.0, (self.waited - before) / rounds)
 
     def evaluate(self) -> None:
@@ -278,12 +351,21 @@ class Peer:
         )  # fmt: skip
         dist.all_reduce(sums)
         *totals, count = sums.tolist()
-        self.metrics = {name: total / count for name, total in zip(["loss", *task.metrics], totals, strict=False)}
+        self.metrics = {
+            name: total / count
+            for name, total in zip(["loss", *task.metrics], totals, strict=False)
+        }
         where = {"epoch": self.epochs(), "step": float(self.walk.position.steps)}
         seconds = time.perf_counter() - clock
-        self.recorder.emit(Event(started, self.rank, self.round, "evaluate", seconds, value={**where, **self.metrics}))
+        self.recorder.emit(
+            Event(
+                started, self.rank, self.round, "evaluate", seconds, value={**where, **self.metrics}
+            )
+        )
         self.recorder.flush()
-        self.reached = self.plan.until is not None and self.plan.until.reached({**self.metrics, **where})
+        self.reached = self.plan.until is not None and self.plan.until.reached(
+            {**self.metrics, **where}
+        )
         self.looked = time.perf_counter()
 
     # -- events of rank 0 --
@@ -293,15 +375,26 @@ class Peer:
             self.recorder.emit(Event(time.time(), 0, self.round, name, seconds, value=value))
 
     def _announce(self, given: dict[str, Any]) -> None:
-        resolved = {**plan_words.to_dict(dataclasses.replace(self.plan, threads=torch.get_num_threads())), **given}
-        words = {k: v for k, v in resolved.items() if k in KNOWN and (k != "bucket_mb" or k in given)}
+        resolved = {
+            **plan_words.to_dict(dataclasses.replace(self.plan, threads=torch.get_num_threads())),
+            **given,
+        }
+        words = {
+            k: v for k, v in resolved.items() if k in KNOWN and (k != "bucket_mb" or k in given)
+        }
         parameters = sum(p.numel() for p in self.module.parameters())
         where = f"{self.size} x {self.device.type} over {dist.get_backend()}"
         self._emit("start", f"ddp {plan_words.line(words)}")
         self._emit(
-            "model", f"{type(self.module).__name__}, {parameters:,} parameters; {self.global_batch} samples a step; {where}"
+            "model",
+            f"{type(self.module).__name__}, {parameters:,} parameters; {self.global_batch} samples a step; {where}",
         )
         self._emit("run", self.path)
-        if self.device.type == "cpu" and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()):
-            self._emit("notice", "torch has no synchronised BatchNorm for CPUs: every rank takes the statistics of its own batch")
+        if self.device.type == "cpu" and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()
+        ):
+            self._emit(
+                "notice",
+                "torch has no synchronised BatchNorm for CPUs: every rank takes the statistics of its own batch",
+            )
         self.recorder.flush()

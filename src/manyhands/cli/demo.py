@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands import datasets
+from manyhands.api import train
 from manyhands.errors import TaskError
 from manyhands.launch import environment
 from manyhands.observe.progress import open_screen
 from manyhands.observe.text import duration
-from manyhands.run import train
 from manyhands.task import Callback, Task, accuracy
 
 WARM_STEPS, TIMED_STEPS, TIMED_BATCH = 10, 150, 64
@@ -46,7 +46,9 @@ class LeNet(nn.Sequential):
 def task(folder: str | None, fashion: bool) -> Task:
     """What every process builds for itself."""
     data, test = datasets.fashion_mnist(folder) if fashion else datasets.digits()
-    lr, batch = (0.05, 64) if fashion else (0.02, 32)  # a small data set wants smaller batches, to make steps enough
+    lr, batch = (
+        (0.05, 64) if fashion else (0.02, 32)
+    )  # a small data set wants smaller batches, to make steps enough
     return Task(
         model=LeNet(),
         loss=nn.functional.cross_entropy,
@@ -78,7 +80,9 @@ class Timed(Callback):
             run.trainer.metrics = {"seconds": self.seconds}
 
     def on_epoch(self, run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-        run.trainer.metrics = {"seconds": self.seconds}  # the last round may end an epoch, which brings metrics of its own
+        run.trainer.metrics = {
+            "seconds": self.seconds
+        }  # the last round may end an epoch, which brings metrics of its own
 
 
 def demo(data: Path | None, workers: int, epochs: int) -> None:
@@ -93,16 +97,28 @@ def demo(data: Path | None, workers: int, epochs: int) -> None:
         say("data", f"digits of scikit-learn: {found}")
         say("notice", name.removeprefix("digits (").removesuffix(")"), "yellow")
         epochs *= DIGITS_EPOCHS
-    say("training", f"LeNet-5 for {_count(epochs, 'epoch')} with {_count(workers, 'process')} on the CPU")
+    say(
+        "training",
+        f"LeNet-5 for {_count(epochs, 'epoch')} with {_count(workers, 'process')} on the CPU",
+    )
     make = functools.partial(task, None if data is None else str(data), fashion)
     result = train(make, f"data={workers} epochs={epochs} device=cpu", name="demo")
     if result.stopped:
         raise KeyboardInterrupt
     if workers > 1 and busy > 0.5:
-        say("notice", f"other programs were busy here before we came (load {busy:.1f}), which lowers the speed-up", "yellow")
+        say(
+            "notice",
+            f"other programs were busy here before we came (load {busy:.1f}), which lowers the speed-up",
+            "yellow",
+        )
     speeds = measure(make, workers) if workers > 1 else {}
     say("accuracy", f"{result.metrics['accuracy']:.1%} of the test pictures, each counted once")
-    say("speed-up", describe(speeds, workers) if speeds else "not measured: that needs more than one process (--workers 2)")
+    say(
+        "speed-up",
+        describe(speeds, workers)
+        if speeds
+        else "not measured: that needs more than one process (--workers 2)",
+    )
     say("picture", f"{result.directory}/curves.png")
     say("all in", duration(time.perf_counter() - started))
 
@@ -127,8 +143,14 @@ def measure(make: Callable[[], Task], workers: int) -> dict[int, list[float]]:
 def describe(speeds: dict[int, list[float]], workers: int) -> str:
     one, many = (statistics.median(speeds[n]) for n in (1, workers))
     cores = environment.cores()
-    short = f"; {_count(workers, 'process')} share {_count(cores, 'core')} here" if cores < workers else ""
-    return f"{many / one:.2f}x over one process (medians: {one:,.0f} and {many:,.0f} samples/s{short})"
+    short = (
+        f"; {_count(workers, 'process')} share {_count(cores, 'core')} here"
+        if cores < workers
+        else ""
+    )
+    return (
+        f"{many / one:.2f}x over one process (medians: {one:,.0f} and {many:,.0f} samples/s{short})"
+    )
 
 
 def say(label: str, text: str, style: str = "bold") -> None:
@@ -142,7 +164,11 @@ def _speed(make: Callable[[], Task], workers: int) -> float:
     words = f"data={workers} batch={TIMED_BATCH} steps={last} threads=1 save=off device=cpu"
     with tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder:
         result = train(
-            functools.partial(untested, make), words, directory=f"{folder}/run", quiet=True, callbacks=(Timed(WARM_STEPS, last),)
+            functools.partial(untested, make),
+            words,
+            directory=f"{folder}/run",
+            quiet=True,
+            callbacks=(Timed(WARM_STEPS, last),),
         )
     if result.stopped:
         raise KeyboardInterrupt
@@ -153,7 +179,9 @@ def _where(data: Path | None) -> str:
     """Why Fashion-MNIST can be used, in words; "" where it is not on this machine yet."""
     if data is not None:
         if not data.expanduser().is_dir():
-            raise TaskError(f"--data {data}: there is no such folder; give the one that holds Fashion-MNIST, or leave --data out")
+            raise TaskError(
+                f"--data {data}: there is no such folder; give the one that holds Fashion-MNIST, or leave --data out"
+            )
         if not _holds(data.expanduser()):
             names = ", ".join(datasets.FASHION_MNIST_SHA256)
             raise TaskError(
@@ -170,7 +198,10 @@ def _holds(folder: Path) -> bool:
     def there(place: Path, name: str) -> bool:
         return (place / name).is_file() or (place / name.removesuffix(".gz")).is_file()
 
-    return any(all(there(place, name) for name in datasets.FASHION_MNIST_SHA256) for place in (folder, folder / "fashion-mnist"))
+    return any(
+        all(there(place, name) for name in datasets.FASHION_MNIST_SHA256)
+        for place in (folder, folder / "fashion-mnist")
+    )
 
 
 def _busy() -> float:

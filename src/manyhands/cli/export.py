@@ -12,37 +12,52 @@ from pathlib import Path
 
 from torch import Tensor
 
-from manyhands.compute.sparse import saved_tables
+from manyhands.assembly.tables import PREFIX
+from manyhands.embedding.modules import saved_tables
 from manyhands.exchange.solo import SoloGroup
-from manyhands.recover import regions
+from manyhands.recover import sharded_file
 from manyhands.recover.checkpoint import TENSORS, find
-from manyhands.serving import PREFIX
-from manyhands.split.parts import Part
+from manyhands.split.shard_spec import ShardSpec
 
 MODEL = "model/"
 
 
 @dataclass(frozen=True)
 class Whole:
-    region: Part
+    region: ShardSpec
     tensor: Tensor
 
 
 def export(run: Path, out: Path, best: str | None = None) -> Path:
     path, snapshot = find(run, best, only=lambda name: name.startswith(f"state/{PREFIX}"))
     tables = saved_tables({k.removeprefix(PREFIX): v for k, v in snapshot.state.items()})
-    rows = {f"{PREFIX}{name}/{part}": content[part] for name, content in tables.items() for part in ("ids", "values")}
-    with regions.Reader(path / TENSORS) as saved:
+    rows = {
+        f"{PREFIX}{name}/{part}": content[part]
+        for name, content in tables.items()
+        for part in ("ids", "values")
+    }
+    with sharded_file.Reader(path / TENSORS) as saved:
         names = [name.removeprefix(MODEL) for name in saved.names if name.startswith(MODEL)]
         shapes = {name: (saved.dtype(MODEL + name), saved.shape(MODEL + name)) for name in names}
         shapes |= {name: (value.dtype, tuple(value.shape)) for name, value in rows.items()}
 
         def one_after_the_other() -> Iterator[Whole]:
             for name, (_, shape) in shapes.items():
-                yield Whole(Part(name, shape), rows[name] if name in rows else saved.whole(MODEL + name))
+                yield Whole(
+                    ShardSpec(name, shape),
+                    rows[name] if name in rows else saved.whole(MODEL + name),
+                )
 
-        regions.write(out, shapes, one_after_the_other(), SoloGroup(), {"format": "pt", "round": str(snapshot.round)})
+        sharded_file.write(
+            out,
+            shapes,
+            one_after_the_other(),
+            SoloGroup(),
+            {"format": "pt", "round": str(snapshot.round)},
+        )
     if tables:
         said = ", ".join(f"{name} ({len(content['ids'])} rows)" for name, content in tables.items())
-        print(f"with embeddings, as {PREFIX}NAME/ids and {PREFIX}NAME/values: {said}", file=sys.stderr)
+        print(
+            f"with embeddings, as {PREFIX}NAME/ids and {PREFIX}NAME/values: {said}", file=sys.stderr
+        )
     return out

@@ -5,5 +5,7 @@ from __future__ import annotations
 from manyhands.launch import lab as labs
 
 
-def lab(hosts: int, rate: str | None, delay: str | None, loss: str | None, command: list[str]) -> int:
+def lab(
+    hosts: int, rate: str | None, delay: str | None, loss: str | None, command: list[str]
+) -> int:
     return labs.run(labs.parse(hosts, rate, delay, loss), command)

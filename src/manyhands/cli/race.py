@@ -26,19 +26,39 @@ from typing import Any, TextIO
 import cloudpickle
 import torch
 
+from manyhands.api import defines_task, load_task, work_script
+from manyhands.assembly.rank_context import Options
 from manyhands.cli import ddp
 from manyhands.core import Goal, Job, Plan
-from manyhands.errors import CheckpointError, LaunchError, ManyhandsError, PlanError, RunBusy, TaskError
+from manyhands.errors import (
+    CheckpointError,
+    LaunchError,
+    ManyhandsError,
+    PlanError,
+    RunBusy,
+    TaskError,
+)
 from manyhands.launch import choice, environment
-from manyhands.observe import curves, race_page, race_picture, race_table, race_watch
-from manyhands.observe.race import Course, Entry, Race, follow, parse_target
+from manyhands.observe import curves
+from manyhands.observe.race import live, page, picture, table
+from manyhands.observe.race.results import (
+    Course,
+    Entry,
+    Race,
+    follow,
+    parse_target,
+)
 from manyhands.plan import words as plan_words
 from manyhands.recover import directory
-from manyhands.run import defines_task, load_task, work_script
-from manyhands.site import Options
 from manyhands.task import Task
 
-RACE, OUTCOME, RESULTS, PICTURE, PAGE = "race.json", "outcome.json", "results.json", "race.png", "race.html"
+RACE, OUTCOME, RESULTS, PICTURE, PAGE = (
+    "race.json",
+    "outcome.json",
+    "results.json",
+    "race.png",
+    "race.html",
+)
 REACHED_ALL, FAILED, NOT_REACHED = 0, 1, 3  # exit codes
 
 
@@ -77,8 +97,10 @@ def race(
     base: Path = Path("runs"),
 ) -> tuple[Race, Path]:
     """Run all plans, write picture, page and numbers into the race's directory, and return what was measured and where."""
-    if environment.place().started_by != "alone":
-        raise LaunchError("race starts the processes of every plan itself; call it alone, not under torchrun, srun or mpirun")
+    if environment.process_info().started_by != "alone":
+        raise LaunchError(
+            "race starts the processes of every plan itself; call it alone, not under torchrun, srun or mpirun"
+        )
     if not defines_task(script):
         raise PlanError(
             f"{script} defines no task(), which race needs to run it under every plan; wrap model, data and optimizer"
@@ -90,32 +112,57 @@ def race(
     facts = look_at(script, goal)
     owner = directory.claim(path)
     try:
-        (path / RACE).write_text(json.dumps(asked | {"facts": dataclasses.asdict(facts)}, indent=1) + "\n")
+        (path / RACE).write_text(
+            json.dumps(asked | {"facts": dataclasses.asdict(facts)}, indent=1) + "\n"
+        )
         return _run_all(path, script, asked, goal, runners, facts, quiet)
     finally:
         owner.close()
 
 
 def _run_all(
-    path: Path, script: Path, asked: dict[str, Any], goal: Goal, runners: list[Runner], facts: Facts, quiet: bool
+    path: Path,
+    script: Path,
+    asked: dict[str, Any],
+    goal: Goal,
+    runners: list[Runner],
+    facts: Facts,
+    quiet: bool,
 ) -> tuple[Race, Path]:
     stream = None if quiet else sys.stdout
-    race_watch.line(stream, "race", f"{path}: {len(runners)} plans to {asked['target']}, seeds: {asked['seeds']}")
-    for k in range(asked["seeds"]):  # seed by seed: a busy minute of the machine meets all plans, and all of them have one soon
+    live.line(
+        stream,
+        "race",
+        f"{path}: {len(runners)} plans to {asked['target']}, seeds: {asked['seeds']}",
+    )
+    for k in range(
+        asked["seeds"]
+    ):  # seed by seed: a busy minute of the machine meets all plans, and all of them have one soon
         for i, runner in enumerate(runners, 1):
             run = _folder(path, runner, k)
             done = _outcome(run)
             what = f"plan {i} of {len(runners)}, seed {k + 1} of {asked['seeds']}: {runner.label}"
             if done.get("state") == "done":
-                race_watch.line(stream, "race", f"{what} (done before)")
+                live.line(stream, "race", f"{what} (done before)")
                 continue
-            race_watch.line(stream, "race", what)
+            live.line(stream, "race", what)
             try:
-                _run_one(script, runner, (facts.seed if runner.plan.seed is None else runner.plan.seed) + k, run, goal, stream)
+                _run_one(
+                    script,
+                    runner,
+                    (facts.seed if runner.plan.seed is None else runner.plan.seed) + k,
+                    run,
+                    goal,
+                    stream,
+                )
             except KeyboardInterrupt:
-                words = shlex.join(["manyhands", "race", str(script), "--resume", "--dir", str(path)])
-                raise LaunchError(f"stopped in plan {i} of {len(runners)}, seed {k + 1}; go on with: {words}", 130) from None
-            race_watch.line(stream, *_told(_course(run, k, facts, goal), goal))
+                words = shlex.join(
+                    ["manyhands", "race", str(script), "--resume", "--dir", str(path)]
+                )
+                raise LaunchError(
+                    f"stopped in plan {i} of {len(runners)}, seed {k + 1}; go on with: {words}", 130
+                ) from None
+            live.line(stream, *_told(_course(run, k, facts, goal), goal))
     found = gather(path, runners, asked["seeds"], facts, goal)
     report(found, path, script, asked, facts, quiet)
     return found, path
@@ -124,10 +171,14 @@ def _run_all(
 def verb(
     script: Path, plans: list[str], target: str | None, seeds: int | None, common: list[str], folder: Path | None, resume: bool, quiet: bool
 ) -> int:  # fmt: skip
-    found, _ = race(script, plans, target, seeds=seeds, common=common, folder=folder, resume=resume, quiet=quiet)
-    if race_table.failures(found):
+    found, _ = race(
+        script, plans, target, seeds=seeds, common=common, folder=folder, resume=resume, quiet=quiet
+    )
+    if table.failures(found):
         return FAILED
-    return REACHED_ALL if all(e.num_reached == len(e.courses) for e in found.entries) else NOT_REACHED
+    return (
+        REACHED_ALL if all(e.num_reached == len(e.courses) for e in found.entries) else NOT_REACHED
+    )
 
 
 # -- what is raced --
@@ -137,21 +188,34 @@ def choose(base: Path, name: str, folder: Path | None, resume: bool) -> Path:
     """The directory: a new one, the given one, or, to resume, the newest race of this script."""
     if folder is not None:
         if not resume and (folder / RACE).exists():
-            raise RunBusy(f"{folder} holds an earlier race; go on with it (--resume), or give another directory")
+            raise RunBusy(
+                f"{folder} holds an earlier race; go on with it (--resume), or give another directory"
+            )
         if resume and not (folder / RACE).exists():
             raise CheckpointError(f"there is no race to resume in {folder}: it has no {RACE}")
         return folder
     if not resume:
         return directory.choose(base, f"{name}-race", None, resume=False)
     stamped = re.compile(re.escape(name) + r"-race-(\d{8}-\d{6})(?:-(\d+))?")
-    found = [(m[1], int(m[2] or 1), p) for p in base.glob("*/") if (m := stamped.fullmatch(p.name)) and (p / RACE).exists()]
+    found = [
+        (m[1], int(m[2] or 1), p)
+        for p in base.glob("*/")
+        if (m := stamped.fullmatch(p.name)) and (p / RACE).exists()
+    ]
     if not found:
-        raise CheckpointError(f"there is no race of {name!r} to resume in {base}/; give its directory with --dir, or start one")
+        raise CheckpointError(
+            f"there is no race of {name!r} to resume in {base}/; give its directory with --dir, or start one"
+        )
     return max(found)[-1]
 
 
 def settle(
-    earlier: Path | None, script: Path, plans: Sequence[str], target: str | None, seeds: int | None, common: Sequence[str]
+    earlier: Path | None,
+    script: Path,
+    plans: Sequence[str],
+    target: str | None,
+    seeds: int | None,
+    common: Sequence[str],
 ) -> dict[str, Any]:
     """What is asked for, as `race.json` has it. To go on with a race, nothing need be said again, and nothing may be said otherwise
     but the number of seeds: every seed is a run of its own."""
@@ -182,9 +246,16 @@ def settle(
             'no plan is given; one or more are needed, each one word of the shell, such as: ddp "data=2 merge=local_sgd"'
         )
     if target is None:
-        raise PlanError("no --target is given; METRIC=NUMBER is needed, such as --target accuracy=0.88")
+        raise PlanError(
+            "no --target is given; METRIC=NUMBER is needed, such as --target accuracy=0.88"
+        )
     parse_target(target)
-    return {**asked, "seeds": seeds or 1, "command": shlex.join(["manyhands", *sys.argv[1:]]), "machine": machine()}
+    return {
+        **asked,
+        "seeds": seeds or 1,
+        "command": shlex.join(["manyhands", *sys.argv[1:]]),
+        "machine": machine(),
+    }
 
 
 def line_up(plans: Sequence[str], common: str, goal: Goal) -> list[Runner]:
@@ -199,18 +270,24 @@ def line_up(plans: Sequence[str], common: str, goal: Goal) -> list[Runner]:
     labels = _labels([(own, is_ddp, plan) for own, _, plan, is_ddp in parsed])
     return [
         Runner(given, words, plan, label, f"{i:02}-{_slug(label)}", is_ddp)
-        for i, (given, label, (_, words, plan, is_ddp)) in enumerate(zip(plans, labels, parsed, strict=True), 1)
+        for i, (given, label, (_, words, plan, is_ddp)) in enumerate(
+            zip(plans, labels, parsed, strict=True), 1
+        )
     ]
 
 
-def _parse(given: str, shared: dict[str, Any], goal: Goal) -> tuple[dict[str, Any], dict[str, Any], Plan, bool]:
+def _parse(
+    given: str, shared: dict[str, Any], goal: Goal
+) -> tuple[dict[str, Any], dict[str, Any], Plan, bool]:
     """The plan's own words, all of its words, what they say, and whether it is DDP's."""
     first, *rest = shlex.split(given) or [""]
     is_ddp = first == "ddp"
     own = plan_words.overlay(rest if is_ddp else shlex.split(given))
     if is_ddp:
         ddp.check(own)
-        shared = {k: v for k, v in shared.items() if k in ddp.KNOWN}  # what is said for all need not mean something to it
+        shared = {
+            k: v for k, v in shared.items() if k in ddp.KNOWN
+        }  # what is said for all need not mean something to it
     for word in ("until", "best"):
         if word in own:
             raise PlanError(f"{word}= has no place in a race: --target says when a plan is there")
@@ -223,11 +300,19 @@ def _parse(given: str, shared: dict[str, Any], goal: Goal) -> tuple[dict[str, An
 def _labels(parsed: list[tuple[dict[str, Any], bool, Plan]]) -> list[str]:
     """What a plan differs in from the others, in few words, no two the same."""
     plain = [own for own, *_ in parsed]
-    alike = {k for k, v in plain[0].items() if len(plain) > 1 and all(str(o.get(k)) == str(v) for o in plain)}
+    alike = {
+        k
+        for k, v in plain[0].items()
+        if len(plain) > 1 and all(str(o.get(k)) == str(v) for o in plain)
+    }
     labels: list[str] = []
     for own, is_ddp, plan in parsed:
         name = "ddp" if is_ddp else plan.merge
-        rest = [f"{k.removeprefix('merge.')}={v}" for k, v in own.items() if k not in alike and k != "merge"]
+        rest = [
+            f"{k.removeprefix('merge.')}={v}"
+            for k, v in own.items()
+            if k not in alike and k != "merge"
+        ]
         label = " ".join([name, *rest])
         times = sum(re.sub(r" #\d+$", "", earlier) == label for earlier in labels)
         labels.append(f"{label} #{times + 1}" if times else label)
@@ -250,13 +335,17 @@ def look_at(script: Path, goal: Goal) -> Facts:
         raise TaskError(f"task() returned a {type(task).__name__}, but a manyhands.Task is needed")
     metrics = () if task.test is None else ("loss", *task.metrics)
     if goal.name not in metrics:
-        known = f"it has {', '.join(metrics)}" if metrics else "it has no test data (test=), so nothing is ever evaluated"
+        known = (
+            f"it has {', '.join(metrics)}"
+            if metrics
+            else "it has no test data (test=), so nothing is ever evaluated"
+        )
         raise PlanError(f"--target {goal.name}: the task of {script} has no such metric; {known}")
     return Facts(metrics, _samples(task.train), task.seed, task.name)
 
 
 def _samples(train: Any) -> int | None:
-    from manyhands.compute import batches
+    from manyhands.data import batches
 
     return batches.source(train, torch.device("cpu"), "Task.train").samples
 
@@ -268,7 +357,9 @@ def _folder(path: Path, runner: Runner, k: int) -> Path:
     return path / runner.folder / f"seed-{k}"
 
 
-def _run_one(script: Path, runner: Runner, seed: int, run: Path, goal: Goal, stream: TextIO | None) -> None:
+def _run_one(
+    script: Path, runner: Runner, seed: int, run: Path, goal: Goal, stream: TextIO | None
+) -> None:
     """One plan with one seed, in processes of its own also where it is one: nothing of an earlier run is in them."""
     shutil.rmtree(run, ignore_errors=True)  # what an interruption or a failure left
     run.mkdir(parents=True)
@@ -282,8 +373,10 @@ def _run_one(script: Path, runner: Runner, seed: int, run: Path, goal: Goal, str
     launched_s = time.time()
     outcome: dict[str, Any] = {"state": "done", "launched_s": launched_s, "seed": seed}
     try:
-        with race_watch.Watch(run, goal, stream):
-            result = choice.launcher().launch(Job(plan.layout.size, bytes(cloudpickle.dumps(body)), plan.threads))
+        with live.RaceWatch(run, goal, stream):
+            result = choice.launcher().launch(
+                Job(plan.layout.size, bytes(cloudpickle.dumps(body)), plan.threads)
+            )
     except ManyhandsError as e:
         if isinstance(e, LaunchError) and str(e).startswith("stopped by "):
             raise KeyboardInterrupt from None
@@ -291,7 +384,9 @@ def _run_one(script: Path, runner: Runner, seed: int, run: Path, goal: Goal, str
     else:
         if result.get("stopped"):
             raise KeyboardInterrupt
-        with contextlib.suppress(Exception):  # a picture of one run more or less must not end a race
+        with contextlib.suppress(
+            Exception
+        ):  # a picture of one run more or less must not end a race
             curves.draw(run)
     (run / OUTCOME).write_text(json.dumps(outcome, indent=1) + "\n")
 
@@ -307,7 +402,11 @@ def first_words(text: str) -> str:
     if lines and re.fullmatch(r"rank \d+ failed:", lines[0]):
         lines = lines[1:]
     if lines and lines[0].startswith("Traceback"):
-        errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt|Warning|Exit)\b", line)]
+        errors = [
+            line
+            for line in lines
+            if re.match(r"[\w.]+(Error|Exception|Interrupt|Warning|Exit)\b", line)
+        ]
         lines = errors[-1:] or lines[-1:]
     return lines[0] if lines else "no words"
 
@@ -321,17 +420,22 @@ def _outcome(run: Path) -> dict[str, Any]:
 
 def _course(run: Path, k: int, facts: Facts, goal: Goal) -> Course:
     outcome = _outcome(run)
-    return follow(run, outcome["seed"], goal, facts.samples, outcome["launched_s"], outcome.get("error", ""))
+    return follow(
+        run, outcome["seed"], goal, facts.samples, outcome["launched_s"], outcome.get("error", "")
+    )
 
 
 def _told(course: Course, goal: Goal) -> tuple[str, str]:
     if course.error:
         return "failed", course.error
     if course.reached is None:
-        return "ended", f"not reached: best {goal.name} {course.best:.4g} in {race_table.seconds(course.seconds)}"
+        return (
+            "ended",
+            f"not reached: best {goal.name} {course.best:.4g} in {table.seconds(course.seconds)}",
+        )
     return (
         "reached",
-        f"{goal.name} {course.reached.value:.4g} after {race_table.seconds(course.time_s)}, epoch {course.reached.epoch:.2f}",
+        f"{goal.name} {course.reached.value:.4g} after {table.seconds(course.time_s)}, epoch {course.reached.epoch:.2f}",
     )
 
 
@@ -347,10 +451,12 @@ def gather(path: Path, runners: list[Runner], seeds: int, facts: Facts, goal: Go
     return Race(goal, entries)
 
 
-def report(found: Race, path: Path, script: Path, asked: dict[str, Any], facts: Facts, quiet: bool) -> None:
+def report(
+    found: Race, path: Path, script: Path, asked: dict[str, Any], facts: Facts, quiet: bool
+) -> None:
     from rich.console import Console
 
-    title = race_page.title(script.name, found)
+    title = page.title(script.name, found)
     (path / RESULTS).write_text(json.dumps(found.plain(), indent=1) + "\n")
     about = {
         "task": facts.name or script.name,
@@ -361,14 +467,14 @@ def report(found: Race, path: Path, script: Path, asked: dict[str, Any], facts: 
         "command": asked["command"],
         "directory": str(path),
     }
-    race_page.write(found, path / PAGE, title, about)
-    race_picture.draw(found, title, path / PICTURE)
+    page.write(found, path / PAGE, title, about)
+    picture.draw(found, title, path / PICTURE)
     console = Console(highlight=False)
     console.print()
-    console.print(race_table.table(found, console.width))
-    for label, course in race_table.failures(found):
+    console.print(table.table(found, console.width))
+    for label, course in table.failures(found):
         console.print(f"{label}, seed {course.seed}: {course.error}", style="red", markup=False)
-    console.print(race_table.verdict(found), style="bold", markup=False)
+    console.print(table.verdict(found), style="bold", markup=False)
     if not quiet:
         for name, file in (("picture", PICTURE), ("page", PAGE), ("numbers", RESULTS)):
             console.print(f"{name:<12}{path / file}", markup=False, soft_wrap=True)
@@ -376,10 +482,21 @@ def report(found: Race, path: Path, script: Path, asked: dict[str, Any], facts: 
 
 def machine() -> dict[str, str]:
     processor = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        (
+            line.partition(":")[2].strip()
+            for line in _lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
-    memory = next((int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), math.nan)
+    memory = next(
+        (
+            int(line.split()[1]) / 2**20
+            for line in _lines("/proc/meminfo")
+            if line.startswith("MemTotal")
+        ),
+        math.nan,
+    )
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": f"{processor or platform.machine()}, {environment.cores()} cores"

@@ -5,13 +5,27 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from manyhands.run import start, work_script
-from manyhands.site import Options
+from manyhands.api import start, work_script
+from manyhands.assembly.rank_context import Options
 
 
 def run(
-    script: Path, words: list[str], directory: Path | None, resume: bool, tensorboard: bool, quiet: bool, port: int, anyway: bool
+    script: Path,
+    words: list[str],
+    directory: Path | None,
+    resume: bool,
+    tensorboard: bool,
+    quiet: bool,
+    port: int,
+    anyway: bool,
 ) -> None:
-    options = Options(script.stem, None if directory is None else str(directory), resume, tensorboard, quiet, anyway=anyway)
+    options = Options(
+        script.stem,
+        None if directory is None else str(directory),
+        resume,
+        tensorboard,
+        quiet,
+        anyway=anyway,
+    )
     body = functools.partial(work_script, str(script), [])
     start(body, words, options, port)

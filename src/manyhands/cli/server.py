@@ -5,7 +5,7 @@
     DMLC_ROLE=server    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9400 ...                                 manyhands server
 
 What is said on the command line beats the environment. The settings are settled here, before anything listens; the server
-itself is `exchange.server.serve`.
+itself is `server.process`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from pathlib import Path
 from typing import Literal
 
 from manyhands.errors import LaunchError
-from manyhands.exchange.server.counts import since, together
-from manyhands.exchange.server.plane import few_arenas
-from manyhands.exchange.server.serve import Server, contexts
 from manyhands.launch import environment
 from manyhands.launch.environment import ServedBy
 from manyhands.launch.signals import Stop
-from manyhands.observe.served import figures
+from manyhands.observe.server_events import figures
 from manyhands.observe.text import rate, size
+from manyhands.server.counters import since, together
+from manyhands.server.process import Server, contexts
+from manyhands.server.protocol.arena import few_arenas
 
 Role = Literal["server", "coordinator"]
-ROLES = {"server": "server", "coordinator": "coordinator", "scheduler": "coordinator"}  # the last is PS-Lite's word
+ROLES = {
+    "server": "server",
+    "coordinator": "coordinator",
+    "scheduler": "coordinator",
+}  # the last is PS-Lite's word
 SIZES = {
     "": 1,
     **{f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
@@ -105,7 +109,9 @@ def server(given: Given) -> int:
 
 def start(settings: Settings) -> Server:
     s = settings
-    accepts, connects = contexts(*(None if f is None else str(f) for f in (s.tls_cert, s.tls_key, s.tls_ca or s.tls_cert)))
+    accepts, connects = contexts(
+        *(None if f is None else str(f) for f in (s.tls_cert, s.tls_key, s.tls_ca or s.tls_cert))
+    )
     everywhere = s.bind in ("0.0.0.0", "::", "")
     towards = s.coordinator.rpartition(":")[0].strip("[]") if s.coordinator is not None else None
     few_arenas()
@@ -135,15 +141,23 @@ def introduce(settings: Settings, running: Server) -> list[str]:
     waits = f"coordinates {s.servers} server{'s' * (s.servers > 1)} for {for_whom}"
     host, port = running.address.rpartition(":")[::2]
     root = f"DMLC_PS_ROOT_URI={host.strip('[]')} DMLC_PS_ROOT_PORT={port}"
-    secret = f"MANYHANDS_TOKEN_FILE={s.token_file.resolve()}" if s.token_file is not None else "MANYHANDS_TOKEN=..."
+    secret = (
+        f"MANYHANDS_TOKEN_FILE={s.token_file.resolve()}"
+        if s.token_file is not None
+        else "MANYHANDS_TOKEN=..."
+    )
     if s.tls_cert is not None:
         secret += f" MANYHANDS_TLS_CA={(s.tls_ca or s.tls_cert).resolve()}"
     lines = [f"{s.role:<12}{what}, {waits}"]
     if s.token_file is not None:
-        lines.append(f"{'token':<12}{s.token_file.resolve()}, which only you can read; the other hosts need it too")
+        lines.append(
+            f"{'token':<12}{s.token_file.resolve()}, which only you can read; the other hosts need it too"
+        )
     if s.role == "coordinator" or s.servers > 1:
         lines.append(f"{'servers':<12}{root} {secret} DMLC_ROLE=server manyhands server")
-    lines.append(f"{'workers':<12}{root} {secret} manyhands run SCRIPT data={s.workers or 'N'} servers={s.servers}")
+    lines.append(
+        f"{'workers':<12}{root} {secret} manyhands run SCRIPT data={s.workers or 'N'} servers={s.servers}"
+    )
     return lines
 
 
@@ -151,7 +165,11 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
     """Until a signal comes, all workers have left, or the coordinator is gone; on a terminal one line tells how it goes."""
     before, told = counted(running), time.monotonic()
     nothing = threading.Event()
-    while not stop.requested and not running.ended and not (running.coordinator is not None and running.coordinator.over):
+    while (
+        not stop.requested
+        and not running.ended
+        and not (running.coordinator is not None and running.coordinator.over)
+    ):
         nothing.wait(LOOK_EVERY_S)
         now = time.monotonic()
         if live and now - told >= LINE_EVERY_S:
@@ -167,13 +185,19 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
 
 def counted(running: Server) -> dict[str, float]:
     clock = running.coordinator.clock if running.coordinator is not None else None
-    return together([desk.stats() for desk in running.desks]) | (clock.stats() if clock is not None else {})
+    return together([desk.stats() for desk in running.desks]) | (
+        clock.stats() if clock is not None else {}
+    )
 
 
 def tell(stats: Mapping[str, float], seconds: float) -> str:
     """12.3k rows  1.2M rows/s  310.0 MB/s  2 workers  stale 1.5"""
     told = figures(stats, seconds)
-    parts = [f"{rate(told.get('rows', 0.0))} rows", f"{size(int(told.get('bytes', 0)))}", f"{rate(told['rows_per_s'])} rows/s"]
+    parts = [
+        f"{rate(told.get('rows', 0.0))} rows",
+        f"{size(int(told.get('bytes', 0)))}",
+        f"{rate(told['rows_per_s'])} rows/s",
+    ]
     parts.append(f"{size(int(told['bytes_per_s']))}/s")
     if "running" in told:
         parts.append(f"{told['running']:.0f} workers")
@@ -198,7 +222,11 @@ def settle(given: Given, found: ServedBy) -> Settings:
     port = given.port if given.port is not None else found.port if coordinator is None else 0
     if (given.tls_cert is None) != (given.tls_key is None):
         raise LaunchError("TLS needs both: --tls-cert FILE and --tls-key FILE")
-    for option, path in (("--tls-cert", given.tls_cert), ("--tls-key", given.tls_key), ("--tls-ca", given.tls_ca)):
+    for option, path in (
+        ("--tls-cert", given.tls_cert),
+        ("--tls-key", given.tls_key),
+        ("--tls-ca", given.tls_ca),
+    ):
         if path is not None and not path.is_file():
             raise LaunchError(f"{option} {path}: there is no such file")
     memory_bytes = None if given.memory is None else parse_bytes("--memory", given.memory)
@@ -225,7 +253,9 @@ def settle(given: Given, found: ServedBy) -> Settings:
 def parse_bytes(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in SIZES:
-        raise LaunchError(f"{option} {text}; needed: a number of bytes with a unit, e.g. 512MiB, 8GiB or 8GB")
+        raise LaunchError(
+            f"{option} {text}; needed: a number of bytes with a unit, e.g. 512MiB, 8GiB or 8GB"
+        )
     size = int(float(match[1]) * SIZES[match[2]])
     if size < LEAST_MEMORY_BYTES:
         raise LaunchError(f"{option} {text}; needed: 1MiB or more, e.g. 8GiB")
@@ -248,12 +278,16 @@ def _role(given: Given, found: ServedBy) -> Role:
 def _coordinator(role: Role, given: Given, found: ServedBy) -> str | None:
     if role == "coordinator":
         if given.coordinator is not None:
-            raise LaunchError(f"--coordinator {given.coordinator} is for servers; this is the coordinator: --bind and --port")
+            raise LaunchError(
+                f"--coordinator {given.coordinator} is for servers; this is the coordinator: --bind and --port"
+            )
         return None
     if given.coordinator is not None:
         host, _, port = given.coordinator.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LaunchError(f"--coordinator {given.coordinator}; needed: HOST:PORT, e.g. 10.0.0.1:9400")
+            raise LaunchError(
+                f"--coordinator {given.coordinator}; needed: HOST:PORT, e.g. 10.0.0.1:9400"
+            )
         return given.coordinator
     # the variables alone: a process that is told its role joins the root; one that is not may be the root itself
     return found.coordinator or None if found.role == "server" or given.role == "server" else None
@@ -279,14 +313,20 @@ def card_address(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             siocgifaddr = 0x8915
-            answer = fcntl.ioctl(probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(
+                probe.fileno(), siocgifaddr, struct.pack("256s", name.encode()[:15])
+            )
         except OSError as e:
             cards = ", ".join(card for _, card in socket.if_nameindex())
-            raise LaunchError(f"DMLC_INTERFACE={name} has no address ({e.strerror}); cards here: {cards}") from e
+            raise LaunchError(
+                f"DMLC_INTERFACE={name} has no address ({e.strerror}); cards here: {cards}"
+            ) from e
     return socket.inet_ntoa(answer[20:24])
 
 
-def _token(given: Given, found: ServedBy, bind: str, coordinator: str | None) -> tuple[str, Path | None]:
+def _token(
+    given: Given, found: ServedBy, bind: str, coordinator: str | None
+) -> tuple[str, Path | None]:
     option, path = "--token-file", given.token_file
     if path is None and found.token:
         return found.token, None
@@ -311,13 +351,17 @@ def make_token(option: str, path: Path | None) -> tuple[str, Path]:
     """A new secret in a file that only this user can read."""
     made = secrets.token_hex(32)
     if path is None:
-        number, name = tempfile.mkstemp(prefix="manyhands-", suffix=".token")  # 0600, and nobody can guess the name
+        number, name = tempfile.mkstemp(
+            prefix="manyhands-", suffix=".token"
+        )  # 0600, and nobody can guess the name
         path = Path(name)
     else:
         try:
             number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except OSError as e:
-            raise LaunchError(f"{option} {path} cannot be made: {e.strerror}; give a path in a folder that exists") from e
+            raise LaunchError(
+                f"{option} {path} cannot be made: {e.strerror}; give a path in a folder that exists"
+            ) from e
     with os.fdopen(number, "w") as file:
         file.write(made + "\n")
     return made, path

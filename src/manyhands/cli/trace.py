@@ -6,15 +6,19 @@ from pathlib import Path
 
 from manyhands.observe import pipeline_picture
 from manyhands.observe.bubble import bubble
+from manyhands.observe.chrome_trace import PipelineTrace, pipelines, write_trace
 from manyhands.observe.events import read
-from manyhands.observe.trace import Pipeline, pipelines, write_trace
-from manyhands.split.pipeline import share
+from manyhands.split.stages import share
 
 
 def trace(run: Path, out: Path | None = None) -> Path:
     """Write the trace of a run, by default into its own directory, and of a pipeline a picture beside it; returns where."""
     written = write_trace(run, out or run / "trace.json")
-    said = [(pipeline, words) for pipeline in pipelines(read(run)) if (words := describe(pipeline)) is not None]
+    said = [
+        (pipeline, words)
+        for pipeline in pipelines(read(run))
+        if (words := describe(pipeline)) is not None
+    ]
     for _, words in said:
         print(words)
     if said:
@@ -22,7 +26,7 @@ def trace(run: Path, out: Path | None = None) -> Path:
     return written
 
 
-def describe(pipeline: Pipeline) -> str | None:
+def describe(pipeline: PipelineTrace) -> str | None:
     """The share of a pipeline's time in which its ranks did not compute, against the formula; of its first step only if there is no
     other, because threads, kernels and connections start in it."""
     first = min(e.round for e in pipeline.events)
@@ -38,7 +42,11 @@ def describe(pipeline: Pipeline) -> str | None:
         formula, schedule = "(p-1)/(vm+p-1)", "interleaved"
     else:
         formula, schedule = "(p-1)/(m+p-1)", "1f1b"
-    expected = (p - 1) / (v * m + p - 1) if schedule != "zero_bubble" else share(schedule, p, m, t_f, t_b, t_w)
+    expected = (
+        (p - 1) / (v * m + p - 1)
+        if schedule != "zero_bubble"
+        else share(schedule, p, m, t_f, t_b, t_w)
+    )
     steps = len({e.round for e in events})
     where = f"p={p} stages" if v == 1 else f"p={p} ranks with v={v} stages each"
     return (

@@ -18,15 +18,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from manyhands.compute.sharded_whole import gradient_state, parameter_state
-from manyhands.compute.tables import embeddings
-from manyhands.core import Layout, Plan, Store, Tensors
+from manyhands.api import (
+    MakeTask,
+    defines_task,
+    load_task,
+    start,
+    work,
+)
+from manyhands.assembly.rank_context import Options, micro_batches
+from manyhands.core import (
+    Layout,
+    Plan,
+    Store,
+    Tensors,
+)
+from manyhands.embedding.tables import embeddings
 from manyhands.errors import PlanError
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.stale_sync import StaleSync
+from manyhands.parallel.zero.full_state import gradient_state, parameter_state
 from manyhands.plan import words as plan_words
-from manyhands.run import MakeTask, defines_task, load_task, start, work
-from manyhands.site import Options, micro_batches
 from manyhands.task import Callback, Task
 
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
@@ -67,13 +78,19 @@ class Record(Callback):
     def on_end(self, run: Any) -> None:
         with run.trainer.merged():
             replica = run.trainer.replica
-            values = {p.name: p.value for p in replica.flat.pieces} if replica.sharded is None else parameter_state(replica.flat)
+            values = (
+                {p.name: p.value for p in replica.flat.pieces}
+                if replica.sharded is None
+                else parameter_state(replica.flat)
+            )
             self._keep(run, "parameter", values)
         save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
 
     def _keep_gradients(self, run: Any, round: int, loss: Tensor) -> None:
         replica = run.trainer.replica
-        self.kept[f"loss/{round}"] = torch.tensor([float(loss) * replica.own_count, replica.own_count], dtype=torch.float64)
+        self.kept[f"loss/{round}"] = torch.tensor(
+            [float(loss) * replica.own_count, replica.own_count], dtype=torch.float64
+        )
         if replica.updates_part:
             run.trainer.merging.all_gather(replica.flat.grads).wait()
         if replica.sharded is not None:
@@ -81,14 +98,20 @@ class Record(Callback):
             return
         grads: Tensors = {}
         for piece, used in zip(replica.flat.pieces, replica.flat.used.tolist(), strict=True):
-            if used and (grad := piece.grad if replica.updates_part else piece.parameter.grad) is not None:
+            if (
+                used
+                and (grad := piece.grad if replica.updates_part else piece.parameter.grad)
+                is not None
+            ):
                 grads[piece.name] = grad
         self._keep(run, f"gradient/{round}", grads)
 
     def _keep(self, run: Any, kind: str, values: Tensors) -> None:
         inside = run.trainer.replica.inside
         values = {k: v.detach().contiguous() for k, v in values.items()}
-        values = values if inside is None else inside.gather(values)  # of a model that is split, all ranks bring their parts
+        values = (
+            values if inside is None else inside.gather(values)
+        )  # of a model that is split, all ranks bring their parts
         if run.rank == 0:
             self.kept |= {f"{kind}/{k}": v.clone() for k, v in values.items()}
 
@@ -109,7 +132,9 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
         print(f"  loss        {deviation.loss:.2e}")
         print(f"  gradients   {deviation.gradient:.2e}")
     else:
-        print(f"  (loss and gradients are each rank's own under merge={plan.merge}; compared is the model the ranks stand for)")
+        print(
+            f"  (loss and gradients are each rank's own under merge={plan.merge}; compared is the model the ranks stand for)"
+        )
     print(f"  parameters  {deviation.parameter:.2e}")
     if deviation.noise:
         print(f"not compared, gradient zero but for rounding: {', '.join(deviation.noise)}")
@@ -119,7 +144,7 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     print(f"DIFFERENT: more than {deviation.rtol:g}. By module, largest first:")
     for name, value in sorted(deviation.by_module.items(), key=lambda kv: -kv[1]):
         print(f"  {value:.2e}  {name or '(top)'}")
-    if plan.merge != "all_reduce" or plan.encoding is not None:
+    if plan.merge != "all_reduce" or plan.codec is not None:
         print(
             "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/rules says which"
         )
@@ -136,39 +161,76 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
 
 def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bool) -> Deviation:
     later: dict[str, Any] = {"then": None, "next_strategy": None, "at": None, "until": None}
-    common = dataclasses.replace(plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False, **later)
+    common = dataclasses.replace(
+        plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False, **later
+    )
     if plan.then is not None:
-        print(f"a few steps do not see the change to then={plan.then}: compared is merge={plan.merge}", file=sys.stderr)
+        print(
+            f"a few steps do not see the change to then={plan.then}: compared is merge={plan.merge}",
+            file=sys.stderr,
+        )
     if plan.precision != "fp32" or plan.compile:
-        print("precision and compile change rounding, not the method: compared without them", file=sys.stderr)
+        print(
+            "precision and compile change rounding, not the method: compared without them",
+            file=sys.stderr,
+        )
     plain: dict[str, Any] = {
         "merge": "all_reduce",
         "strategy": AllReduce(),
-        "wire": "none",
-        "encoding": None,
+        "compress": "none",
+        "codec": None,
         "algorithm": "native",
     }
     with tempfile.TemporaryDirectory(prefix="manyhands-verify-") as folder:
         options = Options(name="verify", float64=not float32)
         gradients = plan.strategy.replicas_agree
         ours = _run(make, common, options, gradients, Path(folder) / "plan")
-        if not (Path(folder) / "plan" / EMBEDDED).exists():  # else rows stay on servers; parameters one process holds itself
-            plain |= {f.name: f.default for f in dataclasses.fields(Plan) if f.name in plan_words.OF_SERVERS}
-        whole: dict[str, Any] = {k: Plan.__dataclass_fields__[k].default for k in plan_words.OF_AXES}
+        if not (
+            Path(folder) / "plan" / EMBEDDED
+        ).exists():  # else rows stay on servers; parameters one process holds itself
+            plain |= {
+                f.name: f.default
+                for f in dataclasses.fields(Plan)
+                if f.name in plan_words.SERVER_CODECS
+            }
+        whole: dict[str, Any] = {
+            k: Plan.__dataclass_fields__[k].default for k in plan_words.OF_AXES
+        }
         # the same micro-batches, which BatchNorm sees one by one
-        order = "shuffled" if plan.split == "by_feature" else plan.split  # alone there is nobody to share columns with
+        order = (
+            "shuffled" if plan.split == "by_feature" else plan.split
+        )  # alone there is nobody to share columns with
         alone = dataclasses.replace(
-            common, layout=Layout(), link="auto", split=order, micro=micro_batches(plan), **whole, **plain
+            common,
+            layout=Layout(),
+            link="auto",
+            split=order,
+            micro=micro_batches(plan),
+            **whole,
+            **plain,
         )
         # one process takes the union of all ranks' batches as one batch
         feeds = plan.layout.data * plan.layout.shard
-        theirs = _run(make, alone, dataclasses.replace(options, stands_for=feeds), gradients, Path(folder) / "alone")
+        theirs = _run(
+            make,
+            alone,
+            dataclasses.replace(options, stands_for=feeds),
+            gradients,
+            Path(folder) / "alone",
+        )
         return _deviation(ours, theirs, RTOL[torch.float32 if float32 else torch.float64])
 
 
-def _run(make: MakeTask, plan: Plan, options: Options, gradients: bool, folder: Path) -> list[Tensors]:
+def _run(
+    make: MakeTask, plan: Plan, options: Options, gradients: bool, folder: Path
+) -> list[Tensors]:
     folder.mkdir()
-    options = dataclasses.replace(options, directory=str(folder / "run"), quiet=True, callbacks=(Record(str(folder), gradients),))
+    options = dataclasses.replace(
+        options,
+        directory=str(folder / "run"),
+        quiet=True,
+        callbacks=(Record(str(folder), gradients),),
+    )
     body = functools.partial(work, functools.partial(_without_dropout, make, folder))
     start(body, plan, options)
     return [load_file(folder / f"rank-{r}.safetensors") for r in range(plan.layout.size)]
@@ -196,7 +258,10 @@ def _without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
 
 def _deviation(ours: list[Tensors], alone: list[Tensors], rtol: float) -> Deviation:
     rounds = sorted(k for k in alone[0] if k.startswith("loss/"))
-    loss = max((_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds), default=0.0)
+    loss = max(
+        (_relative(_mean([o[k] for o in ours]), _mean([a[k] for a in alone])) for k in rounds),
+        default=0.0,
+    )
     noise = _noise(alone[0])
     worst = {"gradient": 0.0, "parameter": 0.0}
     by_module: dict[str, float] = {}
@@ -227,7 +292,12 @@ def _noise(kept: Tensors) -> set[str]:
 def _quiet(name: str, *runs: Tensors) -> Tensor | None:
     """The elements of a parameter for which that is so: the third of a fused bias that belongs to the keys, say, which softmax
     does not feel."""
-    rounds = [kept[k].abs() for kept in runs for k in kept if k.startswith("gradient/") and _name(k) == name]
+    rounds = [
+        kept[k].abs()
+        for kept in runs
+        for k in kept
+        if k.startswith("gradient/") and _name(k) == name
+    ]
     if not rounds:
         return None
     felt = torch.stack(rounds).amax(0)
@@ -244,7 +314,10 @@ def _largest(kept: Tensors) -> dict[str, float]:
 
 
 def _eps(kept: Tensors) -> float:
-    return max((torch.finfo(v.dtype).eps for k, v in kept.items() if k.startswith("gradient/")), default=0.0)
+    return max(
+        (torch.finfo(v.dtype).eps for k, v in kept.items() if k.startswith("gradient/")),
+        default=0.0,
+    )
 
 
 def _name(key: str) -> str:

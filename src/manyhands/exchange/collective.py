@@ -19,12 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.errors import PeerLost, PlanError
-from manyhands.exchange import parted as parts
+from manyhands.exchange import reduce_scatter as parts
 from manyhands.exchange.solo import to_oneself
 
-OPS: dict[Op, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPS: dict[Op, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+}
 # what gloo and nccl add up themselves; the rest is widened on the way
 NATIVE = (
     torch.float32,
@@ -73,7 +82,9 @@ class CollectiveGroup:
                         f"{', '.join(str(t).removeprefix('torch.') for t in WIRE)}; convert it first"
                     )
                 value = value.detach()
-                pending.append((value, value.to(self._device or value.device, WIRE[value.dtype]).contiguous()))
+                pending.append(
+                    (value, value.to(self._device or value.device, WIRE[value.dtype]).contiguous())
+                )
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(OPS[op])
         options.asyncOp = True  # else nccl runs on the compute stream and overlaps with nothing
@@ -92,14 +103,18 @@ class CollectiveGroup:
             return parts.reduce_scatter(self, values, op)
         what, options = self._next("reduce_scatter"), dist.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(OPS[op]), True
-        return self._halves(what, values, lambda v, own: self._group._reduce_scatter_base(own, v, options))
+        return self._halves(
+            what, values, lambda v, own: self._group._reduce_scatter_base(own, v, options)
+        )
 
     def all_gather(self, values: Tensors) -> Work:
         if not self._has_halves(values, on_cpu=True):
             return parts.all_gather(self, values)
         what, options = self._next("all_gather"), distributed_c10d.AllgatherOptions()
         options.asyncOp = True
-        return self._halves(what, values, lambda v, own: self._group._allgather_base(v, own, options))
+        return self._halves(
+            what, values, lambda v, own: self._group._allgather_base(v, own, options)
+        )
 
     def _has_halves(self, values: Tensors, on_cpu: bool = False) -> bool:
         """Whether the backend itself cuts these into equal parts, where they lie."""
@@ -109,9 +124,13 @@ class CollectiveGroup:
             for v in values.values()
         )  # fmt: skip
 
-    def _halves(self, what: str, values: Tensors, begin: Callable[[Tensor, Tensor], dist.Work]) -> Work:
+    def _halves(
+        self, what: str, values: Tensors, begin: Callable[[Tensor, Tensor], dist.Work]
+    ) -> Work:
         try:
-            return _Reduction(self, what, [begin(v, v[self.own(v)[0]]) for v in values.values()], [], 1)
+            return _Reduction(
+                self, what, [begin(v, v[self.own(v)[0]]) for v in values.values()], [], 1
+            )
         except RuntimeError as e:
             raise self._lost(what, e) from e
 
@@ -122,10 +141,15 @@ class CollectiveGroup:
         """Start a swap without waiting for anybody; what this returns waits and gives what was received."""
         what = self._next("swap")
         sent = {k: v.detach().to(self._device or v.device).contiguous() for k, v in values.items()}
-        got = [{k: torch.empty_like(v) if p != self.rank else v.clone() for k, v in sent.items()} for p in peers]
+        got = [
+            {k: torch.empty_like(v) if p != self.rank else v.clone() for k, v in sent.items()}
+            for p in peers
+        ]
         remote = [(p, into) for p, into in zip(peers, got, strict=True) if p != self.rank]
         # a pair's messages keep their order, so that each meets its own though all carry the same tag
-        receives = [(p, _bytes(into[k])) for p, into in remote for k, v in sent.items() if v.numel()]
+        receives = [
+            (p, _bytes(into[k])) for p, into in remote for k, v in sent.items() if v.numel()
+        ]
         sends = [(p, _bytes(v)) for p, _ in remote for v in sent.values() if v.numel()]
         try:
             works = self._post(receives, sends, SWAP)
@@ -143,13 +167,25 @@ class CollectiveGroup:
 
         return finish
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         to_oneself(self, give, into)
         what = self._next("transfer")
-        sent = {r: v.detach().to(self._device or v.device) for r, v in give.items() if r != self.rank and v.numel()}
+        sent = {
+            r: v.detach().to(self._device or v.device)
+            for r, v in give.items()
+            if r != self.rank and v.numel()
+        }
         got = {r: v.detach() for r, v in into.items() if r != self.rank and v.numel()}
         pending = [
-            (v, torch.empty_like(v, device=self._device) if self._device not in (None, v.device) else v) for v in got.values()
+            (
+                v,
+                torch.empty_like(v, device=self._device)
+                if self._device not in (None, v.device)
+                else v,
+            )
+            for v in got.values()
         ]
         receives = [(r, _bytes(landing)) for r, (_, landing) in zip(got, pending, strict=True)]
         try:
@@ -170,14 +206,18 @@ class CollectiveGroup:
             raise PeerLost(f"rank {self.rank} of {self.size}: this group is closed; connect again")
         return self._open
 
-    def _post(self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int) -> list[dist.Work]:
+    def _post(
+        self, receives: list[tuple[int, Tensor]], sends: list[tuple[int, Tensor]], tag: int
+    ) -> list[dist.Work]:
         if not receives and not sends:
             return []
         group, device = self._group, (receives or sends)[0][1].device
         together = group._get_backend(device).supports_coalescing
         if together:  # nccl: one kernel for all, or two ranks that send to each other first would wait for ever
             group._start_coalescing(device)
-        works = [group.recv([into], p, tag) for p, into in receives] + [group.send([v], p, tag) for p, v in sends]
+        works = [group.recv([into], p, tag) for p, into in receives] + [
+            group.send([v], p, tag) for p, v in sends
+        ]
         return [group._end_coalescing(device)] if together else works
 
     def _next(self, what: str) -> str:
@@ -193,9 +233,20 @@ class CollectiveGroup:
 
 class _Reduction:
     def __init__(
-        self, group: CollectiveGroup, what: str, works: list[dist.Work], pending: list[tuple[Tensor, Tensor]], divisor: int
+        self,
+        group: CollectiveGroup,
+        what: str,
+        works: list[dist.Work],
+        pending: list[tuple[Tensor, Tensor]],
+        divisor: int,
     ):
-        self._group, self._what, self._works, self._pending, self._divisor = group, what, works, pending, divisor
+        self._group, self._what, self._works, self._pending, self._divisor = (
+            group,
+            what,
+            works,
+            pending,
+            divisor,
+        )
 
     def wait(self) -> None:
         try:
@@ -205,7 +256,9 @@ class _Reduction:
             raise self._group._lost(self._what, e) from e
         for value, sent in self._pending:
             if self._divisor > 1:
-                sent.div_(self._divisor) if sent.is_floating_point() else sent.floor_divide_(self._divisor)
+                sent.div_(self._divisor) if sent.is_floating_point() else sent.floor_divide_(
+                    self._divisor
+                )
             if sent.data_ptr() != value.data_ptr():
                 value.copy_(sent)
         self._works, self._pending = [], []  # a second wait divides nothing
@@ -253,7 +306,9 @@ def connect(
         if backend == "gloo":
             device = torch.device("cpu")
             group._set_default_backend(kinds.GLOO)
-            group._register_backend(device, kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))
+            group._register_backend(
+                device, kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout)
+            )
         elif backend == "nccl":
             if device is None or device.index is None or not dist.is_nccl_available():
                 raise PlanError(
@@ -263,7 +318,9 @@ def connect(
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-            nccl.eager_connect_single_device(device)  # else a swap between some ranks would wait for all
+            nccl.eager_connect_single_device(
+                device
+            )  # else a swap between some ranks would wait for all
             group._set_default_backend(kinds.NCCL)
             group._register_backend(device, kinds.NCCL, nccl)
         else:
@@ -278,7 +335,9 @@ def connect(
 
 def _connect_mpi(rank: int, size: int) -> CollectiveGroup:
     if not dist.is_mpi_available():
-        raise PlanError("backend mpi, but this torch was built without it; build torch against your MPI, or set link=gloo")
+        raise PlanError(
+            "backend mpi, but this torch was built without it; build torch against your MPI, or set link=gloo"
+        )
     dist.init_process_group("mpi")  # mpi finds its ranks by itself and makes one world a process
     group = dist.group.WORLD
     assert group is not None

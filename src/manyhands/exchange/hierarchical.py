@@ -16,21 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import collective
 from manyhands.exchange.shared import SharedGroup
 
 
 class HierarchicalGroup:
-    def __init__(self, rank: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0):
+    def __init__(
+        self, rank: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
+    ):
         self.rank, self.size = rank, len(hosts)
         names = list(dict.fromkeys(hosts))
-        self._neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]  # global ranks, by local rank
+        self._neighbours = [
+            r for r, host in enumerate(hosts) if host == hosts[rank]
+        ]  # global ranks, by local rank
         self._hosts = names
         # every rank with every other, for swaps and transfers. Here, and not when first needed: a transfer is between two
         # ranks, and the others would not come to connect
-        self._anyone = collective.connect(rank, self.size, dist.PrefixStore("anyone", store), "gloo", timeout_s)
+        self._anyone = collective.connect(
+            rank, self.size, dist.PrefixStore("anyone", store), "gloo", timeout_s
+        )
         self._column: collective.CollectiveGroup | None = None
         self._latest: Work = Finished()
         host, local = names.index(hosts[rank]), self._neighbours.index(rank)
@@ -82,7 +93,9 @@ class HierarchicalGroup:
         got_far = iter(finish())
         return [next(got_near if p in self._neighbours else got_far) for p in peers]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         # to neighbours too: gloo moves bytes while this rank stands still elsewhere, shared memory does not, and a rank that
         # waits for another host would keep back the rest of a message to its neighbour, which the other host may wait for
         return self._anyone.transfer(give, into, name)
@@ -100,9 +113,14 @@ class HierarchicalGroup:
     def _globally(self, e: PeerLost) -> PeerLost:
         """The same loss in global ranks: shared memory counts ranks within the host, a column counts hosts."""
         if not e.ranks:
-            return PeerLost(f"rank {self.rank} of {self.size}, between hosts {', '.join(self._hosts)} (its ranks are hosts): {e}")
+            return PeerLost(
+                f"rank {self.rank} of {self.size}, between hosts {', '.join(self._hosts)} (its ranks are hosts): {e}"
+            )
         lost = tuple(self._neighbours[r] for r in e.ranks)
-        return PeerLost(f"rank {self.rank} of {self.size} lost ranks {list(lost)} of its host (there, counted from 0: {e})", lost)
+        return PeerLost(
+            f"rank {self.rank} of {self.size} lost ranks {list(lost)} of its host (there, counted from 0: {e})",
+            lost,
+        )
 
 
 class _Reduction:
@@ -116,7 +134,9 @@ class _Reduction:
             raise self._group._globally(e) from e
 
 
-def connect(rank: int, size: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0) -> HierarchicalGroup:
+def connect(
+    rank: int, size: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
+) -> HierarchicalGroup:
     """`hosts` names the host of every rank, in the order of ranks; ranks of one host need not be neighbours."""
     if len(hosts) != size:
         raise PlanError(f"{len(hosts)} host names for {size} ranks; give the host of every rank")

@@ -66,14 +66,19 @@ class World:
                 pass
             except BaseException as e:
                 if self._error is None:
-                    e.add_note(f"raised on rank {rank} of {self.size} at virtual time {self.now[rank]:g}")
+                    e.add_note(
+                        f"raised on rank {rank} of {self.size} at virtual time {self.now[rank]:g}"
+                    )
                     self._error = e
             self._finished[rank] = True
             self._pass_turn()
             if all(self._finished):
                 all_left.set()
 
-        threads = [threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True) for r in range(self.size)]
+        threads = [
+            threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True)
+            for r in range(self.size)
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -96,12 +101,20 @@ class World:
     def spend(self, rank: int, seconds: float, kind: Kind = "compute") -> None:
         """Let `seconds` pass on this rank; ranks that are behind it run meanwhile."""
         if not seconds >= 0:
-            raise ValueError(f"rank {rank} is to spend {seconds} s on {kind}; time does not run backwards")
+            raise ValueError(
+                f"rank {rank} is to spend {seconds} s on {kind}; time does not run backwards"
+            )
         self.now[rank] += seconds
         self.busy[rank][kind] += seconds
         self._yield_turn(rank)
 
-    def wait(self, rank: int, where: str, until: Callable[[], float | None], absent: Callable[[], list[int]]) -> None:
+    def wait(
+        self,
+        rank: int,
+        where: str,
+        until: Callable[[], float | None],
+        absent: Callable[[], list[int]],
+    ) -> None:
         """Stand still until `until` gives a time. `where` and `absent` say what this rank waits in, and for whom."""
         self._waits[rank] = _Wait(where, until, absent)
         self._yield_turn(rank)
@@ -114,7 +127,9 @@ class World:
 
     def _reset(self) -> None:
         self.now = [0.0] * self.size
-        self.busy: list[dict[Kind, float]] = [dict.fromkeys(get_args(Kind), 0.0) for _ in range(self.size)]
+        self.busy: list[dict[Kind, float]] = [
+            dict.fromkeys(get_args(Kind), 0.0) for _ in range(self.size)
+        ]
         self._waits: list[_Wait | None] = [None] * self.size
         self._finished = [False] * self.size
         self._error = None
@@ -122,7 +137,9 @@ class World:
         self._meetings: dict[int, _Meeting] = {}
         self._link_free = 0.0
         self._port_free = [0.0] * self.size
-        self._on_the_way: dict[tuple[int, int], deque[_Message]] = {}  # (from, to) -> sent or asked for, but not both
+        self._on_the_way: dict[
+            tuple[int, int], deque[_Message]
+        ] = {}  # (from, to) -> sent or asked for, but not both
 
     # -- turns: only the rank that has the turn calls these --
 
@@ -177,7 +194,9 @@ class World:
             del self._meetings[number]
             if post.what == "all_reduce":
                 start = max(self._link_free, meeting.latest)
-                meeting.finish = self._link_free = start + self.cost(post.what, post.nbytes, self.size)
+                meeting.finish = self._link_free = start + self.cost(
+                    post.what, post.nbytes, self.size
+                )
         return meeting
 
     def _hand_over(self, source: int, sink: int, tensor: Tensor, gives: bool) -> _Message:
@@ -207,24 +226,36 @@ class InprocGroup:
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if op not in get_args(Op):
             raise ValueError(f"all_reduce with op={op!r}; needed: one of {', '.join(get_args(Op))}")
-        return _Reduction(self, self._post(_Post("all_reduce", values, self.world.now[self.rank], op=op)))
+        return _Reduction(
+            self, self._post(_Post("all_reduce", values, self.world.now[self.rank], op=op))
+        )
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if strangers := [p for p in peers if not 0 <= p < self.size]:
-            raise ValueError(f"rank {self.rank} swaps with {_ranks(strangers)}, but ranks are 0 to {self.size - 1}")
+            raise ValueError(
+                f"rank {self.rank} swaps with {_ranks(strangers)}, but ranks are 0 to {self.size - 1}"
+            )
         post = _Post("swap", values, self.world.now[self.rank], peers=tuple(peers))
         meeting, present = self._post(post), (*peers, self.rank)
         where = f"swap #{meeting.number}"
-        self.world.wait(self.rank, where, lambda: meeting.came_at(present), lambda: meeting.absent(present))
+        self.world.wait(
+            self.rank, where, lambda: meeting.came_at(present), lambda: meeting.absent(present)
+        )
         self.world.spend(self.rank, self.world.cost("swap", post.nbytes, len(peers)), "exchange")
         return [post.inbox[i] for i in range(len(peers))]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         to_oneself(self, give, into)
         self._transfers += 1
         hand_over = self.world._hand_over
-        sent = [hand_over(self.rank, r, v.detach(), True) for r, v in give.items() if r != self.rank]
-        got = [hand_over(r, self.rank, v.detach(), False) for r, v in into.items() if r != self.rank]
+        sent = [
+            hand_over(self.rank, r, v.detach(), True) for r, v in give.items() if r != self.rank
+        ]
+        got = [
+            hand_over(r, self.rank, v.detach(), False) for r, v in into.items() if r != self.rank
+        ]
         return _Transfer(self, self._transfers - 1, sent + got)
 
     def close(self) -> None: ...
@@ -247,7 +278,12 @@ class _Reduction:
         if self._done:
             return
         world, rank, meeting = self._group.world, self._group.rank, self._meeting
-        world.wait(rank, f"all_reduce #{meeting.number}", meeting.all_came_at, lambda: meeting.absent(range(world.size)))
+        world.wait(
+            rank,
+            f"all_reduce #{meeting.number}",
+            meeting.all_came_at,
+            lambda: meeting.absent(range(world.size)),
+        )
         world.spend(rank, max(0.0, meeting.finish - world.now[rank]), "exchange")
         self._done = True
 
@@ -265,7 +301,9 @@ class _Transfer:
             return max(m.latest for m in messages) if all(m.moved for m in messages) else None
 
         def absent() -> list[int]:
-            return sorted({m.sink if m.source == rank else m.source for m in messages if not m.moved})
+            return sorted(
+                {m.sink if m.source == rank else m.source for m in messages if not m.moved}
+            )
 
         world.wait(rank, f"transfer #{self._number}", came_at, absent)
         world.spend(rank, max(0.0, max(m.finish for m in messages) - world.now[rank]), "exchange")
@@ -313,7 +351,9 @@ class _Post:
     time: float
     op: Op = "sum"
     peers: tuple[int, ...] = ()
-    inbox: dict[int, Tensors] = field(default_factory=dict)  # place in `peers` -> what that peer gave
+    inbox: dict[int, Tensors] = field(
+        default_factory=dict
+    )  # place in `peers` -> what that peer gave
 
     @property
     def nbytes(self) -> int:
@@ -333,12 +373,17 @@ class _Post:
             return "different ops"
         if self.peers.count(other) != theirs.peers.count(rank):
             return "one names the other as its peer more often than it is named itself"
-        if (self.what == "all_reduce" or other in self.peers) and _shapes(self.values) != _shapes(theirs.values):
+        if (self.what == "all_reduce" or other in self.peers) and _shapes(self.values) != _shapes(
+            theirs.values
+        ):
             return "different names, shapes or dtypes"
         return ""
 
     def __str__(self) -> str:
-        shown = [f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, shape, dtype in _shapes(self.values)]
+        shown = [
+            f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}"
+            for name, shape, dtype in _shapes(self.values)
+        ]
         rest = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
         how = f"({self.op})" if self.what == "all_reduce" else f" with {_ranks(self.peers)}"
         return f"{self.what}{how} of {', '.join(shown[:6]) or 'nothing'}{rest}"
@@ -374,7 +419,9 @@ class _Meeting:
 
     def came_at(self, ranks: Sequence[int]) -> float | None:
         """When the last of `ranks` came; None: somebody has not come yet."""
-        return max(self.posts[r].time for r in ranks) if all(r in self.posts for r in ranks) else None
+        return (
+            max(self.posts[r].time for r in ranks) if all(r in self.posts for r in ranks) else None
+        )
 
     def absent(self, ranks: Sequence[int]) -> list[int]:
         return sorted({r for r in ranks if r not in self.posts})
@@ -395,7 +442,9 @@ def _reduce(everyone: list[Tensors], op: Op) -> None:
             else:
                 total.add_(other)
         if op == "mean":
-            total.div_(len(everyone)) if total.is_floating_point() else total.floor_divide_(len(everyone))
+            total.div_(len(everyone)) if total.is_floating_point() else total.floor_divide_(
+                len(everyone)
+            )
         for values in everyone:
             values[name].detach().copy_(total)
 

@@ -32,7 +32,9 @@ MADE, MAPPED = 1, 2
 class Mailboxes:
     """`words` are 3 * size * size zeroed integers that all ranks map: for every pair the state of its box, sent, read."""
 
-    def __init__(self, rank: int, size: int, words: np.ndarray, store: dist.Store, fence: Callable[[], None]):
+    def __init__(
+        self, rank: int, size: int, words: np.ndarray, store: dist.Store, fence: Callable[[], None]
+    ):
         self._rank, self._store, self._fence = rank, store, fence
         self._state, self._sent, self._read = words.reshape(3, size, size)
         self._paths: dict[int, Path] = {}
@@ -88,7 +90,9 @@ class Mailboxes:
             path = Path(self._store.get(f"mail/{peer}-{self._rank}").decode())
             try:
                 self._boxes[pair] = _Box(segments.attach(path, _Box.BYTES))
-            except FileNotFoundError:  # the sender has left and taken it along: whoever waits will find that out
+            except (
+                FileNotFoundError
+            ):  # the sender has left and taken it along: whoever waits will find that out
                 return False
             path.unlink()
             self._state[pair] = MAPPED
@@ -129,8 +133,12 @@ class _Box:
     BYTES = SLOTS * (PIECE_BYTES + 8)
 
     def __init__(self, memory: mmap.mmap):
-        self.slots = np.frombuffer(memory, np.uint8, SLOTS * PIECE_BYTES).reshape(SLOTS, PIECE_BYTES)
-        self.lengths = np.frombuffer(memory, np.int64, SLOTS, offset=SLOTS * PIECE_BYTES)  # of the whole message
+        self.slots = np.frombuffer(memory, np.uint8, SLOTS * PIECE_BYTES).reshape(
+            SLOTS, PIECE_BYTES
+        )
+        self.lengths = np.frombuffer(
+            memory, np.int64, SLOTS, offset=SLOTS * PIECE_BYTES
+        )  # of the whole message
 
     def put(self, slot: int, parcel: Parcel) -> None:
         self.lengths[slot] = len(parcel.bytes)

@@ -16,13 +16,21 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from manyhands.core import Emit, Event, Group, Op, PartGroup, Tensors, Work
+from manyhands.core import (
+    Emit,
+    Event,
+    Group,
+    Op,
+    ReduceScatterGroup,
+    Tensors,
+    Work,
+)
 
 Clock = Callable[[], float]
 
 
 @dataclass
-class Account:
+class TrafficTotals:
     """Running totals of all that a rank exchanges, and the round it is in: one for all of its links."""
 
     round: int = 0
@@ -31,11 +39,13 @@ class Account:
     seconds: float = 0.0
 
 
-class Observed:
+class ObservedGroup:
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
     by `every`, totals always. A link `beside` another one, to fewer ranks, keeps the same account."""
 
-    allocate: Callable[[int, torch.dtype], Tensor]  # these two are there only when the inner link has them
+    allocate: Callable[
+        [int, torch.dtype], Tensor
+    ]  # these two are there only when the inner link has them
     clock: Clock
 
     def __init__(
@@ -45,13 +55,13 @@ class Observed:
         clock: Clock = time.perf_counter,
         now: Clock = time.time,
         every: int = 1,
-        beside: Observed | None = None,
+        beside: ObservedGroup | None = None,
     ):
         if every < 1:
             raise ValueError(f"every={every}; needed: 1 (events for all rounds) or more")
         self.group, self.rank, self.size = group, group.rank, group.size
         self.every = every
-        self.account: Account = Account() if beside is None else beside.account
+        self.account: TrafficTotals = TrafficTotals() if beside is None else beside.account
         self._who = group.rank if beside is None else beside.rank
         self.emit, self._clock, self._now = emit, clock, now
         if hasattr(group, "allocate"):
@@ -83,13 +93,21 @@ class Observed:
         return self._watch("all_reduce", values.values(), lambda: self.group.all_reduce(values, op))
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
-        return self._watch("reduce_scatter", values.values(), lambda: cast(PartGroup, self.group).reduce_scatter(values, op))
+        return self._watch(
+            "reduce_scatter",
+            values.values(),
+            lambda: cast(ReduceScatterGroup, self.group).reduce_scatter(values, op),
+        )
 
     def all_gather(self, values: Tensors) -> Work:
-        return self._watch("all_gather", values.values(), lambda: cast(PartGroup, self.group).all_gather(values))
+        return self._watch(
+            "all_gather",
+            values.values(),
+            lambda: cast(ReduceScatterGroup, self.group).all_gather(values),
+        )
 
     def own(self, tensor: Tensor) -> list[slice]:
-        return cast(PartGroup, self.group).own(tensor)
+        return cast(ReduceScatterGroup, self.group).own(tensor)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         start = self._clock()
@@ -98,7 +116,9 @@ class Observed:
         self.count("swap", len(peers) * sum(v.nbytes for v in values.values()), seconds)
         return got
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         away = [v for r, v in give.items() if r != self.rank]
         return self._watch("transfer", away, lambda: self.group.transfer(give, into, name))
 
@@ -106,7 +126,7 @@ class Observed:
         self.group.close()
 
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None:
-        """Add what this rank exchanged otherwise: with servers (`exchange.server.observed`)."""
+        """Add what this rank exchanged otherwise: with servers (`server.client.observed_store`)."""
         self.account.calls += calls
         self.account.nbytes += nbytes
         self.account.seconds += seconds
@@ -130,8 +150,14 @@ class Observed:
 class _Watched:
     __slots__ = ("_done", "_link", "_name", "_nbytes", "_round", "_seconds", "_work")
 
-    def __init__(self, link: Observed, name: str, work: Work, nbytes: int, seconds: float):
-        self._link, self._name, self._work, self._nbytes, self._seconds = link, name, work, nbytes, seconds
+    def __init__(self, link: ObservedGroup, name: str, work: Work, nbytes: int, seconds: float):
+        self._link, self._name, self._work, self._nbytes, self._seconds = (
+            link,
+            name,
+            work,
+            nbytes,
+            seconds,
+        )
         self._round, self._done = link.round, False
 
     def wait(self) -> None:

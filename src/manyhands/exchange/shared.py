@@ -34,7 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.errors import Deadlock, PeerLost
 from manyhands.exchange import segments
 from manyhands.exchange.mailbox import Mailboxes, Parcel
@@ -56,9 +61,13 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 class _Segment:
     first: int  # address of its first byte in this process
     stop: int
-    views: list[Tensor]  # its bytes in every rank's copy; the same memory for all of them where it is common
+    views: list[
+        Tensor
+    ]  # its bytes in every rank's copy; the same memory for all of them where it is common
     common: bool
-    block: int  # bytes in a row with one owner; 0: one equal part a rank, of whatever vector is given
+    block: (
+        int  # bytes in a row with one owner; 0: one equal part a rank, of whatever vector is given
+    )
 
 
 class SharedGroup:
@@ -85,13 +94,22 @@ class SharedGroup:
         self._queue: deque[_Call] = deque()
         self._calls = self._transfers = 0
         self._lock = threading.Lock()
-        words = self._map(8 * (2 * size * LINE + size + 5 * size * size + size * SIGNATURES), made_by=0)[0]
+        words = self._map(
+            8 * (2 * size * LINE + size + 5 * size * size + size * SIGNATURES), made_by=0
+        )[0]
         control = np.frombuffer(words, dtype=np.int64)
-        self._posted, self._done = (control[i * size * LINE : (i + 1) * size * LINE : LINE] for i in range(2))
+        self._posted, self._done = (
+            control[i * size * LINE : (i + 1) * size * LINE : LINE] for i in range(2)
+        )
         rest = control[2 * size * LINE :]
         self._pids = rest[:size]
-        self._sent, self._read = (rest[size + i * size**2 : size + (i + 1) * size**2].reshape(size, size) for i in range(2))
-        self._mail = Mailboxes(rank, size, rest[size + 2 * size**2 : size + 5 * size**2], store, self._fence)
+        self._sent, self._read = (
+            rest[size + i * size**2 : size + (i + 1) * size**2].reshape(size, size)
+            for i in range(2)
+        )
+        self._mail = Mailboxes(
+            rank, size, rest[size + 2 * size**2 : size + 5 * size**2], store, self._fence
+        )
         self._signatures = rest[size + 5 * size**2 :].reshape(size, SIGNATURES)
         self._pids[rank] = os.getpid()
         self._meet(b"")  # every pid is known before anybody waits for anybody
@@ -99,7 +117,9 @@ class SharedGroup:
 
     # -- memory --
 
-    def allocate(self, numel: int, dtype: torch.dtype, common: bool = False, even: bool = False) -> Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, common: bool = False, even: bool = False
+    ) -> Tensor:
         """A zeroed vector in shared memory: a copy a rank, or one that is common to all. Every rank must ask for the
         same, in the same order. `even`: it and each slice of it has one equal, contiguous part for every rank."""
         nbytes = max(64, numel * dtype.itemsize)
@@ -110,9 +130,19 @@ class SharedGroup:
         # across hosts an owner's share should travel in one piece
         shares = self._owners * (BLOCKS_PER_OWNER if self._between is None else 1)
         least, most = OWNED_BYTES
-        block = max(least, min(most, math.ceil(nbytes / shares))) if self._between is None else math.ceil(nbytes / shares)
+        block = (
+            max(least, min(most, math.ceil(nbytes / shares)))
+            if self._between is None
+            else math.ceil(nbytes / shares)
+        )
         self._segments.append(
-            _Segment(mine.data_ptr(), mine.data_ptr() + nbytes, views, common, 0 if even else math.ceil(block / 64) * 64)
+            _Segment(
+                mine.data_ptr(),
+                mine.data_ptr() + nbytes,
+                views,
+                common,
+                0 if even else math.ceil(block / 64) * 64,
+            )
         )
         return mine[: numel * dtype.itemsize].view(dtype)
 
@@ -120,12 +150,17 @@ class SharedGroup:
         """Which elements of a vector from `allocate` this rank owns."""
         segment = self._placed(tensor)
         if not segment.block:
-            return [slice(*(tensor.numel() * r // self._owners for r in (self.rank, self.rank + 1)))]
+            return [
+                slice(*(tensor.numel() * r // self._owners for r in (self.rank, self.rank + 1)))
+            ]
         offset, size = tensor.data_ptr() - segment.first, tensor.element_size()
         found = []
         for index in range(offset // segment.block, -(-(offset + tensor.nbytes) // segment.block)):
             if index % self._owners == self.rank:
-                start, stop = max(offset, index * segment.block), min(offset + tensor.nbytes, (index + 1) * segment.block)
+                start, stop = (
+                    max(offset, index * segment.block),
+                    min(offset + tensor.nbytes, (index + 1) * segment.block),
+                )
                 found.append(slice((start - offset) // size, (stop - offset) // size))
         return found
 
@@ -135,7 +170,9 @@ class SharedGroup:
         path, own = segments.create(nbytes) if makes else (None, None)
         paths = self._meet(str(path or "").encode())
         maps = [
-            own if own is not None and r == self.rank else segments.attach(p.decode(), nbytes) for r, p in enumerate(paths) if p
+            own if own is not None and r == self.rank else segments.attach(p.decode(), nbytes)
+            for r, p in enumerate(paths)
+            if p
         ]
         self._meet(b"")
         if path is not None:
@@ -149,10 +186,15 @@ class SharedGroup:
         key = f"shared/{self._meetings}/"
         self._store.set(f"{key}{self.rank}", value.decode() or "-")
         try:
-            self._store.wait([f"{key}{r}" for r in range(self.size)], timedelta(seconds=self._timeout_s))
+            self._store.wait(
+                [f"{key}{r}" for r in range(self.size)], timedelta(seconds=self._timeout_s)
+            )
         except RuntimeError as e:
             missing = tuple(r for r in range(self.size) if not self._store.check([f"{key}{r}"]))
-            raise PeerLost(f"rank {self.rank}: ranks {list(missing)} did not come to set up shared memory: {e}", missing) from e
+            raise PeerLost(
+                f"rank {self.rank}: ranks {list(missing)} did not come to set up shared memory: {e}",
+                missing,
+            ) from e
         got = [self._store.get(f"{key}{r}") for r in range(self.size)]
         return [b"" if g == b"-" else g for g in got]
 
@@ -165,7 +207,9 @@ class SharedGroup:
         foreign: list[Tensor] = []
         for v in values.values():
             if v.numel():
-                (placed if v.is_contiguous() and self._segment(v) is not None else foreign).append(v)
+                (placed if v.is_contiguous() and self._segment(v) is not None else foreign).append(
+                    v
+                )
         work: Work = self._post(placed, op) if placed else Finished()
         for v in foreign:
             self._through_staging(v, op)
@@ -193,7 +237,9 @@ class SharedGroup:
                 for p, sink in sinks:
                     due = self._read[self.rank, p] + 1
                     self._await(self._sent, p, due)
-                    sink[start : start + piece.numel()].copy_(self._segments[0].views[p][: piece.numel()])
+                    sink[start : start + piece.numel()].copy_(
+                        self._segments[0].views[p][: piece.numel()]
+                    )
                     self._fence()
                     self._read[self.rank, p] = due
                 for p in peers:  # the staging buffer is free again when all have read it
@@ -204,10 +250,14 @@ class SharedGroup:
     def _await(self, counters: np.ndarray, peer: int, due: int) -> None:
         self._wait(lambda: bool(counters[peer, self.rank] >= due), lambda: [peer], "swap")
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         to_oneself(self, give, into)
         parcels = [self._mail.send(r, v) for r, v in give.items() if r != self.rank and v.numel()]
-        parcels += [self._mail.receive(r, v) for r, v in into.items() if r != self.rank and v.numel()]
+        parcels += [
+            self._mail.receive(r, v) for r, v in into.items() if r != self.rank and v.numel()
+        ]
         self._mail.progress()
         self._transfers += 1
         return _Transfer(self, self._transfers - 1, parcels)
@@ -223,7 +273,9 @@ class SharedGroup:
 
     def _post(self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce") -> _Call:
         if kind != "all_gather" and any(self._placed(t).common for t in tensors):
-            raise ValueError("memory that is common to all ranks has one value: there is nothing to reduce")
+            raise ValueError(
+                "memory that is common to all ranks has one value: there is nothing to reduce"
+            )
         call = _Call(self, self._calls, tensors, op, kind)
         self._calls += 1
         self._queue.append(call)
@@ -280,12 +332,16 @@ class SharedGroup:
 
     def _divide(self, mine: Tensor, op: Op) -> None:
         if op == "mean":
-            mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(self._divisor)
+            mine.div_(self._divisor) if mine.is_floating_point() else mine.floor_divide_(
+                self._divisor
+            )
 
     def _finish(self, call: _Call) -> None:
         # what lies in common memory is with everybody as soon as its owners have said that it is there
         there = (
-            self._posted if call.kind == "all_gather" and all(s.common for s in map(self._placed, call.tensors)) else self._done
+            self._posted
+            if call.kind == "all_gather" and all(s.common for s in map(self._placed, call.tensors))
+            else self._done
         )
         if there.min() > call.number:
             return
@@ -310,8 +366,13 @@ class SharedGroup:
         everyone = [v[offset : offset + tensor.nbytes].view(tensor.dtype) for v in copies]
         if not segment.common:
             everyone.insert(0, everyone.pop(self.rank))
-        rows = [list(zip(*(e[own].split(BLOCK) for e in everyone), strict=True)) for own in self.own(tensor)]
-        if len(self._parts) > 1000:  # foreign tensors of ever new lengths pass through the staging buffer
+        rows = [
+            list(zip(*(e[own].split(BLOCK) for e in everyone), strict=True))
+            for own in self.own(tensor)
+        ]
+        if (
+            len(self._parts) > 1000
+        ):  # foreign tensors of ever new lengths pass through the staging buffer
             self._parts.clear()
         self._parts[key] = rows
         return rows
@@ -365,14 +426,22 @@ class SharedGroup:
                 self._look_after(absent, what, waited, ready)
         self._fence()
 
-    def _look_after(self, absent: Callable[[], list[int]], what: str, waited_s: float, ready: Callable[[], bool]) -> None:
+    def _look_after(
+        self, absent: Callable[[], list[int]], what: str, waited_s: float, ready: Callable[[], bool]
+    ) -> None:
         pids = {r: int(self._pids[r]) for r in absent()}
         gone = {r for r, pid in pids.items() if not pid or not segments.alive(pid)}
         # ask again: a rank may have come, done its part and left for good between the two questions
         if gone and not ready() and (lost := sorted(gone & set(absent()))):
             died = [r for r in lost if pids[r]]  # who left without dying did so because of these
-            how = f"rank {died[0]} (pid {pids[died[0]]}) died" if died else f"rank {lost[0]} closed its group"
-            raise PeerLost(f"{how}; rank {self.rank} was waiting for it in {what}", tuple(died or lost))
+            how = (
+                f"rank {died[0]} (pid {pids[died[0]]}) died"
+                if died
+                else f"rank {lost[0]} closed its group"
+            )
+            raise PeerLost(
+                f"{how}; rank {self.rank} was waiting for it in {what}", tuple(died or lost)
+            )
         if waited_s > self._timeout_s:
             late = absent()
             raise PeerLost(
@@ -407,7 +476,11 @@ class _Transfer:
             return all(p.done for p in parcels)
 
         if not all(p.done for p in parcels):
-            group._wait(complete, lambda: [p.peer for p in parcels if not p.done], f"transfer #{self._number}")
+            group._wait(
+                complete,
+                lambda: [p.peer for p in parcels if not p.done],
+                f"transfer #{self._number}",
+            )
         self._parcels = []
 
 

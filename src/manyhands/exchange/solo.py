@@ -7,7 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from manyhands.core import Finished, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Op,
+    Tensors,
+    Work,
+)
 
 
 class Ranked(Protocol):
@@ -24,10 +29,14 @@ class SoloGroup:
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if any(peers):
-            raise ValueError(f"swap with ranks {list(peers)}, but rank 0 is alone; start more ranks or give peers=[]")
+            raise ValueError(
+                f"swap with ranks {list(peers)}, but rank 0 is alone; start more ranks or give peers=[]"
+            )
         return [{k: v.detach().clone() for k, v in values.items()} for _ in peers]
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         to_oneself(self, give, into)
         return Finished()
 
@@ -46,6 +55,8 @@ def to_oneself(link: Ranked, give: Mapping[int, Tensor], into: Mapping[int, Tens
                     f"rank {link.rank} transfers a tensor {way} rank {r} that is not contiguous; give x.contiguous()"
                 )
     if (link.rank in give) != (link.rank in into):
-        raise ValueError(f"rank {link.rank} transfers to itself; needed: both ends, give and into, in the same call")
+        raise ValueError(
+            f"rank {link.rank} transfers to itself; needed: both ends, give and into, in the same call"
+        )
     if link.rank in give:
         into[link.rank].detach().copy_(give[link.rank].detach())

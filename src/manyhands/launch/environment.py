@@ -16,7 +16,7 @@ from typing import Literal, cast, get_args
 
 import torch.distributed as dist
 
-from manyhands.core import Place
+from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
 
 STARTED_BY_US = "MANYHANDS_WORKER"
@@ -25,7 +25,10 @@ OPTIONS = "MANYHANDS_OPTIONS"
 HOST = "MANYHANDS_HOST"
 LAB = "MANYHANDS_LAB"  # the hosts of the lab that this process may start others on, as JSON; `launch.lab` writes and reads it
 LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: whose lab it is
-TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # what workers and servers know of each other
+TOKEN, TOKEN_FILE = (
+    "MANYHANDS_TOKEN",
+    "MANYHANDS_TOKEN_FILE",
+)  # what workers and servers know of each other
 TLS_CA = "MANYHANDS_TLS_CA"  # who signed the servers' certificate
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
@@ -34,15 +37,17 @@ def variables() -> Mapping[str, str]:
     return dict(os.environ)
 
 
-def place(env: Mapping[str, str] | None = None) -> Place:
+def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
     env = os.environ if env is None else env
     host = env.get(HOST) or socket.gethostname()
     if "RANK" in env and "WORLD_SIZE" in env:
         ours = env.get(STARTED_BY_US) == "1"
         rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
         if not 0 <= rank < size:
-            raise LaunchError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed")
-        return Place(
+            raise LaunchError(
+                f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed"
+            )
+        return ProcessInfo(
             rank,
             size,
             _int(env, "LOCAL_RANK", rank),
@@ -50,8 +55,12 @@ def place(env: Mapping[str, str] | None = None) -> Place:
             host,
             "manyhands" if ours else "torchrun",
         )
-    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
-        return Place(
+    if (
+        "SLURM_PROCID" in env
+        and "SLURM_STEP_NUM_TASKS" in env
+        and int(env["SLURM_STEP_NUM_TASKS"]) > 1
+    ):
+        return ProcessInfo(
             _int(env, "SLURM_PROCID"),
             _int(env, "SLURM_STEP_NUM_TASKS"),
             _int(env, "SLURM_LOCALID"),
@@ -63,11 +72,11 @@ def place(env: Mapping[str, str] | None = None) -> Place:
         rank, size, local_rank, local_size = (
             _int(env, f"OMPI_COMM_WORLD_{n}") for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         )
-        return Place(rank, size, local_rank, local_size, host, "mpi")
-    return Place(host=host)
+        return ProcessInfo(rank, size, local_rank, local_size, host, "mpi")
+    return ProcessInfo(host=host)
 
 
-def store(here: Place, timeout_s: float, env: Mapping[str, str] | None = None) -> dist.Store:
+def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = None) -> dist.Store:
     """The key-value store where ranks meet; under torchrun and our own launcher the starter hosts it."""
     env = os.environ if env is None else env
     if here.size == 1 and here.started_by != "manyhands":
@@ -83,18 +92,26 @@ def store(here: Place, timeout_s: float, env: Mapping[str, str] | None = None) -
         base = _connect(address, port, hosted_here, timedelta(seconds=timeout_s))
     except RuntimeError as e:
         if hosted_here and ("EADDRINUSE" in str(e) or "in use" in str(e)):
-            raise LaunchError(f"port {port} is taken on {address}; set MASTER_PORT to a free one") from e
-        raise LaunchError(f"rank {here.rank} cannot reach the rendezvous at {address}:{port}: {e}") from e
+            raise LaunchError(
+                f"port {port} is taken on {address}; set MASTER_PORT to a free one"
+            ) from e
+        raise LaunchError(
+            f"rank {here.rank} cannot reach the rendezvous at {address}:{port}: {e}"
+        ) from e
     restart = "0" if here.started_by == "manyhands" else env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(PREFIX if restart == "0" else f"manyhands/{restart}", base)
 
 
-_stores: dict[tuple[str, int], dist.TCPStore] = {}  # all runs of one process meet in one: rank 0 can host only one on a port
+_stores: dict[
+    tuple[str, int], dist.TCPStore
+] = {}  # all runs of one process meet in one: rank 0 can host only one on a port
 
 
 def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> dist.TCPStore:
     if (address, port) not in _stores:
-        _stores[address, port] = dist.TCPStore(address, port, is_master=hosted_here, wait_for_workers=False, timeout=timeout)
+        _stores[address, port] = dist.TCPStore(
+            address, port, is_master=hosted_here, wait_for_workers=False, timeout=timeout
+        )
     _stores[address, port].set_timeout(timeout)
     return _stores[address, port]
 
@@ -126,7 +143,9 @@ class ServedBy:
 
     def secret(self) -> str:
         """The token that workers and servers share; "": none was given."""
-        return self.token or (read_token(Path(self.token_file), TOKEN_FILE) if self.token_file else "")
+        return self.token or (
+            read_token(Path(self.token_file), TOKEN_FILE) if self.token_file else ""
+        )
 
 
 def served(env: Mapping[str, str] | None = None) -> ServedBy:
@@ -142,8 +161,13 @@ def served(env: Mapping[str, str] | None = None) -> ServedBy:
     if not 0 <= port < 65536:
         raise LaunchError(f"DMLC_PS_ROOT_PORT={port}; needed: 1 to 65535")
     if uri and not port:
-        raise LaunchError(f"DMLC_PS_ROOT_URI={uri} without DMLC_PS_ROOT_PORT; set it to the port of the coordinator there")
-    counts = {name: _int(env, name) if env.get(name) else None for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER")}
+        raise LaunchError(
+            f"DMLC_PS_ROOT_URI={uri} without DMLC_PS_ROOT_PORT; set it to the port of the coordinator there"
+        )
+    counts = {
+        name: _int(env, name) if env.get(name) else None
+        for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+    }
     for name, count in counts.items():
         if count is not None and count < 1:
             raise LaunchError(f"{name}={count}; needed: 1 or more")
@@ -165,9 +189,13 @@ def read_token(path: Path, named_by: str) -> str:
     try:
         found = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
-        raise LaunchError(f"{named_by}={path} cannot be read ({e}); needed: a file with the token that the servers use") from e
+        raise LaunchError(
+            f"{named_by}={path} cannot be read ({e}); needed: a file with the token that the servers use"
+        ) from e
     if not found:
-        raise LaunchError(f"{named_by}={path} is empty; needed: a file with the token that the servers use")
+        raise LaunchError(
+            f"{named_by}={path} is empty; needed: a file with the token that the servers use"
+        )
     return found
 
 
@@ -179,7 +207,9 @@ def at(host: str, port: int) -> str:
 def own_address(env: Mapping[str, str] | None = None) -> str:
     """The address at which other hosts reach this one, as far as it can be told from here."""
     env = os.environ if env is None else env
-    return env.get("DMLC_NODE_HOST") or address_towards(env.get("MASTER_ADDR") or env.get("DMLC_PS_ROOT_URI") or "127.0.0.1")
+    return env.get("DMLC_NODE_HOST") or address_towards(
+        env.get("MASTER_ADDR") or env.get("DMLC_PS_ROOT_URI") or "127.0.0.1"
+    )
 
 
 def address_towards(host: str) -> str:
@@ -190,7 +220,9 @@ def address_towards(host: str) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as e:
-        raise LaunchError(f"there is no way from here to {host} ({e}); give an address that all hosts reach") from e
+        raise LaunchError(
+            f"there is no way from here to {host} ({e}); give an address that all hosts reach"
+        ) from e
 
 
 def words(env: Mapping[str, str] | None = None) -> str:
@@ -226,4 +258,6 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     try:
         return int(value or "")
     except ValueError:
-        raise LaunchError(f"{name}={value!r}, but a whole number is needed; whoever started this process must set it") from None
+        raise LaunchError(
+            f"{name}={value!r}, but a whole number is needed; whoever started this process must set it"
+        ) from None

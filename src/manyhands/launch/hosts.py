@@ -33,7 +33,9 @@ from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
-SETTLE_S = 0.4  # after the first failure: time for the guilty rank's report to overtake its victims'
+SETTLE_S = (
+    0.4  # after the first failure: time for the guilty rank's report to overtake its victims'
+)
 GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
 
 
@@ -76,7 +78,9 @@ class _Worker:
     tail: list[str]
     pump: threading.Thread | None
     ended_by_us: bool = False
-    handle: int | None = None  # of the process, readable when it ends, where the system has such a thing
+    handle: int | None = (
+        None  # of the process, readable when it ends, where the system has such a thing
+    )
 
 
 class HostsLauncher:
@@ -119,7 +123,11 @@ class HostsLauncher:
             ) from e
         # a socket of ours, because a store that opens its own listens to the whole world
         return dist.TCPStore(
-            self.address, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            self.address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
 
     def _start(self, seat: Seat, job: Job, port: int) -> _Worker:
@@ -164,12 +172,18 @@ class HostsLauncher:
         while any(w.process.poll() is None for w in workers):
             if any(w.process.poll() not in (None, 0) for w in workers):
                 deadline = time.monotonic() + SETTLE_S
-                while time.monotonic() < deadline and any(w.process.poll() is None for w in workers):
+                while time.monotonic() < deadline and any(
+                    w.process.poll() is None for w in workers
+                ):
                     _wait_for_an_end(workers, POLL_S)
                 return
             if stop.requested and not forwarded:
                 forwarded = time.monotonic()
-                print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+                print(
+                    "\nstopping after this round; Ctrl-C again stops at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 for w in workers:
                     w.process.send_signal(signal.SIGTERM)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
@@ -182,9 +196,14 @@ class HostsLauncher:
         for w in workers:
             if store.check([f"error/{w.rank}"]):
                 reports[w.rank] = json.loads(store.get(f"error/{w.rank}"))
-        killed = {w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us}
+        killed = {
+            w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us
+        }
         # a rank that lost its peer is a victim, not the cause
-        causes = sorted((r for r in reports if reports[r]["kind"] != "PeerLost"), key=lambda r: reports[r]["time"])
+        causes = sorted(
+            (r for r in reports if reports[r]["kind"] != "PeerLost"),
+            key=lambda r: reports[r]["time"],
+        )
         if causes:
             rank = causes[0]
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
@@ -194,14 +213,19 @@ class HostsLauncher:
             and any(codes.values())
             and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers)
         ):
-            raise LaunchError("stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested)
+            raise LaunchError(
+                "stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested
+            )
         if killed:
             rank = min(killed)
             name = signal.Signals(killed[rank]).name
             hint = "; the kernel does so when memory runs out" if name == "SIGKILL" else ""
-            last = "".join(f"\n  {line.rstrip()}" for w in workers if w.rank == rank for line in w.tail[-5:])
+            last = "".join(
+                f"\n  {line.rstrip()}" for w in workers if w.rank == rank for line in w.tail[-5:]
+            )
             raise LaunchError(
-                f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}", 128 + killed[rank]
+                f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}",
+                128 + killed[rank],
             )
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
@@ -209,7 +233,10 @@ class HostsLauncher:
         failed = [r for r, c in codes.items() if c > 0]
         if failed:
             last = "".join(f"\n  {line.rstrip()}" for line in workers[failed[0]].tail[-20:])
-            raise LaunchError(f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}", codes[failed[0]])
+            raise LaunchError(
+                f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}",
+                codes[failed[0]],
+            )
 
 
 def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
@@ -249,7 +276,9 @@ def _end(workers: list[_Worker]) -> None:
         if w.pump is not None:
             w.pump.join(timeout=2.0)
     if workers and _is_real(sys.stdout) and sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # a progress display that was killed may have hidden the cursor
+        print(
+            "\x1b[?25h", end="", flush=True
+        )  # a progress display that was killed may have hidden the cursor
 
 
 def _kill_session(pid: int) -> None:

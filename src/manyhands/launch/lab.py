@@ -39,13 +39,19 @@ BURST_S, SMALLEST_BURST_BYTES = 0.002, 128 * 1024
 QUEUE_S = 0.05  # what waits longer is dropped, as in a switch with that much memory a port
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-VERBS = [sys.executable, "-c", "import sys; from manyhands.cli import main; sys.argv[0] = 'manyhands'; main()"]
+VERBS = [
+    sys.executable,
+    "-c",
+    "import sys; from manyhands.cli import main; sys.argv[0] = 'manyhands'; main()",
+]
 
 
 @dataclass(frozen=True)
 class Lab:
     hosts: int
-    rate_bits: float | None = None  # a second, of each host's link, in each direction; None: as fast as the machine
+    rate_bits: float | None = (
+        None  # a second, of each host's link, in each direction; None: as fast as the machine
+    )
     delay_s: float = 0.0
     loss: float = 0.0  # share of packets
 
@@ -63,30 +69,44 @@ class Lab:
 def parse(hosts: int, rate: str | None, delay: str | None, loss: str | None) -> Lab:
     return Lab(
         hosts,
-        None if rate is None else _number("--rate", rate, BITS, "200mbit, 1gbit or 1.5gbit", least=1e5, most=1e12),
-        0.0 if delay is None else _number("--delay", delay, SECONDS, "500us or 5ms", least=0.0, most=10.0),
-        0.0 if loss is None else _number("--loss", loss, {"%": 0.01}, "0.1% or 2%", least=0.0, most=0.99),
+        None
+        if rate is None
+        else _number("--rate", rate, BITS, "200mbit, 1gbit or 1.5gbit", least=1e5, most=1e12),
+        0.0
+        if delay is None
+        else _number("--delay", delay, SECONDS, "500us or 5ms", least=0.0, most=10.0),
+        0.0
+        if loss is None
+        else _number("--loss", loss, {"%": 0.01}, "0.1% or 2%", least=0.0, most=0.99),
     )
 
 
 def run(lab: Lab, command: Sequence[str]) -> int:
     """Run `manyhands COMMAND` in a lab of its own, take the lab down however that ends, and return its exit code."""
     if environment.lab():
-        raise PlanError("this command already runs in a lab; one lab in another is not needed: give the outer one all --hosts")
+        raise PlanError(
+            "this command already runs in a lab; one lab in another is not needed: give the outer one all --hosts"
+        )
     if not command:
-        raise PlanError("no command for the lab; needed after the options, e.g.: manyhands lab --hosts 2 -- run script.py data=2")
+        raise PlanError(
+            "no command for the lab; needed after the options, e.g.: manyhands lab --hosts 2 -- run script.py data=2"
+        )
     if command[0] == "lab":
         raise PlanError("a lab in a lab is not needed: give the outer one all --hosts")
     with up(lab) as (switch, env):
         print(f"{'lab':<12}{lab}", file=sys.stderr, flush=True)
-        return _run([*switch.enter(), "setpriv", "--pdeathsig", "KILL", "--", *VERBS, *command], env)
+        return _run(
+            [*switch.enter(), "setpriv", "--pdeathsig", "KILL", "--", *VERBS, *command], env
+        )
 
 
 def read(described: str) -> tuple[list[Host], str]:
     """The hosts of the lab that `described` stands for, and the address at which they reach this process."""
     try:
         known: dict[str, Any] = json.loads(described)
-        return [Host(h["name"], tuple(h["enter"]), h["variables"]) for h in known["hosts"]], known["address"]
+        return [Host(h["name"], tuple(h["enter"]), h["variables"]) for h in known["hosts"]], known[
+            "address"
+        ]
     except (ValueError, KeyError, TypeError) as e:
         raise LaunchError(
             f"{environment.LAB} is set to what no lab wrote ({type(e).__name__}: {e}); unset it, or start with manyhands lab"
@@ -99,12 +119,19 @@ def up(lab: Lab) -> Iterator[tuple[Namespace, dict[str, str]]]:
     known = environment.variables()
     path = ":".join([known.get("PATH", ""), *namespaces.BESIDES])
     # there are no names in the lab, of which torch would warn at every connection
-    env = {"TORCH_CPP_LOG_LEVEL": "ERROR", **known, "PATH": path, environment.LAB_MAKER: namespaces.mark()}
+    env = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **known,
+        "PATH": path,
+        environment.LAB_MAKER: namespaces.mark(),
+    }
     namespaces.sweep()  # what a lab left that was killed
     how = namespaces.rights(env)
     _check_kernel(lab, how, env)
     with contextlib.ExitStack() as stack:
-        stack.callback(namespaces.sweep, namespaces.mark())  # last of all: what the command started and did not end
+        stack.callback(
+            namespaces.sweep, namespaces.mark()
+        )  # last of all: what the command started and did not end
         switch = namespaces.hold((), how, env)
         stack.callback(switch.close)
         hosts = []
@@ -124,7 +151,9 @@ def _describe(hosts: Sequence[Namespace]) -> str:
             "NCCL_HOSTID": f"host{i}",  # else nccl sees one machine and goes around the link
             "NCCL_IB_DISABLE": "1",
         }
-        known.append({"name": f"host{i}", "enter": host.enter(from_outside=False), "variables": variables})
+        known.append(
+            {"name": f"host{i}", "enter": host.enter(from_outside=False), "variables": variables}
+        )
     return json.dumps({"address": f"{NETWORK}.1", "hosts": known})
 
 
@@ -133,10 +162,22 @@ def _describe(hosts: Sequence[Namespace]) -> str:
 
 def _check_kernel(lab: Lab, how: Rights, env: Mapping[str, str]) -> None:
     """Refuse what this kernel cannot do before anything is made; the attempt is made in a namespace that ends with it."""
-    wanted = [("token bucket", "tbf", "tbf rate 1mbit burst 2kb latency 50ms")] if lab.rate_bits else []
+    wanted = (
+        [("token bucket", "tbf", "tbf rate 1mbit burst 2kb latency 50ms")] if lab.rate_bits else []
+    )
     wanted += [("delay and loss", "netem", "netem delay 1ms")] if lab.delay_s or lab.loss else []
     for what, kind, line in wanted:
-        attempt = ["unshare", *how.unshare, "tc", "qdisc", "add", "dev", "lo", "root", *line.split()]
+        attempt = [
+            "unshare",
+            *how.unshare,
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "lo",
+            "root",
+            *line.split(),
+        ]
         tried = subprocess.run(attempt, capture_output=True, text=True, env=env)
         if tried.returncode:
             without = "--delay and --loss" if kind == "netem" else "--rate"
@@ -146,17 +187,36 @@ def _check_kernel(lab: Lab, how: Rights, env: Mapping[str, str]) -> None:
             )
 
 
-def _connect(lab: Lab, switch: Namespace, hosts: Sequence[Namespace], env: Mapping[str, str]) -> None:
+def _connect(
+    lab: Lab, switch: Namespace, hosts: Sequence[Namespace], env: Mapping[str, str]
+) -> None:
     # no link-local addresses: gloo might listen there
-    lines = ["link set lo up", f"link add {BRIDGE} type bridge", f"link set {BRIDGE} addrgenmode none"]
+    lines = [
+        "link set lo up",
+        f"link add {BRIDGE} type bridge",
+        f"link set {BRIDGE} addrgenmode none",
+    ]
     lines += [f"addr add {NETWORK}.1/24 dev {BRIDGE}", f"link set {BRIDGE} up"]
     for i, host in enumerate(hosts, 1):
         lines += [f"link add host{i} type veth peer name {CARD} netns {host.holder.pid}"]
         lines += [f"link set host{i} addrgenmode none", f"link set host{i} master {BRIDGE} up"]
     _each(switch, "ip", lines, env)
-    _each(switch, "tc", [line for i in range(1, len(hosts) + 1) for line in _limits(f"host{i}", lab, outwards=False)], env)
+    _each(
+        switch,
+        "tc",
+        [
+            line
+            for i in range(1, len(hosts) + 1)
+            for line in _limits(f"host{i}", lab, outwards=False)
+        ],
+        env,
+    )
     for i, host in enumerate(hosts, 1):
-        lines = ["link set lo up", f"link set {CARD} addrgenmode none", f"addr add {NETWORK}.{i + 1}/24 dev {CARD}"]
+        lines = [
+            "link set lo up",
+            f"link set {CARD} addrgenmode none",
+            f"addr add {NETWORK}.{i + 1}/24 dev {CARD}",
+        ]
         _each(host, "ip", [*lines, f"link set {CARD} up"], env)
         _each(host, "tc", _limits(CARD, lab, outwards=True), env)
 
@@ -181,11 +241,15 @@ def _each(where: Namespace, tool: str, lines: Sequence[str], env: Mapping[str, s
     if not lines:
         return
     text = "".join(f"{line}\n" for line in lines)
-    done = subprocess.run([*where.enter(), tool, "-batch", "-"], input=text, capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [*where.enter(), tool, "-batch", "-"], input=text, capture_output=True, text=True, env=env
+    )
     if done.returncode:
         at = re.search(r"Command failed -:(\d+)", done.stderr)
         line = lines[int(at[1]) - 1] if at else lines[0]
-        raise LaunchError(f"the lab's network could not be made: {tool} {line}: {done.stderr.strip().splitlines()[0]}")
+        raise LaunchError(
+            f"the lab's network could not be made: {tool} {line}: {done.stderr.strip().splitlines()[0]}"
+        )
 
 
 # -- the command --
@@ -213,10 +277,14 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
 # -- words --
 
 
-def _number(option: str, given: str, units: Mapping[str, float], examples: str, least: float, most: float) -> float:
+def _number(
+    option: str, given: str, units: Mapping[str, float], examples: str, least: float, most: float
+) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z%]+)", given.strip().lower())
     if match is None or match[2] not in units:
-        raise PlanError(f"{option} {given}; needed: a number with {' or '.join(units)}, e.g. {examples}")
+        raise PlanError(
+            f"{option} {given}; needed: a number with {' or '.join(units)}, e.g. {examples}"
+        )
     value = float(match[1]) * units[match[2]]
     if not least <= value <= most:
         bounds = f"{_spelled(least, units)} to {_spelled(most, units)}"
@@ -225,5 +293,7 @@ def _number(option: str, given: str, units: Mapping[str, float], examples: str, 
 
 
 def _spelled(value: float, units: Mapping[str, float]) -> str:
-    unit = max((u for u in units if units[u] <= value), key=lambda u: units[u], default=next(iter(units)))
+    unit = max(
+        (u for u in units if units[u] <= value), key=lambda u: units[u], default=next(iter(units))
+    )
     return f"{value / units[unit]:.10g}{unit}"

@@ -20,7 +20,13 @@ from pathlib import Path
 from manyhands.errors import LaunchError
 from manyhands.launch import environment
 
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
 BESIDES = ("/usr/sbin", "/sbin")  # not on everybody's path, but where ip and tc are
 
 
@@ -59,13 +65,19 @@ def rights(env: Mapping[str, str]) -> Rights:
     missing = [tool for tool in TOOLS if shutil.which(tool, path=env["PATH"]) is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
-        raise LaunchError(f"a lab needs the commands {', '.join(missing)}, which are not here; install {packages}")
+        raise LaunchError(
+            f"a lab needs the commands {', '.join(missing)}, which are not here; install {packages}"
+        )
     answers = []
     for way in (Rights(("--net",), False), Rights(("--user", "--map-root-user", "--net"), True)):
-        tried = subprocess.run(["unshare", *way.unshare, "true"], capture_output=True, text=True, env=env)
+        tried = subprocess.run(
+            ["unshare", *way.unshare, "true"], capture_output=True, text=True, env=env
+        )
         if tried.returncode == 0:
             return way
-        answers.append(f"unshare {' '.join(way.unshare)}: {tried.stderr.strip().splitlines()[-1].removeprefix('unshare: ')}")
+        answers.append(
+            f"unshare {' '.join(way.unshare)}: {tried.stderr.strip().splitlines()[-1].removeprefix('unshare: ')}"
+        )
     raise LaunchError(
         f"this user may not make network namespaces here ({'; '.join(answers)}); run as root, or allow user namespaces (sysctl "
         "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0, where they exist), or in docker "
@@ -123,7 +135,9 @@ def _marked() -> list[tuple[int, str]]:
         with contextlib.suppress(OSError):  # it ended while we looked, or is somebody else's
             for entry in (path / "environ").read_bytes().split(b"\0"):
                 if entry.startswith(name):
-                    found.append((int(path.name), entry.removeprefix(name).decode(errors="replace")))
+                    found.append(
+                        (int(path.name), entry.removeprefix(name).decode(errors="replace"))
+                    )
     return found
 
 

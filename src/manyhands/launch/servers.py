@@ -29,12 +29,12 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from manyhands.core import Place
+from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment
 from manyhands.launch.environment import ServedBy
 
-MODULE = "manyhands.exchange.server.serve"  # by name: launch and exchange are strangers
+MODULE = "manyhands.server.process"  # by name: launch and exchange are strangers
 GRACE_S = 5.0  # after its lifeline was closed: time to answer what is under way
 POLL_S = 0.05
 TAIL_LINES = 20
@@ -61,7 +61,11 @@ class Child:
             return ""
         for pump in self.pumps:
             pump.join(timeout=1.0)  # what it said last may still be in the pipe
-        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        ended = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         hint = "; the kernel does so when memory runs out" if code == -signal.SIGKILL else ""
         said = "".join(f"\n  {line.rstrip()}" for line in self.tail)
         return f"server {self.index} (pid {self.process.pid}) {ended}{hint}{said}"
@@ -97,7 +101,7 @@ class Servers:
 
 def start(
     count: int,
-    place: Place,
+    process: ProcessInfo,
     store: dist.Store,
     *,
     workers: int,
@@ -116,27 +120,40 @@ def start(
     if count < 1:
         raise LaunchError(f"{count} servers; needed: 1 or more")
     deadline = time.monotonic() + timeout_s
-    mine = range(place.rank, count, place.size)
-    address = _bind_address(place, store, deadline, env)
-    if place.rank == 0:
+    mine = range(process.rank, count, process.size)
+    address = _bind_address(process, store, deadline, env)
+    if process.rank == 0:
         store.set("servers/token", token or secrets.token_hex(32))
-    shared = _get(store, "servers/token", deadline, f"the servers' token from rank 0 of {place.size}").decode()
+    shared = _get(
+        store, "servers/token", deadline, f"the servers' token from rank 0 of {process.size}"
+    ).decode()
     children: list[Child] = []
     try:
-        with _told_to_all(store, place):
+        with _told_to_all(store, process):
             for i in mine:  # before anything is waited for: starting Python takes a second
                 children.append(_spawn(i))
             coordinator = ""
             for child in children:
                 if child.index > 0 and not coordinator:
                     coordinator = _address(store, 0, deadline)
-                request = _request(child.index, count, workers, address, shared, coordinator, memory_bytes, modules)
-                store.set(f"servers/{child.index}", json.dumps({"address": _begin(child, request, deadline)}))
+                request = _request(
+                    child.index, count, workers, address, shared, coordinator, memory_bytes, modules
+                )
+                store.set(
+                    f"servers/{child.index}",
+                    json.dumps({"address": _begin(child, request, deadline)}),
+                )
         addresses = tuple(_address(store, i, deadline) for i in range(count))
     except BaseException:
         _end(children)
         raise
-    return Servers(addresses[0], shared, addresses, children, leave=lambda: _leave(store, place, bool(children)))
+    return Servers(
+        addresses[0],
+        shared,
+        addresses,
+        children,
+        leave=lambda: _leave(store, process, bool(children)),
+    )
 
 
 def join(served: ServedBy, count: int, workers: int) -> Servers:
@@ -150,11 +167,15 @@ def join(served: ServedBy, count: int, workers: int) -> Servers:
         ("DMLC_NUM_SERVER", served.num_servers, count, "servers"),
     ):
         if there is not None and needed and there != needed:
-            raise LaunchError(f"{name}={there}, but the plan says {word}={needed}; make them equal: the servers count on it")
+            raise LaunchError(
+                f"{name}={there}, but the plan says {word}={needed}; make them equal: the servers count on it"
+            )
     try:
         tls = ssl.create_default_context(cafile=served.tls_ca) if served.tls_ca else None
     except (OSError, ssl.SSLError) as e:
-        raise LaunchError(f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); give the servers' --tls-ca, PEM") from e
+        raise LaunchError(
+            f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); give the servers' --tls-ca, PEM"
+        ) from e
     return Servers(served.coordinator, served.secret(), tls=tls)
 
 
@@ -202,7 +223,12 @@ def _spawn(index: int) -> Child:
     tail: list[str] = []
     answers: queue.Queue[bytes] = queue.Queue()
     pumps = [
-        threading.Thread(target=_pump, args=(pipe, f"[server{index}]: ", tail, first), name=f"server {index}", daemon=True)
+        threading.Thread(
+            target=_pump,
+            args=(pipe, f"[server{index}]: ", tail, first),
+            name=f"server {index}",
+            daemon=True,
+        )
         for pipe, first in ((process.stdout, answers), (process.stderr, None))
     ]
     for pump in pumps:
@@ -229,7 +255,10 @@ def _begin(child: Child, request: Mapping[str, Any], deadline: float) -> str:
     except (ValueError, KeyError, TypeError):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        fate = child.fate() or f"server {child.index} (pid {process.pid}) said {line!r} instead of where it listens"
+        fate = (
+            child.fate()
+            or f"server {child.index} (pid {process.pid}) said {line!r} instead of where it listens"
+        )
         raise LaunchError(f"a parameter server could not start: {fate}") from None
 
 
@@ -240,7 +269,9 @@ def _pump(pipe: IO[bytes], prefix: str, tail: list[str], first: queue.Queue[byte
         line = raw.decode(errors="replace")
         tail.append(line)
         del tail[:-TAIL_LINES]
-        with contextlib.suppress(Exception):  # our own may be closed, and the server must not stall for that
+        with contextlib.suppress(
+            Exception
+        ):  # our own may be closed, and the server must not stall for that
             sys.stderr.write(f"{prefix}{line}")
             sys.stderr.flush()
 
@@ -268,29 +299,34 @@ def _end(children: Sequence[Child]) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_all(store: dist.Store, place: Place) -> Iterator[None]:
+def _told_to_all(store: dist.Store, process: ProcessInfo) -> Iterator[None]:
     """What goes wrong here is raised here, and on all other ranks, who would wait for ever."""
     try:
         yield
     except Exception as e:
         with contextlib.suppress(Exception):
-            store.set("servers/error", json.dumps(f"rank {place.rank}: {e}" if place.size > 1 else str(e)))
+            store.set(
+                "servers/error",
+                json.dumps(f"rank {process.rank}: {e}" if process.size > 1 else str(e)),
+            )
         raise
 
 
-def _leave(store: dist.Store, place: Place, has_servers: bool) -> None:
+def _leave(store: dist.Store, process: ProcessInfo, has_servers: bool) -> None:
     """A server that ended while another rank still says goodbye would be that rank's error. After an error nobody waits."""
     with contextlib.suppress(Exception):  # whoever hosts the store may be gone
-        store.set(f"servers/done/{place.rank}", "")
+        store.set(f"servers/done/{process.rank}", "")
         deadline = time.monotonic() + GRACE_S
         while has_servers and sys.exc_info()[0] is None and time.monotonic() < deadline:
-            if store.check([f"servers/done/{r}" for r in range(place.size)]):
+            if store.check([f"servers/done/{r}" for r in range(process.size)]):
                 return
             time.sleep(POLL_S / 5)
 
 
 def _address(store: dist.Store, index: int, deadline: float) -> str:
-    return str(json.loads(_get(store, f"servers/{index}", deadline, f"server {index} to start"))["address"])
+    return str(
+        json.loads(_get(store, f"servers/{index}", deadline, f"server {index} to start"))["address"]
+    )
 
 
 def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
@@ -298,27 +334,41 @@ def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
         if store.check(["servers/error"]):
             raise LaunchError(json.loads(store.get("servers/error")))
         if time.monotonic() > deadline:
-            raise LaunchError(f"waited in vain for {what}; look at the words of that rank above, or raise timeout_s")
-        time.sleep(POLL_S)  # not store.wait: an error that another rank reports must end this at once
+            raise LaunchError(
+                f"waited in vain for {what}; look at the words of that rank above, or raise timeout_s"
+            )
+        time.sleep(
+            POLL_S
+        )  # not store.wait: an error that another rank reports must end this at once
     return bytes(store.get(key))
 
 
-def _bind_address(place: Place, store: dist.Store, deadline: float, env: Mapping[str, str] | None) -> str:
+def _bind_address(
+    process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
+) -> str:
     """Loopback where all ranks share a host: nobody else can then even try. Else what the other hosts reach."""
-    ours = "127.0.0.1" if place.size == 1 else environment.own_address(env)
-    store.set(f"servers/host/{place.rank}", json.dumps([place.host, ours]))
+    ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
+    store.set(f"servers/host/{process.rank}", json.dumps([process.host, ours]))
     found = [
-        json.loads(_get(store, f"servers/host/{r}", deadline, f"rank {r} of {place.size} to say its host"))
-        for r in range(place.size)
+        json.loads(
+            _get(
+                store, f"servers/host/{r}", deadline, f"rank {r} of {process.size} to say its host"
+            )
+        )
+        for r in range(process.size)
     ]
     if len({host for host, _ in found}) == 1:
         return "127.0.0.1"
-    if _loopback(ours):  # the name of the rendezvous resolves to loopback on its own host: look towards the others instead
-        others = [address for host, address in found if host != place.host and not _loopback(address)]
+    if _loopback(
+        ours
+    ):  # the name of the rendezvous resolves to loopback on its own host: look towards the others instead
+        others = [
+            address for host, address in found if host != process.host and not _loopback(address)
+        ]
         ours = environment.address_towards(others[0]) if others else ours
     if _loopback(ours):
         raise LaunchError(
-            f"rank {place.rank} on {place.host} knows no address of its own but {ours}, which other hosts cannot reach; set "
+            f"rank {process.rank} on {process.host} knows no address of its own but {ours}, which other hosts cannot reach; set "
             "MASTER_ADDR to an address or name of rank 0 that is not loopback, or DMLC_NODE_HOST on each host"
         )
     return ours

@@ -20,11 +20,22 @@ class Stop:
         # only the main thread may handle signals; elsewhere (a notebook's helper thread) they keep their meaning
         if threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
-            outer = [h.__self__ for h in self._before.values() if isinstance(getattr(h, "__self__", None), Stop)]
-            self.requested = next((o.requested for o in outer if o.requested), self.requested)  # told so before we came
+            outer = [
+                h.__self__
+                for h in self._before.values()
+                if isinstance(getattr(h, "__self__", None), Stop)
+            ]
+            self.requested = next(
+                (o.requested for o in outer if o.requested), self.requested
+            )  # told so before we came
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

@@ -26,7 +26,9 @@ from manyhands.launch.signals import Stop
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to understand
-    with Stop(interrupt=False):  # from here on SIGTERM is for the training loop, also if that has yet to start
+    with Stop(
+        interrupt=False
+    ):  # from here on SIGTERM is for the training loop, also if that has yet to start
         return _work()
 
 
@@ -37,7 +39,7 @@ def _work() -> int:
     (length,) = struct.unpack("<Q", _exactly(channel, 8))
     payload = _exactly(channel, length)
     threading.Thread(target=_follow, args=(channel,), name="lifeline", daemon=True).start()
-    here = environment.place()
+    here = environment.process_info()
     store = environment.store(here, timeout_s=60.0)
     try:
         work = pickle.loads(payload)  # from our own parent, over a private pipe

@@ -24,9 +24,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
 from manyhands.merge import gossip
-from manyhands.merge.parts import Moments, check_block, local_steps, need
+from manyhands.merge.local_steps import (
+    Moments,
+    check_block,
+    local_steps,
+    need,
+)
 from manyhands.merge.topology import Turn
 
 
@@ -49,7 +60,9 @@ class ADPSGD(Strategy[Group]):
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         partner = partners(self.seed, int(state["round"]), link.size)[link.rank]
         state["round"] += 1
-        turn = Turn(1.0, (), ()) if partner == link.rank else Turn(0.5, (partner,), ((partner, 0.5),))
+        turn = (
+            Turn(1.0, (), ()) if partner == link.rank else Turn(0.5, (partner,), ((partner, 0.5),))
+        )
         mix = gossip.exchange(replica, link, turn, self.moments)
         loss, _ = local_steps(replica, self.period, before_step=mix)
         return loss

@@ -22,8 +22,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, check_block, copies, local_steps, need, settle_moments
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    check_block,
+    copies,
+    local_steps,
+    need,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)
@@ -41,19 +54,36 @@ class ADMM(Strategy[Group]):
     def __post_init__(self) -> None:
         inf = float("inf")
         check_block(self.period, self.moments)
-        need(0 < self.rho < inf, f"rho={self.rho}", "a penalty of more than 0 is needed, about the curvature of the loss")
-        need(0 <= self.lam < inf, f"lam={self.lam}", "a ridge penalty of 0 (none) or more is needed")
+        need(
+            0 < self.rho < inf,
+            f"rho={self.rho}",
+            "a penalty of more than 0 is needed, about the curvature of the loss",
+        )
+        need(
+            0 <= self.lam < inf, f"lam={self.lam}", "a ridge penalty of 0 (none) or more is needed"
+        )
         need(
             self.ratio > 1,
             f"ratio={self.ratio}",
             "more than 1 is needed: the ratio of residuals at which rho changes; inf: never",
         )
-        need(1 <= self.span < inf, f"span={self.span}", "1 (rho stays) or more is needed: the factor by which rho may change")
-        need(0 <= self.tolerance < 1, f"tolerance={self.tolerance}", "0 (never stop early) or more and less than 1 is needed")
+        need(
+            1 <= self.span < inf,
+            f"span={self.span}",
+            "1 (rho stays) or more is needed: the factor by which rho may change",
+        )
+        need(
+            0 <= self.tolerance < 1,
+            f"tolerance={self.tolerance}",
+            "0 (never stop early) or more and less than 1 is needed",
+        )
 
     def init(self, replica: Replica) -> Tensors:
         numbers = {"rho": self.rho, "primal": float("inf"), "dual": float("inf"), "norm": 0.0}
-        state = {k: torch.tensor(v, dtype=torch.float64, device=replica.count.device) for k, v in numbers.items()}
+        state = {
+            k: torch.tensor(v, dtype=torch.float64, device=replica.count.device)
+            for k, v in numbers.items()
+        }
         return state | {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
@@ -67,16 +97,22 @@ class ADMM(Strategy[Group]):
                 g.add_(torch.sub(replica.params[k], z[k]).mul_(rho).add_(y[k]).mul_(replica.scale))
 
         loss, samples = local_steps(replica, self.period, before_step=pull)
-        active = torch.full((1,), float(samples > 0), dtype=torch.float64, device=replica.count.device)
+        active = torch.full(
+            (1,), float(samples > 0), dtype=torch.float64, device=replica.count.device
+        )
         move = {k: x - z[k] for k, x in replica.params.items()}
-        if self.lam:  # else multipliers sum to 0: they need not travel, and a wire need not round them
+        if (
+            self.lam
+        ):  # else multipliers sum to 0: they need not travel, and a wire need not round them
             for k in move:
                 move[k].add_(y[k] / rho)
         works = link.all_reduce({"active": active}), link.all_reduce(move)
         for work in works:
             work.wait()
         n = active.clamp(min=1.0)[0]
-        norms = torch.zeros(3, dtype=torch.float64, device=replica.count.device)  # squares of x_i - z, z - z_old and z
+        norms = torch.zeros(
+            3, dtype=torch.float64, device=replica.count.device
+        )  # squares of x_i - z, z - z_old and z
         for k, x in replica.params.items():
             new = move[k].div_(n).add_(z[k]).mul_(n * rho / (self.lam + n * rho))
             apart = x.sub_(new) if samples else x.zero_()
@@ -99,7 +135,11 @@ class ADMM(Strategy[Group]):
         primal.copy_(squares[0].sqrt())
         dual.copy_(rho * (n * squares[1]).sqrt())
         state["norm"].copy_((n * squares[2]).sqrt())
-        rho.mul_(1.0 + (primal > self.ratio * dual).double() - 0.5 * (dual > self.ratio * primal).double())
+        rho.mul_(
+            1.0
+            + (primal > self.ratio * dual).double()
+            - 0.5 * (dual > self.ratio * primal).double()
+        )
         rho.clamp_(self.rho / self.span, self.rho * self.span)
 
     def _converged(self, state: Tensors) -> bool:

@@ -21,10 +21,16 @@ TINY = 1e-300
 def sanitise(rows: Rows, f: int) -> list[Tensors]:
     """A row that is not finite becomes a vote for nothing. More than `f` of them are no lie but a run that diverges (or a
     loss scale that is too large): they stay as they are, so that it shows."""
-    bad = [not all(bool(torch.stack(v.aminmax()).isfinite().all()) for v in row.values()) for row in rows]  # NaN passes through
+    bad = [
+        not all(bool(torch.stack(v.aminmax()).isfinite().all()) for v in row.values())
+        for row in rows
+    ]  # NaN passes through
     if sum(bad) > f:
         return list(rows)
-    return [{k: torch.zeros_like(v) for k, v in row.items()} if b else row for row, b in zip(rows, bad, strict=True)]
+    return [
+        {k: torch.zeros_like(v) for k, v in row.items()} if b else row
+        for row, b in zip(rows, bad, strict=True)
+    ]
 
 
 def mean(rows: Rows, weights: Tensor) -> Tensors:
@@ -84,14 +90,18 @@ def geometric_median(rows: Rows, passes: int = 8) -> Tensors:
     return v
 
 
-def clip_centred(rows: Rows, v: Tensors, f: int, radius: float | None = None, passes: int = 1) -> Tensors:
+def clip_centred(
+    rows: Rows, v: Tensors, f: int, radius: float | None = None, passes: int = 1
+) -> Tensors:
     """v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|); where it is not given, r is the (n-f)-th smallest distance, so that the
     honest alone would not be clipped at all."""
     out = {k: x.clone() for k, x in v.items()}
     for _ in range(passes):
         d = _distances(rows, out)
         r = d.kthvalue(len(rows) - f).values if radius is None else torch.full_like(d[0], radius)
-        share = (r / d).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0) / len(rows)  # 0/0, inf/inf: at v, or a radius without end
+        share = (r / d).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0) / len(
+            rows
+        )  # 0/0, inf/inf: at v, or a radius without end
         for k, at, x in _chunks(rows):
             centre = out[k][at]
             centre.add_(share.to(x.dtype) @ (x - centre))

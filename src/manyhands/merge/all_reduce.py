@@ -15,7 +15,14 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from manyhands.core import Group, PartGroup, Replica, Strategy, Tensors, Work
+from manyhands.core import (
+    Group,
+    ReduceScatterGroup,
+    Replica,
+    Strategy,
+    Tensors,
+    Work,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class AllReduce(Strategy[Group]):
             loss = replica.backward()
             replica.step()
             return loss
-        parts = cast(PartGroup, link) if replica.updates_part else None
+        parts = cast(ReduceScatterGroup, link) if replica.updates_part else None
         reduce = link.all_reduce if parts is None else parts.reduce_scatter
         pending: list[Work] = []
         loss = replica.backward(on_ready=lambda grads: pending.append(reduce(grads)))

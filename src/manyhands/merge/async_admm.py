@@ -25,8 +25,19 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, copies, local_steps, need
+from manyhands.core import (
+    Cargo,
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    all_of,
+    copies,
+    local_steps,
+    need,
+)
 
 
 @dataclass(frozen=True)
@@ -40,9 +51,15 @@ class AsyncADMM(Strategy[Store]):
     on_server: ClassVar[Literal["optimizer", "sum"]] = "sum"
 
     def __post_init__(self) -> None:
-        need(self.period >= 1, f"period={self.period}", "at least 1 local step is needed between two merges")
         need(
-            0 < self.rho < float("inf"), f"rho={self.rho}", "a penalty of more than 0 is needed, about the curvature of the loss"
+            self.period >= 1,
+            f"period={self.period}",
+            "at least 1 local step is needed between two merges",
+        )
+        need(
+            0 < self.rho < float("inf"),
+            f"rho={self.rho}",
+            "a penalty of more than 0 is needed, about the curvature of the loss",
         )
         need(
             self.delay >= 1,
@@ -50,7 +67,9 @@ class AsyncADMM(Strategy[Store]):
             "1 (nobody is left out) or more is needed: after how many merges all must wait for a rank",
         )
         if self.quorum is not None:
-            need(self.quorum >= 1, f"quorum={self.quorum}", "at least 1 report is needed for a merge")
+            need(
+                self.quorum >= 1, f"quorum={self.quorum}", "at least 1 report is needed for a merge"
+            )
 
     @property
     def shares_steps(self) -> bool:
@@ -58,11 +77,17 @@ class AsyncADMM(Strategy[Store]):
 
     def check(self, size: int) -> None:
         k = self._quorum(size)
-        need(k <= size, f"quorum={k}", f"there are {size} ranks, so at most {size} can report; set merge.quorum={-(-size // 2)}")
+        need(
+            k <= size,
+            f"quorum={k}",
+            f"there are {size} ranks, so at most {size} can report; set merge.quorum={-(-size // 2)}",
+        )
 
     def init(self, replica: Replica) -> Tensors:
         zero = {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
-        return zero | {f"report/{k}": x for k, x in copies(replica.params).items()}  # z is where all start: the mean of these
+        return zero | {
+            f"report/{k}": x for k, x in copies(replica.params).items()
+        }  # z is where all start: the mean of these
 
     def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
         z = link.pull(replica.rows())
@@ -71,7 +96,9 @@ class AsyncADMM(Strategy[Store]):
 
         def pull() -> None:
             for k, g in replica.grads.items():
-                g.add_(torch.sub(replica.params[k], z[k]).mul_(self.rho).add_(y[k]).mul_(replica.scale))
+                g.add_(
+                    torch.sub(replica.params[k], z[k]).mul_(self.rho).add_(y[k]).mul_(replica.scale)
+                )
 
         loss, _ = local_steps(replica, self.period, before_step=pull)
         change: Tensors = {}

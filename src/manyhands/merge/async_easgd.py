@@ -17,8 +17,22 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from manyhands.core import Cargo, Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import BETA, all_of, alpha_of, check_alpha, check_stable, local_steps, need
+from manyhands.core import (
+    Cargo,
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    BETA,
+    all_of,
+    alpha_of,
+    check_alpha,
+    check_stable,
+    local_steps,
+    need,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,11 @@ class AsyncEASGD(Strategy[Store]):
     on_server: ClassVar[Literal["optimizer", "sum"]] = "sum"
 
     def __post_init__(self) -> None:
-        need(self.period >= 1, f"period={self.period}", "at least 1 local step is needed between two merges")
+        need(
+            self.period >= 1,
+            f"period={self.period}",
+            "at least 1 local step is needed between two merges",
+        )
         check_alpha(self.beta, self.alpha)
 
     @property
@@ -50,7 +68,9 @@ class AsyncEASGD(Strategy[Store]):
         e = {k: (x - centre[k]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
-        link.push(replica.rows(), e).wait()  # the very e that it gave away, also where the centre has moved since
+        link.push(
+            replica.rows(), e
+        ).wait()  # the very e that it gave away, also where the centre has moved since
         return loss
 
     def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:

@@ -21,8 +21,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, need
+from manyhands.core import (
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import all_of, need
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,11 @@ class Backup(Strategy[Store]):
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
-            need(self.quorum >= 1, f"quorum={self.quorum}", "at least 1 gradient is needed for a step")
+            need(
+                self.quorum >= 1,
+                f"quorum={self.quorum}",
+                "at least 1 gradient is needed for a step",
+            )
 
     @property
     def shares_steps(self) -> bool:
@@ -52,7 +61,9 @@ class Backup(Strategy[Store]):
     def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
         link.pull(replica.rows(), into=replica.params)
         loss = replica.backward()
-        link.push(replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr)
+        link.push(
+            replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr
+        )
         replica.stepped()
         link.tick(0, quorum=self._quorum(link.size), late="drop")
         return loss

@@ -20,8 +20,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, need, settle_moments
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    average_updates,
+    check_block,
+    copies,
+    local_steps,
+    need,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,16 @@ class BMUF(Strategy[Group]):
 
     def __post_init__(self) -> None:
         check_block(self.period, self.moments)
-        need(self.eta is None or 0 <= self.eta < 1, f"eta={self.eta}", "block momentum of 0 or more and less than 1 is needed")
-        need(0 < self.zeta < float("inf"), f"zeta={self.zeta}", "a block learning rate of more than 0 is needed; 1 is usual")
+        need(
+            self.eta is None or 0 <= self.eta < 1,
+            f"eta={self.eta}",
+            "block momentum of 0 or more and less than 1 is needed",
+        )
+        need(
+            0 < self.zeta < float("inf"),
+            f"zeta={self.zeta}",
+            "a block learning rate of more than 0 is needed; 1 is usual",
+        )
 
     def init(self, replica: Replica) -> Tensors:
         return {f"D/{k}": torch.zeros_like(x) for k, x in replica.params.items()}

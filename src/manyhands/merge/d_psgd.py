@@ -24,9 +24,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
 from manyhands.merge import gossip, topology
-from manyhands.merge.parts import Moments, check_block, local_steps
+from manyhands.merge.local_steps import Moments, check_block, local_steps
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, need
+from manyhands.core import (
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import all_of, need
 
 CONSTANT, ADAPTIVE = 0.04, 2.0
 
@@ -42,7 +47,11 @@ class DCASGD(Strategy[Store]):
                 f"strength={self.strength}",
                 f"0 (no correction) or more is needed; {CONSTANT} is usual, {ADAPTIVE:g} with merge.adaptive=true",
             )
-        need(0 <= self.decay < 1, f"decay={self.decay}", "0 or more and less than 1 is needed; 0.95 is usual")
+        need(
+            0 <= self.decay < 1,
+            f"decay={self.decay}",
+            "0 or more and less than 1 is needed; 0.95 is usual",
+        )
 
     @property
     def shares_steps(self) -> bool:
@@ -73,4 +82,6 @@ class DCASGD(Strategy[Store]):
 
     @property
     def _strength(self) -> float:
-        return self.strength if self.strength is not None else ADAPTIVE if self.adaptive else CONSTANT
+        return (
+            self.strength if self.strength is not None else ADAPTIVE if self.adaptive else CONSTANT
+        )

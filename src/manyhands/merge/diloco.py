@@ -19,13 +19,35 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, need, settle_moments
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    average_updates,
+    check_block,
+    copies,
+    local_steps,
+    need,
+    settle_moments,
+)
 
 
 def check_outer(lr: float, momentum: float) -> None:
-    need(0 < lr < float("inf"), f"lr={lr}", "an outer learning rate of more than 0 is needed; 0.7 is usual")
-    need(0 <= momentum < 1, f"momentum={momentum}", "outer momentum of 0 or more and less than 1 is needed; 0.9 is usual")
+    need(
+        0 < lr < float("inf"),
+        f"lr={lr}",
+        "an outer learning rate of more than 0 is needed; 0.7 is usual",
+    )
+    need(
+        0 <= momentum < 1,
+        f"momentum={momentum}",
+        "outer momentum of 0 or more and less than 1 is needed; 0.9 is usual",
+    )
 
 
 @dataclass(frozen=True)

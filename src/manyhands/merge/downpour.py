@@ -26,8 +26,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, copies, need
+from manyhands.core import (
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import all_of, copies, need
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,16 @@ class Downpour(Strategy[Store]):
     link: ClassVar[type] = Store
 
     def __post_init__(self) -> None:
-        need(self.n_push >= 1, f"n_push={self.n_push}", "at least 1 step is needed between two pushes")
-        need(self.n_fetch >= 1, f"n_fetch={self.n_fetch}", "at least 1 step is needed between two fetches")
+        need(
+            self.n_push >= 1,
+            f"n_push={self.n_push}",
+            "at least 1 step is needed between two pushes",
+        )
+        need(
+            self.n_fetch >= 1,
+            f"n_fetch={self.n_fetch}",
+            "at least 1 step is needed between two fetches",
+        )
 
     @property
     def shares_steps(self) -> bool:

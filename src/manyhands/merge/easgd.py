@@ -16,8 +16,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import (
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
     BETA,
     Moments,
     alpha_of,
@@ -55,7 +61,9 @@ class EASGD(Strategy[Group]):
         e = {k: (x - state[f"c/{k}"]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
-        link.all_reduce(e).wait()  # the very e that replicas gave away: what they lose the centre gains
+        link.all_reduce(
+            e
+        ).wait()  # the very e that replicas gave away: what they lose the centre gains
         for k in replica.params:
             state[f"c/{k}"].add_(e[k])
         settle_moments(replica, link, self.moments, samples)

@@ -25,8 +25,15 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Student, Tensors
-from manyhands.merge.parts import copies, need
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Student,
+    Tensors,
+)
+from manyhands.merge.local_steps import copies, need
 
 
 @dataclass(frozen=True)
@@ -42,22 +49,35 @@ class Ensemble(Strategy[Group]):
 
     def __post_init__(self) -> None:
         for name, steps in (("period", self.period), ("distil", self.distil)):
-            need(steps >= 1, f"{name}={steps}", f"at least 1 step is needed; set merge.{name}=1 or more")
+            need(
+                steps >= 1,
+                f"{name}={steps}",
+                f"at least 1 step is needed; set merge.{name}=1 or more",
+            )
         for name, share in (("weight", self.weight), ("relabel", self.relabel)):
             need(0 <= share <= 1, f"{name}={share}", "a share between 0 and 1 is needed")
 
     def init(self, replica: Replica) -> Tensors:
-        return {"loss": torch.zeros((), dtype=torch.float64), **{f"model/{k}": x.clone() for k, x in replica.params.items()}}
+        return {
+            "loss": torch.zeros((), dtype=torch.float64),
+            **{f"model/{k}": x.clone() for k, x in replica.params.items()},
+        }
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         models: list[Tensors] = []
         total, samples = torch.zeros((), device=replica.count.device), 0
         for i in replica.steps(self.period + self.distil):
-            if i == self.period and link.size > 1:  # one model alone has nothing to learn from itself
+            if (
+                i == self.period and link.size > 1
+            ):  # one model alone has nothing to learn from itself
                 own = copies(replica.params)
                 others = link.swap(own, [r for r in range(link.size) if r != link.rank])
                 models = [*others[: link.rank], own, *others[link.rank :]]
-            loss = cast(Student, replica).distil(models, self.weight, self.relabel) if models else replica.backward()
+            loss = (
+                cast(Student, replica).distil(models, self.weight, self.relabel)
+                if models
+                else replica.backward()
+            )
             total = total + loss * replica.own_count
             samples += replica.own_count
             replica.step()
@@ -75,6 +95,9 @@ class Ensemble(Strategy[Group]):
         losses[link.rank] = state["loss"].nan_to_num(nan=torch.inf)
         link.all_reduce({"loss": losses}).wait()
         best = int(losses.argmin())
-        model = {k: state[f"model/{k}"].clone() if best == link.rank else torch.zeros_like(x) for k, x in replica.params.items()}
+        model = {
+            k: state[f"model/{k}"].clone() if best == link.rank else torch.zeros_like(x)
+            for k, x in replica.params.items()
+        }
         link.all_reduce(model).wait()
         return model

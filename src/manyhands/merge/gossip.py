@@ -10,8 +10,14 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.core import EXACT, Group, Replica, Tensors, Work
-from manyhands.merge.parts import Moments, copies
+from manyhands.core import (
+    EXACT,
+    Group,
+    Replica,
+    Tensors,
+    Work,
+)
+from manyhands.merge.local_steps import Moments, copies
 from manyhands.merge.topology import Turn
 
 Mix = Callable[[], None]
@@ -21,7 +27,10 @@ def send(link: Group, turn: Turn, values: Tensors) -> Mix:
     """Give `values` as they are now to this turn's takers; `mix` waits for the givers' and mixes all in."""
     sent = copies(values)  # a loop of one's own may change parameters while they travel
     weights = {link.rank: turn.own - 1.0, **dict(turn.givers)}
-    inbox = {r: {k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()} for r in weights}
+    inbox = {
+        r: {k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()}
+        for r in weights
+    }
     works: list[Work] = []
     for k, x in sent.items():
         give = dict.fromkeys((link.rank, *turn.takers), x)
@@ -39,7 +48,9 @@ def send(link: Group, turn: Turn, values: Tensors) -> Mix:
 
 def exchange(replica: Replica, link: Group, turn: Turn, moments: Moments) -> Mix:
     """Send the parameters, and what the optimizer remembers where that is to be averaged; a second `mix` does nothing."""
-    remembered = {f"{EXACT}{k}": m for k, m in replica.moments.items()} if moments == "average" else {}
+    remembered = (
+        {f"{EXACT}{k}": m for k, m in replica.moments.items()} if moments == "average" else {}
+    )
     mix = send(link, turn, {**replica.params, **remembered})
     pending = [mix]
 

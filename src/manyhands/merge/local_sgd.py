@@ -19,8 +19,22 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, need, settle_moments
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    average_updates,
+    check_block,
+    copies,
+    local_steps,
+    need,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, average_updates, check_block, copies, local_steps, settle_moments
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    average_updates,
+    check_block,
+    copies,
+    local_steps,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)

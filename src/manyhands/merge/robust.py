@@ -29,10 +29,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
 from manyhands.errors import PlanError
 from manyhands.merge import aggregate
-from manyhands.merge.parts import need
+from manyhands.merge.local_steps import need
 
 How = Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "clipping"]
 MOST = 2.0**24  # samples that a rank may claim: a number that float32 counts to
@@ -50,11 +56,21 @@ class Robust(Strategy[Group]):
 
     def __post_init__(self) -> None:
         need(self.f >= 0, f"f={self.f}", "0 or more lying ranks are needed")
-        need(0 <= self.momentum < 1, f"momentum={self.momentum}", "0 (none) to less than 1 is needed; 0.9 is usual")
+        need(
+            0 <= self.momentum < 1,
+            f"momentum={self.momentum}",
+            "0 (none) to less than 1 is needed; 0.9 is usual",
+        )
         if self.radius is not None:
-            need(self.how == "clipping", f"radius={self.radius}", f"it has no effect with merge.how={self.how}; leave it out")
             need(
-                self.radius > 0, f"radius={self.radius}", "more than 0 is needed; leave it out for the (n-f)-th smallest distance"
+                self.how == "clipping",
+                f"radius={self.radius}",
+                f"it has no effect with merge.how={self.how}; leave it out",
+            )
+            need(
+                self.radius > 0,
+                f"radius={self.radius}",
+                "more than 0 is needed; leave it out for the (n-f)-th smallest distance",
             )
 
     def check(self, size: int) -> None:
@@ -68,8 +84,13 @@ class Robust(Strategy[Group]):
             )
 
     def init(self, replica: Replica) -> Tensors:
-        kinds = [*(["momentum"] if self.momentum else []), *(["centre"] if self.how == "clipping" else [])]
-        return {f"{kind}/{k}": torch.zeros_like(x) for kind in kinds for k, x in replica.params.items()}
+        kinds = [
+            *(["momentum"] if self.momentum else []),
+            *(["centre"] if self.how == "clipping" else []),
+        ]
+        return {
+            f"{kind}/{k}": torch.zeros_like(x) for kind in kinds for k, x in replica.params.items()
+        }
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         loss = replica.backward()
@@ -77,11 +98,20 @@ class Robust(Strategy[Group]):
             replica.step()
             return loss
         vote = self._vote(replica, state)
-        others = link.swap({**vote, "count": replica.count}, [r for r in range(link.size) if r != link.rank])
+        others = link.swap(
+            {**vote, "count": replica.count}, [r for r in range(link.size) if r != link.rank]
+        )
         counts = [replica.count.clone(), *(theirs.pop("count") for theirs in others)]
-        merged = self.merge(aggregate.sanitise([*others[: link.rank], vote, *others[link.rank :]], self.f), state)
+        merged = self.merge(
+            aggregate.sanitise([*others[: link.rank], vote, *others[link.rank :]], self.f), state
+        )
         # what is claimed cancels out again in `step`; it must only be a number, and the same one everywhere
-        claims = torch.stack(counts).nan_to_num(nan=0.0, posinf=MOST, neginf=0.0).clamp(0.0, MOST).round()
+        claims = (
+            torch.stack(counts)
+            .nan_to_num(nan=0.0, posinf=MOST, neginf=0.0)
+            .clamp(0.0, MOST)
+            .round()
+        )
         replica.count.copy_(claims.sum(0))
         for k, grad in replica.grads.items():
             torch.mul(merged[k], replica.scale, out=grad)
@@ -114,8 +144,12 @@ class Robust(Strategy[Group]):
             return aggregate.krum(rows, self.f, best=len(rows) - self.f)
         if self.how == "geometric_median":
             return aggregate.geometric_median(rows)
-        merged = aggregate.clip_centred(rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.f, self.radius)
-        if all(bool(v.isfinite().all()) for v in merged.values()):  # else the step is skipped, and the centre stays
+        merged = aggregate.clip_centred(
+            rows, {k: state[f"centre/{k}"] for k in rows[0]}, self.f, self.radius
+        )
+        if all(
+            bool(v.isfinite().all()) for v in merged.values()
+        ):  # else the step is skipped, and the centre stays
             for k, v in merged.items():
                 state[f"centre/{k}"].copy_(v)
         return merged

@@ -23,9 +23,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+)
 from manyhands.merge import gossip, topology
-from manyhands.merge.parts import check_block, copies, local_steps
+from manyhands.merge.local_steps import check_block, copies, local_steps
 
 
 @dataclass(frozen=True)

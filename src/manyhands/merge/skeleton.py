@@ -29,13 +29,27 @@ from typing import ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from manyhands.core import EXACT, Cargo, Group, Op, Replica, Strategy, Tensors
-from manyhands.merge.parts import Moments, check_block, copies, local_steps, need
+from manyhands.core import (
+    EXACT,
+    Cargo,
+    Group,
+    Op,
+    Replica,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import (
+    Moments,
+    check_block,
+    copies,
+    local_steps,
+    need,
+)
 
 EXPLORE = 0.15
 
 
-class Units(Protocol):
+class UnitSampler(Protocol):
     """What `split.skeleton.Units` looks like from here: all units in one row."""
 
     total: int
@@ -53,7 +67,7 @@ class Thinned(Replica, Protocol):
     """A replica that can leave units of its network out."""
 
     @property
-    def units(self) -> Units: ...
+    def units(self) -> UnitSampler: ...
     def thin(self, scales: Tensor | None, elements: Tensors | None) -> None:
         """From here on `backward` multiplies each unit by its scale (0: it is left out), with gradients as large as if it did not,
         and `step` changes only `elements`; None: all."""
@@ -73,13 +87,19 @@ class Skeleton(Strategy[Group]):
     seed: int = 0
     moments: Moments = "average"
     link: ClassVar[type] = Group
-    sends: ClassVar[Cargo] = "parameters"  # other elements each time: nothing may be left for the next message to make good
+    sends: ClassVar[Cargo] = (
+        "parameters"  # other elements each time: nothing may be left for the next message to make good
+    )
     thins: ClassVar[bool] = True  # its replica must be Thinned
 
     def __post_init__(self) -> None:
         check_block(self.period, self.moments)
         for name, share in (("core", self.core), ("explore", self.explore)):
-            need(0 <= share <= 1, f"{name}={share}", "a share of each layer's units between 0 and 1 is needed")
+            need(
+                0 <= share <= 1,
+                f"{name}={share}",
+                "a share of each layer's units between 0 and 1 is needed",
+            )
         need(
             self.core + self.explore > 0,
             f"explore={self.explore}",
@@ -87,14 +107,24 @@ class Skeleton(Strategy[Group]):
         )
         for name, rounds in (("keep", self.keep), ("redraw", self.redraw)):
             need(rounds >= 1, f"{name}={rounds}", "at least 1 round is needed between two draws")
-        need(self.draw in ("random", "disjoint"), f"draw={self.draw}", "one of random, disjoint is needed")
+        need(
+            self.draw in ("random", "disjoint"),
+            f"draw={self.draw}",
+            "one of random, disjoint is needed",
+        )
         need(
             self.draw == "random" or self.explore == EXPLORE,
             f"explore={self.explore}",
             "has no effect with merge.draw=disjoint, which deals out all; leave it out",
         )
-        need(0 <= self.c < float("inf"), f"c={self.c}", "a weight of 0 or more is needed; 1 is usual")
-        need(0 <= self.memory < 1, f"memory={self.memory}", "0 or more and less than 1 is needed; 0.9 is usual")
+        need(
+            0 <= self.c < float("inf"), f"c={self.c}", "a weight of 0 or more is needed; 1 is usual"
+        )
+        need(
+            0 <= self.memory < 1,
+            f"memory={self.memory}",
+            "0 or more and less than 1 is needed; 0.9 is usual",
+        )
         need(self.seed >= 0, f"seed={self.seed}", "0 or more is needed")
         need(
             self.period > 1 or self.moments == "average",
@@ -105,7 +135,9 @@ class Skeleton(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         total = cast(Thinned, replica).units.total
         return {
-            "rounds": torch.zeros((), dtype=torch.int64),  # on the host, as the draws that follow from it
+            "rounds": torch.zeros(
+                (), dtype=torch.int64
+            ),  # on the host, as the draws that follow from it
             "core": torch.zeros(total, dtype=torch.bool),
             "g": torch.zeros(total, dtype=torch.float64, device=replica.count.device),
         }
@@ -115,7 +147,9 @@ class Skeleton(Strategy[Group]):
         number, core = int(state["rounds"]), state["core"]
         if number % self.keep == 0:
             scores = units.sums(replica.params) + self.c * state["g"]
-            _all_reduce(link, {"scores": scores}, op="mean")  # the same bits for all, also where devices sum in other orders
+            _all_reduce(
+                link, {"scores": scores}, op="mean"
+            )  # the same bits for all, also where devices sum in other orders
             core.copy_(units.skeleton(scores, self.core))
         draw = number // self.redraw
         if self.draw == "random":
@@ -123,12 +157,16 @@ class Skeleton(Strategy[Group]):
         else:
             explorers = units.dealt(core, self.seed, draw, link.size)
         train = self._step if self.period == 1 else self._block
-        loss = train(thinned, link, state, core | explorers, units.scales(core, explorers)[link.rank])
+        loss = train(
+            thinned, link, state, core | explorers, units.scales(core, explorers)[link.rank]
+        )
         thinned.thin(None, None)
         state["rounds"] += 1
         return loss
 
-    def _step(self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor) -> Tensor:
+    def _step(
+        self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor
+    ) -> Tensor:
         """One step of all ranks together: the gradient of an edge is that of the samples of its holders."""
         replica.thin(scales, None)
         loss = replica.backward()  # compute
@@ -142,11 +180,15 @@ class Skeleton(Strategy[Group]):
         replica.step()
         return loss
 
-    def _block(self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor) -> Tensor:
+    def _block(
+        self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor
+    ) -> Tensor:
         """`period` steps of each rank on what it holds; then the mean of where the holders of an edge went."""
         own = None
         if not bool(held.all()):
-            mine = replica.units.holders(held[link.rank : link.rank + 1], torch.ones(1), replica.params)
+            mine = replica.units.holders(
+                held[link.rank : link.rank + 1], torch.ones(1), replica.params
+            )
             own = {k: m > 0 for k, m in mine.items()}
         w, importance = copies(replica.params), list[Tensor]()
         replica.thin(scales, own)
@@ -169,7 +211,9 @@ class Skeleton(Strategy[Group]):
             _average_moments(replica, link, own, weight, samples, n)
         return loss
 
-    def _told(self, replica: Replica, link: Group, state: Tensors, importance: Tensor, samples: int) -> Tensor:
+    def _told(
+        self, replica: Replica, link: Group, state: Tensors, importance: Tensor, samples: int
+    ) -> Tensor:
         """The samples of every rank; and what all of them saw of |g| goes into its running mean."""
         n = torch.zeros(link.size, dtype=torch.float64, device=replica.count.device)
         n[link.rank] = samples
@@ -184,20 +228,28 @@ def _importance(replica: Thinned, scales: Tensor) -> Tensor:
     is seen counts for 1 / P(held)."""
     if not replica.own_count:
         return torch.zeros(replica.units.total, dtype=torch.float64, device=replica.count.device)
-    return replica.units.sums(replica.grads) * scales.to(replica.count.device) * (replica.own_count / replica.scale)
+    return (
+        replica.units.sums(replica.grads)
+        * scales.to(replica.count.device)
+        * (replica.own_count / replica.scale)
+    )
 
 
 def _who(replica: Thinned, held: Tensor, n: Tensor) -> tuple[Tensors, Tensors | None]:
     """Of each element: the samples of those who hold it; and the indices of elements that have any. None: all."""
     weight = replica.units.holders(held, n, replica.params)
-    return weight, None if bool(held.all()) else {k: w.nonzero().flatten() for k, w in weight.items()}
+    return weight, None if bool(held.all()) else {
+        k: w.nonzero().flatten() for k, w in weight.items()
+    }
 
 
 def _share(n: Tensor, weight: Tensor) -> Tensor:
     return n.sum().to(weight.dtype) / weight.clamp(min=1)
 
 
-def _sum_held(link: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None) -> None:
+def _sum_held(
+    link: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None
+) -> None:
     """Sum what is held by anybody over ranks; the rest becomes 0. Packed into the front of the vectors, because the link may reach
     their own memory without a copy."""
     packed = values
@@ -215,10 +267,14 @@ def _sum_held(link: Group, values: Tensors, index: Tensors | None, besides: Tens
             v[index[k]] = got
 
 
-def _average_moments(replica: Thinned, link: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor) -> None:
+def _average_moments(
+    replica: Thinned, link: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor
+) -> None:
     """What the optimizer remembers of an edge: the mean over its holders, given to all, as it goes with the unit."""
     units = replica.units
-    held, weights = ({}, {}) if own is None else (units.of_parameters(own), units.of_parameters(weight))
+    held, weights = (
+        ({}, {}) if own is None else (units.of_parameters(own), units.of_parameters(weight))
+    )
     for name, m in replica.moments.items():
         parameter = name.rpartition("/")[0]
         w = weights[parameter] if parameter in weights else n.sum().to(m.dtype).expand(m.shape)

@@ -24,8 +24,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Replica, Store, Strategy, Tensors
-from manyhands.merge.parts import all_of, need
+from manyhands.core import (
+    Replica,
+    Store,
+    Strategy,
+    Tensors,
+)
+from manyhands.merge.local_steps import all_of, need
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class StaleSync(Strategy[Store]):
     link: ClassVar[type] = Store
 
     def __post_init__(self) -> None:
-        holds = self.staleness >= 0 and (math.isinf(self.staleness) or self.staleness == int(self.staleness))
+        holds = self.staleness >= 0 and (
+            math.isinf(self.staleness) or self.staleness == int(self.staleness)
+        )
         need(
             holds,
             f"staleness={self.staleness}",
@@ -52,7 +59,13 @@ class StaleSync(Strategy[Store]):
         link.pull(replica.rows(), into=replica.params)
         loss = replica.backward()
         if self.staleness == 0:
-            link.push(replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr)
+            link.push(
+                replica.rows(),
+                replica.gradient(),
+                hold=True,
+                weight=replica.own_count,
+                lr=replica.lr,
+            )
         elif replica.own_count:
             share = replica.gradient()
             for g in share.values():

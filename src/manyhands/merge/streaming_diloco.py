@@ -22,9 +22,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import Cargo, Group, Replica, Strategy, Tensors, Work
+from manyhands.core import (
+    Cargo,
+    Group,
+    Replica,
+    Strategy,
+    Tensors,
+    Work,
+)
 from manyhands.merge.diloco import check_outer
-from manyhands.merge.parts import Moments, check_block, copies, need, settle_moments
+from manyhands.merge.local_steps import (
+    Moments,
+    check_block,
+    copies,
+    need,
+    settle_moments,
+)
 
 
 @dataclass(frozen=True)
@@ -43,16 +56,30 @@ class StreamingDiLoCo(Strategy[Group]):
         check_block(self.period, self.moments)
         check_outer(self.lr, self.momentum)
         P, H = self.fragments, self.period
-        need(1 <= P <= H, f"fragments={P}", f"1 to {H} are needed, as each is merged at a step of its own among merge.period={H}")
+        need(
+            1 <= P <= H,
+            f"fragments={P}",
+            f"1 to {H} are needed, as each is merged at a step of its own among merge.period={H}",
+        )
         bound = f"0 or more and less than period / fragments = {H} / {P} is needed, so that one fragment is under way at a time"
-        need(0 <= self.tau < H // P, f"tau={self.tau}", f"{bound}; set merge.tau={max(0, H // P - 1)} or less")
-        need(0 <= self.alpha < 1, f"alpha={self.alpha}", "the weight of the local fragment, 0 or more and less than 1, is needed")
+        need(
+            0 <= self.tau < H // P,
+            f"tau={self.tau}",
+            f"{bound}; set merge.tau={max(0, H // P - 1)} or less",
+        )
+        need(
+            0 <= self.alpha < 1,
+            f"alpha={self.alpha}",
+            "the weight of the local fragment, 0 or more and less than 1, is needed",
+        )
 
     def init(self, replica: Replica) -> Tensors:
         state = {f"a/{k}": x for k, x in copies(replica.params).items()}
         state |= {f"v/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
         # of each fragment: the samples of this rank since it was last sent, in units of a step over all ranks
-        return state | {"samples": torch.zeros(self.fragments, dtype=torch.float64, device=replica.count.device)}
+        return state | {
+            "samples": torch.zeros(self.fragments, dtype=torch.float64, device=replica.count.device)
+        }
 
     def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
         total, samples = torch.zeros((), device=replica.count.device), 0
@@ -89,7 +116,12 @@ class StreamingDiLoCo(Strategy[Group]):
             f"{k}[{fragment}]": (replica.params[k][run] - state[f"a/{k}"][run]).mul_(weight[0])
             for k, run in self._runs(fragment, replica)
         }
-        return _Sent(fragment, updates, weight, (link.all_reduce({"weight": weight}), link.all_reduce(updates)))
+        return _Sent(
+            fragment,
+            updates,
+            weight,
+            (link.all_reduce({"weight": weight}), link.all_reduce(updates)),
+        )
 
     def _apply(self, sent: "_Sent", replica: Replica, state: Tensors) -> None:
         for work in sent.works:

@@ -64,7 +64,11 @@ def check(graph: str, size: int, push: bool = False) -> None:
     for w in matrices:
         check_weights(w, graph, push)
     check_connected(functools.reduce(torch.add, matrices), graph)
-    if size > 1 and graph not in WORDS and float(torch.linalg.eigvals(matrices[0]).abs().sort().values[-2]) > 1 - TOLERANCE:
+    if (
+        size > 1
+        and graph not in WORDS
+        and float(torch.linalg.eigvals(matrices[0]).abs().sort().values[-2]) > 1 - TOLERANCE
+    ):
         raise PlanError(
             f"merge.graph={graph}: ranks would swap what they have for ever instead of coming to agree (spectral gap 0); "
             "lower the weights, so that each keeps a part of its own"
@@ -99,7 +103,12 @@ def complete(size: int) -> Pairs:
     return _pairs((i, j) for i in range(size) for j in range(i))
 
 
-UNDIRECTED: dict[str, Callable[[int], Pairs]] = {"ring": ring, "torus": torus, "star": star, "complete": complete}
+UNDIRECTED: dict[str, Callable[[int], Pairs]] = {
+    "ring": ring,
+    "torus": torus,
+    "star": star,
+    "complete": complete,
+}
 WORDS = (*UNDIRECTED, "exponential", "one_peer")
 
 
@@ -137,7 +146,11 @@ def check_weights(w: Tensor, graph: str = "", push: bool = False) -> None:
     for what, sums in lines:
         worst = int((sums - 1).abs().argmax())
         if abs(float(sums[worst]) - 1) > TOLERANCE:
-            who = "what rank {} gets" if what == "row" else "what rank {} gives, its own part included,"
+            who = (
+                "what rank {} gets"
+                if what == "row"
+                else "what rank {} gives, its own part included,"
+            )
             raise PlanError(
                 f"{named} is not doubly stochastic: {what} {worst} ({who.format(worst)}) sums to {float(sums[worst]):.6g}, but 1 is "
                 "needed; leave the weights out (0-1,1-2) for Metropolis weights, or merge=sgp for a directed graph"
@@ -166,7 +179,9 @@ def check_connected(w: Tensor, graph: str = "") -> None:
 def _turn(w: Tensor, rank: int) -> Turn:
     row, column = w[rank].tolist(), w[:, rank].tolist()
     givers = tuple((j, weight) for j, weight in enumerate(row) if weight and j != rank)
-    return Turn(row[rank], tuple(i for i, weight in enumerate(column) if weight and i != rank), givers)
+    return Turn(
+        row[rank], tuple(i for i, weight in enumerate(column) if weight and i != rank), givers
+    )
 
 
 def _pairs(edges: Iterable[tuple[int, int]]) -> Pairs:
@@ -196,14 +211,18 @@ def _custom(graph: str, size: int, push: bool) -> Tensor:
     edges = _edges(graph, size)
     given = [weight is not None for *_, weight in edges]
     if any(given) and not all(given):
-        raise PlanError(f"merge.graph={graph}: some edges have a weight and some have none; give all of them one, or none")
+        raise PlanError(
+            f"merge.graph={graph}: some edges have a weight and some have none; give all of them one, or none"
+        )
     both_ways = all((b, a, weight) in edges for a, b, weight in edges)
     if not any(given) and both_ways and not push:
         return metropolis(size, _pairs((a, b) for a, b, _ in edges))
     w = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for a, b, _ in edges:
         w[b, a] = 1
-    w = w / (1 + w.sum(0 if push else 1, keepdim=True))  # equal shares of what a rank gives, or of what it gets
+    w = w / (
+        1 + w.sum(0 if push else 1, keepdim=True)
+    )  # equal shares of what a rank gives, or of what it gets
     for a, b, weight in edges:
         w[b, a] = w[b, a] if weight is None else weight
     return _filled(w, push)
@@ -225,7 +244,9 @@ def _edges(graph: str, size: int) -> list[tuple[int, int, float | None]]:
             )
         found += [(a, b, weight)] if match[2] == ">" else [(a, b, weight), (b, a, weight)]
     if len({(a, b) for a, b, _ in found}) < len(found):
-        raise PlanError(f"merge.graph={graph}: an edge is given twice; give each once, 0-1 for both directions")
+        raise PlanError(
+            f"merge.graph={graph}: an edge is given twice; give each once, 0-1 for both directions"
+        )
     return found
 
 

@@ -34,7 +34,9 @@ def waits(events: Iterable[Event]) -> dict[int, float]:
         lasted += max(e.time_s + e.seconds for e in work) - min(e.time_s for e in work)
         for e in work:
             worked[e.rank] += e.seconds
-    return {rank: 1 - seconds / lasted for rank, seconds in sorted(worked.items())} if lasted else {}
+    return (
+        {rank: 1 - seconds / lasted for rank, seconds in sorted(worked.items())} if lasted else {}
+    )
 
 
 def _steps(events: Iterable[Event]) -> dict[int, list[Event]]:

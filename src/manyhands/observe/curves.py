@@ -71,7 +71,9 @@ def collect(events: list[Event]) -> Curves:
                 for name, x in curves.final.items():
                     _put(curves.metrics.setdefault(name, []), at, x)
             case "finish", dict() as value:
-                final = {k: v for k, v in measures(value).items() if k != "samples_per_s"}  # the caption has it already
+                final = {
+                    k: v for k, v in measures(value).items() if k != "samples_per_s"
+                }  # the caption has it already
                 curves.final = final or curves.final
     return curves
 
@@ -114,16 +116,51 @@ def _picture(name: str, curves: Curves) -> Figure:
 
     edge = left - 0.35 / width
     text: dict[str, Any] = {"ha": "left", "parse_math": False}  # a name may hold dollars
-    figure.text(edge, 1 - 0.2 / height, _cut(name, int(width * 6.5)), size=15, weight="bold", color=INK, va="top", **text)
-    figure.text(edge, 1 - 0.52 / height, "\n".join(plan), size=9, color=MUTED, va="top", linespacing=1.4, **text)
-    figure.text(edge, 0.2 / height, _cut(_caption(curves), int(width * 12)), size=9, color=MUTED, va="bottom", **text)
+    figure.text(
+        edge,
+        1 - 0.2 / height,
+        _cut(name, int(width * 6.5)),
+        size=15,
+        weight="bold",
+        color=INK,
+        va="top",
+        **text,
+    )
+    figure.text(
+        edge,
+        1 - 0.52 / height,
+        "\n".join(plan),
+        size=9,
+        color=MUTED,
+        va="top",
+        linespacing=1.4,
+        **text,
+    )
+    figure.text(
+        edge,
+        0.2 / height,
+        _cut(_caption(curves), int(width * 12)),
+        size=9,
+        color=MUTED,
+        va="bottom",
+        **text,
+    )
 
-    last = max((points[-1][0] for points in (curves.loss, *curves.metrics.values()) if points), default=1.0)
+    last = max(
+        (points[-1][0] for points in (curves.loss, *curves.metrics.values()) if points), default=1.0
+    )
     _draw_loss(figure.add_subplot(grid[:, 0]), curves.loss, last)
     for i, (metric, points) in enumerate(curves.metrics.items()):
         row, column = i % rows, 1 + i // rows
         lowest = row == rows - 1 or i == len(curves.metrics) - 1
-        _draw_metric(figure.add_subplot(grid[row, column]), metric, points, METRICS[i % len(METRICS)], last, lowest)
+        _draw_metric(
+            figure.add_subplot(grid[row, column]),
+            metric,
+            points,
+            METRICS[i % len(METRICS)],
+            last,
+            lowest,
+        )
     return figure
 
 
@@ -133,7 +170,16 @@ def _draw_loss(axes: Axes, points: Points, last: float) -> None:
     finite = [v for v in y if math.isfinite(v)]
     if not finite:
         words = "no finite loss was recorded" if points else "no loss was recorded"
-        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color=MUTED, size=10)
+        axes.text(
+            0.5,
+            0.5,
+            words,
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=MUTED,
+            size=10,
+        )
         axes.set_yticks([])
         return
     if min(finite) > 0 and max(finite) / min(finite) > 50:
@@ -157,27 +203,63 @@ def _mark_divergence(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None
     side = -1 if x[since] > sum(axes.get_xlim()) / 2 else 1
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     place |= {"ha": "left" if side > 0 else "right", "va": "top"}
-    axes.annotate(f"not finite from epoch {x[since]:.2f}", (x[since], 0.97), (5 * side, 0), **place, color=ALARM, size=8.5)
+    axes.annotate(
+        f"not finite from epoch {x[since]:.2f}",
+        (x[since], 0.97),
+        (5 * side, 0),
+        **place,
+        color=ALARM,
+        size=8.5,
+    )
 
 
-def _draw_metric(axes: Axes, name: str, points: Points, color: str, last: float, lowest: bool) -> None:
+def _draw_metric(
+    axes: Axes, name: str, points: Points, color: str, last: float, lowest: bool
+) -> None:
     _dress(axes, "evaluation loss" if name == "loss" else name, last, lowest)
     finite = [p for p in points if math.isfinite(p[1])]
     if not finite:
-        axes.text(0.5, 0.5, "not finite", transform=axes.transAxes, ha="center", va="center", color=MUTED, size=10)
+        axes.text(
+            0.5,
+            0.5,
+            "not finite",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=MUTED,
+            size=10,
+        )
         axes.set_yticks([])
         return
-    axes.plot([p[0] for p in points], [p[1] for p in points], color=color, lw=2.0, marker="o", ms=3.5 if len(points) < 40 else 0)
+    axes.plot(
+        [p[0] for p in points],
+        [p[1] for p in points],
+        color=color,
+        lw=2.0,
+        marker="o",
+        ms=3.5 if len(points) < 40 else 0,
+    )
     _tidy_ticks(axes, [p[1] for p in finite])
     x, y = finite[-1]
     axes.plot([x], [y], "o", color=color, ms=7, mec="white", mew=1.5, clip_on=False, zorder=5)
-    axes.annotate(number(y), (x, y), (8, 0), textcoords="offset points", va="center", color=color, size=10, weight="bold")
+    axes.annotate(
+        number(y),
+        (x, y),
+        (8, 0),
+        textcoords="offset points",
+        va="center",
+        color=color,
+        size=10,
+        weight="bold",
+    )
 
 
 def _dress(axes: Axes, title: str, last: float, lowest: bool = True) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(_cut(title, 36), loc="left", size=10.5, weight="bold", color=INK, pad=9, parse_math=False)
+    axes.set_title(
+        _cut(title, 36), loc="left", size=10.5, weight="bold", color=INK, pad=9, parse_math=False
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#9ca3af")
     axes.grid(axis="y", color=GRID, lw=0.8)
@@ -195,7 +277,9 @@ def _dress(axes: Axes, title: str, last: float, lowest: bool = True) -> None:
 
 def _tidy_ticks(axes: Axes, values: Sequence[float]) -> None:
     if not 1e-3 <= max(map(abs, values)) < 1e6:
-        axes.yaxis.set_major_formatter("{x:g}")  # otherwise a common factor is written where the title stands
+        axes.yaxis.set_major_formatter(
+            "{x:g}"
+        )  # otherwise a common factor is written where the title stands
 
 
 def smooth(y: Sequence[float]) -> list[float]:
@@ -218,7 +302,9 @@ def smooth(y: Sequence[float]) -> list[float]:
     s0, s1, s2 = (np.convolve(ones, bell * k**m, "same") for m in (0, 1, 2))
     t0, t1 = (np.convolve(filled, bell * k**m, "same") for m in (0, 1))
     det = s0 * s2 - s1 * s1
-    fitted = np.divide(s2 * t0 - s1 * t1, det, out=filled.copy(), where=known & (det > 1e-9))  # alone: itself
+    fitted = np.divide(
+        s2 * t0 - s1 * t1, det, out=filled.copy(), where=known & (det > 1e-9)
+    )  # alone: itself
     return [float(v) for v in np.where(known, fitted, np.nan)]
 
 
@@ -227,7 +313,11 @@ def _caption(curves: Curves) -> str:
     shares = [x for x in curves.exchange_share if math.isfinite(x)]
     parts = [f"{median(rates):,.0f} samples/s"] if rates else []
     parts += [f"exchange {median(shares):.0%}"] if shares else []
-    served = {k: [x for x in v if math.isfinite(x)] for k, v in vars(curves).items() if k in ("rows_per_s", "staleness")}
+    served = {
+        k: [x for x in v if math.isfinite(x)]
+        for k, v in vars(curves).items()
+        if k in ("rows_per_s", "staleness")
+    }
     parts += [f"{rate(median(served['rows_per_s']))} rows/s"] if any(served["rows_per_s"]) else []
     parts += [f"staleness {median(served['staleness']):.1f}"] if any(served["staleness"]) else []
     parts += [f"final {name} {number(x)}" for name, x in list(curves.final.items())[:4]]

@@ -21,7 +21,9 @@ import msgspec
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
 
-SPANS_LIMIT_BYTES = 256 << 20  # of one rank's file; a thousand tiny rounds a second reach it in some ten minutes
+SPANS_LIMIT_BYTES = (
+    256 << 20
+)  # of one rank's file; a thousand tiny rounds a second reach it in some ten minutes
 
 
 class Sink(Protocol):
@@ -34,7 +36,13 @@ class Sink(Protocol):
 class Recorder:
     """Collects the events of one rank; `emit` is a list append, everything slow happens in `flush`."""
 
-    def __init__(self, directory: Path, rank: int, sinks: list[Sink] | None = None, spans_limit_bytes: int = SPANS_LIMIT_BYTES):
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        sinks: list[Sink] | None = None,
+        spans_limit_bytes: int = SPANS_LIMIT_BYTES,
+    ):
         path = Path(directory) / "events" / f"rank-{rank}.jsonl"
         self._pending: list[Event] = []
         self._sinks: list[Sink] = [EventFile(path, spans_limit_bytes), *(sinks or [])]
@@ -63,7 +71,9 @@ class Recorder:
                 self._sinks.remove(sink)
                 with suppress(Exception):
                     sink.close()
-                say(f"{type(sink).__name__} stopped ({type(error).__name__}: {error}); training goes on without it")
+                say(
+                    f"{type(sink).__name__} stopped ({type(error).__name__}: {error}); training goes on without it"
+                )
 
 
 class EventFile:
@@ -76,7 +86,9 @@ class EventFile:
         self._full = False
 
     def write(self, events: list[Event]) -> None:
-        if self._file is None:  # opened here, not before: a disk that cannot be written must not stop the start
+        if (
+            self._file is None
+        ):  # opened here, not before: a disk that cannot be written must not stop the start
             self._file = open_lines(self._path)
         if self._full or self._file.tell() > self._spans_limit_bytes:
             events = [event for event in events if event.value is not None]
@@ -108,10 +120,14 @@ def read(run_dir: Path) -> list[Event]:
     folder = run_dir / "events"
     if not folder.is_dir():
         missing = "has no events/ in it" if run_dir.is_dir() else "does not exist"
-        raise ManyhandsError(f"{run_dir} is no run directory: it {missing}; give the directory that the run printed at its start")
+        raise ManyhandsError(
+            f"{run_dir} is no run directory: it {missing}; give the directory that the run printed at its start"
+        )
     events = [event for path in sorted(folder.glob("rank-*.jsonl")) for event in _parse(path)]
     if not events:
-        raise ManyhandsError(f"{folder} holds no events: the run ended before its first flush; start it again")
+        raise ManyhandsError(
+            f"{folder} holds no events: the run ended before its first flush; start it again"
+        )
     return sorted(events, key=lambda event: event.time_s)
 
 
@@ -145,7 +161,11 @@ def _parse(path: Path) -> Iterator[Event]:
 
 def _value(raw: Any) -> float | str | dict[str, float] | None:
     if isinstance(raw, dict):
-        return {k: math.nan if v is None else v for k, v in raw.items() if v is None or isinstance(v, int | float)}
+        return {
+            k: math.nan if v is None else v
+            for k, v in raw.items()
+            if v is None or isinstance(v, int | float)
+        }
     return raw if isinstance(raw, int | float | str) else None
 
 

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from manyhands.observe.curves import INK, MUTED
-from manyhands.observe.race_picture import COLORS
+from manyhands.observe.race.picture import COLORS
 from manyhands.split.graph import Node
 
 WIDE, HIGH, GAP, ROW, HEAD = 128, 22, 12, 44, 64
@@ -36,7 +36,10 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
     cells: dict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, row) -> nodes side by side
     for u in range(len(nodes)):
         cells[where[u], row[u]].append(u)
-    across = [max((len(some) for (rank, _), some in cells.items() if rank == r), default=1) for r in range(ranks)]
+    across = [
+        max((len(some) for (rank, _), some in cells.items() if rank == r), default=1)
+        for r in range(ranks)
+    ]
     left = [GAP]
     for count in across:
         left.append(left[-1] + count * (WIDE + GAP) + 3 * GAP)
@@ -76,7 +79,9 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
     return "\n".join([*made, *labels, "</svg>\n"])
 
 
-def _lines(nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[float, float]]) -> tuple[list[str], list[str]]:
+def _lines(
+    nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[float, float]]
+) -> tuple[list[str], list[str]]:
     lines, labels = [], []
     said: set[tuple[int, int]] = set()  # a value goes to a rank once
     for u, n in enumerate(nodes):
@@ -89,7 +94,9 @@ def _lines(nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[floa
                 lines.append(f'<path class="local" d="{path}" fill="none" stroke="#d1d5db"/>')
                 continue
             color = COLORS[where[t] % len(COLORS)]
-            lines.append(f'<path class="cut" d="{path}" fill="none" stroke="{color}" stroke-width="2.2"/>')
+            lines.append(
+                f'<path class="cut" d="{path}" fill="none" stroke="{color}" stroke-width="2.2"/>'
+            )
             if (t, where[u]) in said:
                 continue
             said.add((t, where[u]))

@@ -12,18 +12,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core import Event
+from manyhands.observe.chrome_trace import (
+    STAGED,
+    WORK,
+    PipelineTrace,
+    number,
+)
 from manyhands.observe.curves import GRID, INK, MUTED
-from manyhands.observe.trace import STAGED, WORK, Pipeline, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {"forward": "#2563eb", "backward": "#059669", "weight": "#d97706", "send": "#7c3aed", "receive": "#db2777"}
+COLORS = {
+    "forward": "#2563eb",
+    "backward": "#059669",
+    "weight": "#d97706",
+    "send": "#7c3aed",
+    "receive": "#db2777",
+}
 MOST = 8  # pipelines
 NARROW = 0.012  # of a step: a box without its number
 
 
-def draw(pipelines: Sequence[tuple[Pipeline, str]], title: str, out: Path) -> Path:
+def draw(pipelines: Sequence[tuple[PipelineTrace, str]], title: str, out: Path) -> Path:
     """Each with a line of text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,8 +45,20 @@ def draw(pipelines: Sequence[tuple[Pipeline, str]], title: str, out: Path) -> Pa
     height = head + foot + sum(0.42 * n + 0.62 for n in lanes)
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
-    text: dict[str, Any] = {"parse_math": False, "va": "top", "ha": "left"}  # a name may hold dollars
-    figure.text(0.03, 1 - 0.2 / height, f"{title}: one step of a pipeline", size=14, weight="bold", color=INK, **text)
+    text: dict[str, Any] = {
+        "parse_math": False,
+        "va": "top",
+        "ha": "left",
+    }  # a name may hold dollars
+    figure.text(
+        0.03,
+        1 - 0.2 / height,
+        f"{title}: one step of a pipeline",
+        size=14,
+        weight="bold",
+        color=INK,
+        **text,
+    )
     steps = [typical_step(p) for p, _ in shown]
     longest = max(_length(step) for step in steps)
     top = head
@@ -45,21 +68,39 @@ def draw(pipelines: Sequence[tuple[Pipeline, str]], title: str, out: Path) -> Pa
         figure.text(0.03, 1 - (top - 0.3) / height, words, size=9, color=MUTED, **text)
         _lanes(axes, pipeline, step, longest, last=(pipeline, words) == shown[-1])
         top += 0.42 * n + 0.22
-    for i, (name, color) in enumerate(c for c in COLORS.items() if any(e.name == c[0] for step in steps for e in step)):
+    for i, (name, color) in enumerate(
+        c for c in COLORS.items() if any(e.name == c[0] for step in steps for e in step)
+    ):
         figure.patches.append(_square(figure, 0.13 + 0.11 * i, 0.22 / height, color, height, width))
         words = "receive, and wait for it" if name == "receive" else name
-        figure.text(0.143 + 0.11 * i, 0.22 / height, words, size=9, color=INK, va="bottom", ha="left")
+        figure.text(
+            0.143 + 0.11 * i, 0.22 / height, words, size=9, color=INK, va="bottom", ha="left"
+        )
     if any(p.chunks > 1 for p, _ in shown):
-        figure.text(0.97, 0.22 / height, "pale: a rank's later stages", size=9, color=MUTED, va="bottom", ha="right")
+        figure.text(
+            0.97,
+            0.22 / height,
+            "pale: a rank's later stages",
+            size=9,
+            color=MUTED,
+            va="bottom",
+            ha="right",
+        )
     elif len(pipelines) > MOST:
         figure.text(
-            0.97, 0.22 / height, f"{len(pipelines) - MOST} more pipelines not drawn", size=9, color=MUTED, va="bottom", ha="right"
+            0.97,
+            0.22 / height,
+            f"{len(pipelines) - MOST} more pipelines not drawn",
+            size=9,
+            color=MUTED,
+            va="bottom",
+            ha="right",
         )
     figure.savefig(out, dpi=140)
     return out
 
 
-def typical_step(pipeline: Pipeline) -> list[Event]:
+def typical_step(pipeline: PipelineTrace) -> list[Event]:
     """The events of the step whose length is the median; the first only if there is no other, since much starts in it."""
     steps: dict[int, list[Event]] = defaultdict(list)
     for event in pipeline.events:
@@ -73,12 +114,20 @@ def _length(step: Sequence[Event]) -> float:
     return max(e.time_s + e.seconds for e in step) - min(e.time_s for e in step)
 
 
-def _lanes(axes: Axes, pipeline: Pipeline, step: Sequence[Event], longest: float, last: bool) -> None:
+def _lanes(
+    axes: Axes, pipeline: PipelineTrace, step: Sequence[Event], longest: float, last: bool
+) -> None:
     zero = min(e.time_s for e in step)
     for event in step:
         lane, work = pipeline.ranks.index(event.rank), event.name in WORK
-        start, low, high = (event.time_s - zero) * 1e3, lane + (-0.42 if work else 0.24), lane + 0.42
-        shade = 0.35 if number(event, "stage") != min(_stages(step, event.rank)) else 0.0  # the second stage of a rank
+        start, low, high = (
+            (event.time_s - zero) * 1e3,
+            lane + (-0.42 if work else 0.24),
+            lane + 0.42,
+        )
+        shade = (
+            0.35 if number(event, "stage") != min(_stages(step, event.rank)) else 0.0
+        )  # the second stage of a rank
         axes.broken_barh(
             [(start, event.seconds * 1e3)],
             (low, high - low),
@@ -89,10 +138,23 @@ def _lanes(axes: Axes, pipeline: Pipeline, step: Sequence[Event], longest: float
         )
         if work and event.seconds > NARROW * longest:
             at = start + event.seconds * 5e2
-            axes.text(at, lane, str(number(event, "micro")), size=8, color="white", ha="center", va="center")
+            axes.text(
+                at,
+                lane,
+                str(number(event, "micro")),
+                size=8,
+                color="white",
+                ha="center",
+                va="center",
+            )
     axes.set_xlim(0, longest * 1e3)
     axes.set_ylim(len(pipeline.ranks) - 0.5, -0.5)
-    axes.set_yticks(range(len(pipeline.ranks)), [_title(rank, _stages(step, rank)) for rank in pipeline.ranks], size=9, color=INK)
+    axes.set_yticks(
+        range(len(pipeline.ranks)),
+        [_title(rank, _stages(step, rank)) for rank in pipeline.ranks],
+        size=9,
+        color=INK,
+    )
     axes.tick_params(length=0, labelbottom=last, labelsize=9, colors=MUTED)
     axes.tick_params(axis="y", colors=INK)
     for spine in axes.spines.values():
@@ -114,4 +176,6 @@ def _stages(step: Sequence[Event], rank: int) -> list[int]:
 def _square(figure: Any, x: float, y: float, color: str, height: float, width: float) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), 0.13 / width, 0.13 / height, transform=figure.transFigure, facecolor=color)
+    return Rectangle(
+        (x, y), 0.13 / width, 0.13 / height, transform=figure.transFigure, facecolor=color
+    )

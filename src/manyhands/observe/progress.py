@@ -14,8 +14,14 @@ import os
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from manyhands.core import Event
-from manyhands.observe import served
-from manyhands.observe.text import duration, measures, number, size, took
+from manyhands.observe import server_events
+from manyhands.observe.text import (
+    duration,
+    measures,
+    number,
+    size,
+    took,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -24,7 +30,14 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 5.0
 LABEL = 12  # columns; "checkpoint" and "epoch 2/10" with two spaces after them
 BAR = 24
-STYLES = {"plan": "bold", "notice": "yellow", "evaluate": "cyan", "checkpoint": "dim", "failed": "bold red", "done": "bold green"}
+STYLES = {
+    "plan": "bold",
+    "notice": "yellow",
+    "evaluate": "cyan",
+    "checkpoint": "dim",
+    "failed": "bold red",
+    "done": "bold green",
+}
 
 # What a narrow terminal loses first. The bar goes between `rate` and `eta`: it takes what room is left.
 EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
@@ -59,12 +72,22 @@ class Progress:
                 line(event.name, value, STYLES["plan"])
             case "progress", dict():
                 self._screen.progress(event.time_s, {**self._served, **value})
-            case served.NAME, dict():
-                self._served = {k: x for k, x in value.items() if k in ("rows_per_s", "bytes_per_s", "staleness")}
+            case server_events.NAME, dict():
+                self._served = {
+                    k: x
+                    for k, x in value.items()
+                    if k in ("rows_per_s", "bytes_per_s", "staleness")
+                }
             case "evaluate", dict():
-                line("evaluate", _join(_metrics(value), f"in {took(event.seconds)}" if event.seconds else ""), STYLES["evaluate"])
+                line(
+                    "evaluate",
+                    _join(_metrics(value), f"in {took(event.seconds)}" if event.seconds else ""),
+                    STYLES["evaluate"],
+                )
             case "checkpoint", str():
-                cost = [size(event.nbytes)] * (event.nbytes > 0) + [took(event.seconds)] * (event.seconds > 0)
+                cost = [size(event.nbytes)] * (event.nbytes > 0) + [took(event.seconds)] * (
+                    event.seconds > 0
+                )
                 line("checkpoint", _join(value, " in ".join(cost)), STYLES["checkpoint"])
             case "checkpoint_failed", _:
                 line("checkpoint", f"failed: {value}", STYLES["failed"])
@@ -72,8 +95,14 @@ class Progress:
                 line("notice", str(value), STYLES["notice"])
             case "finish", _:
                 self._screen.end()
-                elapsed = "" if self._start_s is None else f"in {duration(event.time_s - self._start_s)}"
-                line("done", _join(_metrics(value) if isinstance(value, dict) else "", elapsed), STYLES["done"])
+                elapsed = (
+                    "" if self._start_s is None else f"in {duration(event.time_s - self._start_s)}"
+                )
+                line(
+                    "done",
+                    _join(_metrics(value) if isinstance(value, dict) else "", elapsed),
+                    STYLES["done"],
+                )
 
 
 class Screen(Protocol):
@@ -109,7 +138,9 @@ class Plain:
 
     def progress(self, time_s: float, value: Value) -> None:
         self._last = value
-        ended = self._shown is not None and math.floor(value.get("epoch", 0)) > math.floor(self._shown.get("epoch", 0))
+        ended = self._shown is not None and math.floor(value.get("epoch", 0)) > math.floor(
+            self._shown.get("epoch", 0)
+        )
         # By the events' own clock: what is shown depends on what happened, not on when flush came round.
         if ended or time_s - self._shown_s >= PLAIN_EVERY_S:
             self._print(value)
@@ -126,7 +157,9 @@ class Plain:
 
     def _print(self, value: Value) -> None:
         fields = describe(value)
-        self._stream.write(f"{fields.pop('epoch'):<{LABEL - 2}}  {'  '.join(fields.values())}".rstrip() + "\n")
+        self._stream.write(
+            f"{fields.pop('epoch'):<{LABEL - 2}}  {'  '.join(fields.values())}".rstrip() + "\n"
+        )
         self._shown = value
 
 
@@ -143,7 +176,9 @@ class Terminal:
         from rich.text import Text
 
         # Text, not markup: a path or a notice may hold square brackets.
-        words = Text.assemble((f"{label:<{LABEL}}", style), (text, style if style in ("dim", "bold red") else ""))
+        words = Text.assemble(
+            (f"{label:<{LABEL}}", style), (text, style if style in ("dim", "bold red") else "")
+        )
         self._console.print(words, soft_wrap=True)
 
     def progress(self, time_s: float, value: Value) -> None:
@@ -179,7 +214,9 @@ class Terminal:
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
-        atexit.register(self.end)  # gives the cursor back when training dies of an exception nobody caught
+        atexit.register(
+            self.end
+        )  # gives the cursor back when training dies of an exception nobody caught
         return live
 
     def _line(self) -> RenderableType:
@@ -187,16 +224,29 @@ class Terminal:
         from rich.table import Table
         from rich.text import Text
 
-        self._console.width = _columns(self._stream)  # rich measures the standard streams, ours may be another
+        self._console.width = _columns(
+            self._stream
+        )  # rich measures the standard streams, ours may be another
         fields = describe(self._value)
         room = fit(fields, self._console.width)
         styles = {"epoch": "bold", "loss": "bold", "exchange": "dim", "server": "dim", "eta": "dim"}
         if not math.isfinite(self._value.get("loss", 0.0)):
             styles["loss"] = "bold red"
-        cells: list[RenderableType] = [Text(text, style=styles.get(name, ""), no_wrap=True) for name, text in fields.items()]
+        cells: list[RenderableType] = [
+            Text(text, style=styles.get(name, ""), no_wrap=True) for name, text in fields.items()
+        ]
         if room:
             _, _, done = _epoch(self._value)
-            cells.insert(1, ProgressBar(total=1.0, completed=done, width=room, complete_style="cyan", finished_style="green"))
+            cells.insert(
+                1,
+                ProgressBar(
+                    total=1.0,
+                    completed=done,
+                    width=room,
+                    complete_style="cyan",
+                    finished_style="green",
+                ),
+            )
         grid = Table.grid(padding=(0, 2), pad_edge=False)
         for _ in cells:
             grid.add_column(no_wrap=True, overflow="crop")
@@ -215,7 +265,7 @@ def describe(value: Value) -> dict[str, str]:
         fields["rate"] = f"{rate:,.0f} samples/s"
     if math.isfinite(share := value.get("exchange_share", math.nan)):
         fields["exchange"] = f"exchange {share:.0%}"
-    if told := served.words(value):
+    if told := server_events.words(value):
         fields["server"] = told
     if math.isfinite(noise := value.get("noise", math.nan)):
         fields["noise"] = f"noise scale {noise:,.0f}"

@@ -22,7 +22,9 @@ class TensorBoard:
         try:
             import torch.utils.tensorboard  # noqa: F401  asked for at the start, not found missing in the middle of training
         except ImportError as error:
-            raise ManyhandsError("tensorboard is not installed: pip install manyhands[tensorboard]") from error
+            raise ManyhandsError(
+                "tensorboard is not installed: pip install manyhands[tensorboard]"
+            ) from error
         self._directory = Path(directory)
         self._writer: SummaryWriter | None = None
         self._plan = ""
@@ -34,11 +36,17 @@ class TensorBoard:
             match event.name, event.value:
                 case "progress", dict() as value:
                     self._step, self._round = int(value.get("step", event.round)), event.round
-                    self._scalars(event, {f"train/{name}": value[name] for name in TRAIN if name in value})
+                    self._scalars(
+                        event, {f"train/{name}": value[name] for name in TRAIN if name in value}
+                    )
                 case "evaluate", dict() as value:
-                    self._scalars(event, {f"evaluate/{name}": x for name, x in measures(value).items()})
+                    self._scalars(
+                        event, {f"evaluate/{name}": x for name, x in measures(value).items()}
+                    )
                 case "server", dict() as value:
-                    self._scalars(event, {f"server/{name}": x for name, x in measures(value).items()})
+                    self._scalars(
+                        event, {f"server/{name}": x for name, x in measures(value).items()}
+                    )
                 case "log", dict() as value:
                     self._scalars(event, measures(value))
                 case "start", str() as plan:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-POSITION = ("epoch", "step")  # keys of a value that say where a measurement was taken, not what was measured
+POSITION = (
+    "epoch",
+    "step",
+)  # keys of a value that say where a measurement was taken, not what was measured
 
 
 def number(x: float) -> str:

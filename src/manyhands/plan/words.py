@@ -20,9 +20,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from manyhands.core import Goal, Layout, Plan, Store, Strategy
+from manyhands.core import (
+    Goal,
+    Layout,
+    Plan,
+    Store,
+    Strategy,
+)
 from manyhands.errors import PlanError
-from manyhands.exchange import algorithms, wires
+from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
 from manyhands.split.data import SPLITS
 
@@ -33,15 +39,34 @@ AXES = {f.name: int for f in dataclasses.fields(Layout)}
 TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
     "merge": (STRATEGIES, "all_reduce"),
     "then": (STRATEGIES, None),
-    "wire": (wires.WIRES, "none"),
+    "compress": (compression.CODECS, "none"),
 }
-OBJECTS = {"merge": "strategy", "then": "next_strategy", "wire": "encoding"}
+OBJECTS = {"merge": "strategy", "then": "next_strategy", "compress": "codec"}
 APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
 PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
-SHORT = {"staleness": "stale_sync", "quorum": "backup"}  # a word of one rule over servers names that rule too
-OF_AXES = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}  # words that need more than 1 on an axis
-OF_SERVERS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
-POSITIVE = ("batch", "micro", "accumulate", "epochs", "steps", "clip", "threads", "bucket_mb", "keep", "timeout_s")
+SHORT = {
+    "staleness": "stale_sync",
+    "quorum": "backup",
+}  # a word of one rule over servers names that rule too
+OF_AXES = {
+    "schedule": "pipe",
+    "cut": "pipe",
+    "sequence": "tensor",
+    "zero": "shard",
+}  # words that need more than 1 on an axis
+SERVER_CODECS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
+POSITIVE = (
+    "batch",
+    "micro",
+    "accumulate",
+    "epochs",
+    "steps",
+    "clip",
+    "threads",
+    "bucket_mb",
+    "keep",
+    "timeout_s",
+)
 
 
 def parse(words: Words = "", *, size: int | None = None) -> Plan:
@@ -52,12 +77,18 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
     for axis, n in axes.items():
         if n < 1:
-            raise PlanError(f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more")
+            raise PlanError(
+                f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more"
+            )
     chosen: dict[str, Any] = {}
     known = [*AXES, *TABLES, *SHORT, "split", "algorithm", *PLAIN]
     for key in TABLES:
         chosen |= _chosen(key, given)
-        known += [f"{key}.{f.name}" for f in dataclasses.fields(chosen[OBJECTS[key]])] if chosen[OBJECTS[key]] is not None else []
+        known += (
+            [f"{key}.{f.name}" for f in dataclasses.fields(chosen[OBJECTS[key]])]
+            if chosen[OBJECTS[key]] is not None
+            else []
+        )
     for key, table, default in (
         ("split", SPLITS, "shuffled"),
         ("algorithm", dict.fromkeys(("native", *algorithms.NAMES)), "native"),
@@ -104,11 +135,22 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     for key, attribute in OBJECTS.items():
         if (made := getattr(plan, attribute)) is not None:
             options = {f"{key}.{f.name}": getattr(made, f.name) for f in dataclasses.fields(made)}
-            chosen |= {key: getattr(plan, key), **{k: v for k, v in options.items() if v is not None}}
+            chosen |= {
+                key: getattr(plan, key),
+                **{k: v for k, v in options.items() if v is not None},
+            }
     chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
-    told = lambda k: (plan.servers or k not in OF_SERVERS) and (k not in OF_AXES or getattr(plan.layout, OF_AXES[k]) > 1)
+    told = lambda k: (
+        (plan.servers or k not in SERVER_CODECS)
+        and (k not in OF_AXES or getattr(plan.layout, OF_AXES[k]) > 1)
+    )
     plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and told(k)}
-    return {**axes, **chosen, "split": plan.split, **{k: str(v) if isinstance(v, Goal) else v for k, v in plain.items()}}
+    return {
+        **axes,
+        **chosen,
+        "split": plan.split,
+        **{k: str(v) if isinstance(v, Goal) else v for k, v in plain.items()},
+    }
 
 
 def to_toml(plan: Plan) -> str:
@@ -162,7 +204,9 @@ def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
         if word not in given:
             continue
         value, merge = given.pop(word), given.setdefault("merge", rule)
-        if merge in STRATEGIES and word not in {f.name for f in dataclasses.fields(TABLES["merge"][0][merge])}:
+        if merge in STRATEGIES and word not in {
+            f.name for f in dataclasses.fields(TABLES["merge"][0][merge])
+        }:
             raise PlanError(
                 f"{word}={value} has no effect: merge={merge} has no {word}; leave out one of them ({word}= is merge={rule})"
             )
@@ -175,14 +219,22 @@ def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
     table, default = TABLES[key]
     name = given.pop(key, default)
     name = None if name is None else str(name)
-    options = {k.removeprefix(f"{key}."): given.pop(k) for k in list(given) if k.startswith(f"{key}.")}
+    options = {
+        k.removeprefix(f"{key}."): given.pop(k) for k in list(given) if k.startswith(f"{key}.")
+    }
     if name is None or name == "none":
         if options:
-            raise PlanError(f"{key}.{next(iter(options))} has no effect without {key}=; add {key}={next(iter(table))}, say")
+            raise PlanError(
+                f"{key}.{next(iter(options))} has no effect without {key}=; add {key}={next(iter(table))}, say"
+            )
         return {key: name, OBJECTS[key]: None}
     _known(key, name, table)
     kind = table[name]
-    types = {k: v for k, v in get_type_hints(kind).items() if k in {f.name for f in dataclasses.fields(kind)}}
+    types = {
+        k: v
+        for k, v in get_type_hints(kind).items()
+        if k in {f.name for f in dataclasses.fields(kind)}
+    }
     for option in options:
         if option not in types:
             has = f"has {', '.join(f'{key}.{t}' for t in types)}" if types else "has no options"
@@ -196,11 +248,19 @@ def _in_words_of(key: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except PlanError as e:
-        raise PlanError(str(e).replace("merge.", f"{key}.").replace("merge=", f"{key}=") if key == "then" else str(e)) from None
+        raise PlanError(
+            str(e).replace("merge.", f"{key}.").replace("merge=", f"{key}=")
+            if key == "then"
+            else str(e)
+        ) from None
 
 
 def _convert(key: str, value: Any, kind: Any) -> Any:
-    if isinstance(value, str) and value.lower() in ("none", "") and type(None) in getattr(kind, "__args__", ()):
+    if (
+        isinstance(value, str)
+        and value.lower() in ("none", "")
+        and type(None) in getattr(kind, "__args__", ())
+    ):
         return None
     if Goal in getattr(kind, "__args__", ()) or kind is Goal:
         try:
@@ -245,19 +305,27 @@ def _check(plan: Plan) -> None:
         value = getattr(plan, key)
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
-    for key in OF_SERVERS:
+    for key in SERVER_CODECS:
         if key != "embeddings" and getattr(plan, key) < 0:
             raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
         if not plan.servers and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
-            raise PlanError(f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; add servers=1")
+            raise PlanError(
+                f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; add servers=1"
+            )
     if plan.cache_age != Plan.__dataclass_fields__["cache_age"].default and not plan.cache:
-        raise PlanError(f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say")
+        raise PlanError(
+            f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
+        )
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
     if plan.epochs is not None and plan.steps is not None:
-        raise PlanError(f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them")
+        raise PlanError(
+            f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them"
+        )
     if plan.until is not None and plan.until.name in ("epoch", "step"):
-        raise PlanError(f"until={plan.until}: {plan.until.name}s= says when to stop; until= is for what an evaluation measures")
+        raise PlanError(
+            f"until={plan.until}: {plan.until.name}s= says when to stop; until= is for what an evaluation measures"
+        )
     if plan.evaluate != "epoch" and not (plan.evaluate.isdigit() and int(plan.evaluate) > 0):
         raise PlanError(f"evaluate={plan.evaluate}: epoch or a number of steps is needed")
     if (plan.then is None) != (plan.at is None):
@@ -266,7 +334,9 @@ def _check(plan: Plan) -> None:
     if (
         plan.at is not None
         and plan.at.name == "noise"
-        and (plan.strategy.sends != "gradients" or plan.strategy.swaps or plan.strategy.link is Store)
+        and (
+            plan.strategy.sends != "gradients" or plan.strategy.swaps or plan.strategy.link is Store
+        )
     ):
         raise PlanError(
             f"at={plan.at}: the noise scale is measured where gradients are all-reduced, not under merge={plan.merge}; use all_reduce"
@@ -276,27 +346,38 @@ def _check(plan: Plan) -> None:
             continue
         if rule.link is Store:
             _check_served(plan, key, rule)
-        elif plan.precision == "fp16" and rule.sends == "gradients" and plan.wire not in ("none", "fp16", "bf16"):
+        elif (
+            plan.precision == "fp16"
+            and rule.sends == "gradients"
+            and plan.compress not in ("none", "fp16", "bf16")
+        ):
             raise PlanError(
-                f"wire={plan.wire} with precision=fp16: what it holds back was scaled with a loss scale that changes; set precision=bf16 or wire=bf16"
+                f"compress={plan.compress} with precision=fp16: what it holds back was scaled with a loss scale that changes; set precision=bf16 or compress=bf16"
             )
-        if plan.encoding is not None and (reason := wires.refusal(plan.encoding, type(rule))):
+        if plan.codec is not None and (reason := compression.refusal(plan.codec, type(rule))):
             raise PlanError(reason)
     if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
         raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
     if plan.link == "nccl" and plan.device == "cpu":
         raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
     if plan.algorithm != "native" and (plan.link == "nccl" or plan.device == "cuda"):
-        raise PlanError(f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; leave it out")
+        raise PlanError(
+            f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; leave it out"
+        )
     if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
-        raise PlanError(f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto")
+        raise PlanError(
+            f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto"
+        )
 
 
 def _check_divided(plan: Plan) -> None:
     """What a model that is split over ranks can be combined with."""
     layout = plan.layout
     for word, axis in OF_AXES.items():
-        if getattr(layout, axis) == 1 and getattr(plan, word) != Plan.__dataclass_fields__[word].default:
+        if (
+            getattr(layout, axis) == 1
+            and getattr(plan, word) != Plan.__dataclass_fields__[word].default
+        ):
             raise PlanError(
                 f"{word}={_text(getattr(plan, word))} has no effect without {axis}=; add {axis}=2, say, or leave it out"
             )
@@ -304,7 +385,9 @@ def _check_divided(plan: Plan) -> None:
         raise PlanError(
             "split=by_feature deals columns out over tensor=, and nothing else may split the model; set tensor=2, say, alone or with data="
         )
-    split = " x ".join(f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1)
+    split = " x ".join(
+        f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1
+    )
     if not split:
         return
     if plan.strategy.link is Store or plan.servers:
@@ -316,40 +399,56 @@ def _check_divided(plan: Plan) -> None:
             f"precision=fp16 needs one loss scale for all parts of the model, which {split} does not have; set precision=bf16"
         )
     if any(rule is not None and rule.distils for rule in (plan.strategy, plan.next_strategy)):
-        raise PlanError(f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule")
+        raise PlanError(
+            f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule"
+        )
     if plan.cut == "graph" and plan.schedule != Plan.__dataclass_fields__["schedule"].default:
-        raise PlanError(f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the graph; leave it out")
+        raise PlanError(
+            f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the graph; leave it out"
+        )
     if layout.shard > 1 and plan.schedule == "interleaved":
         raise PlanError(
             f"schedule=interleaved gives a rank several stages, which shard={layout.shard} does not know; use schedule=1f1b"
         )
     if layout.shard > 1 and plan.zero == 3 and (plan.schedule == "zero_bubble" or plan.compile):
         word = "compile=true" if plan.compile else "schedule=zero_bubble"
-        raise PlanError(f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or leave {word} out")
+        raise PlanError(
+            f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or leave {word} out"
+        )
     for word in ("at", "until"):
         if (goal := getattr(plan, word)) is not None and goal.name == "noise":
             raise PlanError(
                 f"{word}={goal}: the noise scale is measured on whole gradients, which {split} splits; use another goal"
             )
     if layout.pipe > 1 and plan.compile:
-        raise PlanError(f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out")
+        raise PlanError(
+            f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out"
+        )
 
 
 def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
     """Ranks under a rule over servers keep no step with each other."""
     word = f"{key}={getattr(plan, key)}"
     if plan.then is not None:
-        raise PlanError(f"{word} works over servers, and a run cannot change between such a rule and another; leave then= out")
+        raise PlanError(
+            f"{word} works over servers, and a run cannot change between such a rule and another; leave then= out"
+        )
     if not plan.servers:
-        raise PlanError(f"{word} pulls from and pushes to a parameter server, but the plan has none; add servers=1")
+        raise PlanError(
+            f"{word} pulls from and pushes to a parameter server, but the plan has none; add servers=1"
+        )
     if plan.lookahead != 1:
         raise PlanError(
             f"lookahead={plan.lookahead} has no effect: under {word} batches are drawn when they are wanted; leave it out"
         )
     if plan.embeddings == "sync":
-        raise PlanError(f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its own; leave it out")
+        raise PlanError(
+            f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its own; leave it out"
+        )
     if plan.algorithm != "native":
-        raise PlanError(f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; leave it out")
+        raise PlanError(
+            f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; leave it out"
+        )
     if plan.batchnorm == "sync":
         raise PlanError(
             f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; set batchnorm=local"
@@ -365,9 +464,17 @@ def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
         return plan
     inside = plan.layout.size // plan.layout.data  # ranks of one replica
     if not given and size % inside == 0:
-        return dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, data=size // inside))
-    axes = " x ".join(f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1)
-    fits = f"set data={size // inside}" if size % inside == 0 else "change the axes so that their product is that"
+        return dataclasses.replace(
+            plan, layout=dataclasses.replace(plan.layout, data=size // inside)
+        )
+    axes = " x ".join(
+        f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1
+    )
+    fits = (
+        f"set data={size // inside}"
+        if size % inside == 0
+        else "change the axes so that their product is that"
+    )
     raise PlanError(
         f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; {fits} or start {plan.layout.size}"
     )
@@ -379,7 +486,9 @@ def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)  # repr: to the last bit
+    return (
+        repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+    )  # repr: to the last bit
 
 
 def _key(key: str) -> str:

@@ -27,9 +27,14 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from manyhands.core import Group, Position, Snapshot, Tensors
+from manyhands.core import (
+    Group,
+    Position,
+    Snapshot,
+    Tensors,
+)
 from manyhands.errors import CheckpointError
-from manyhands.recover import regions
+from manyhands.recover import sharded_file
 
 FORMAT = 2
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
@@ -40,17 +45,23 @@ EVERYTHING: Only = lambda name: True
 
 
 @dataclass
-class Share(Snapshot):
+class RankSnapshot(Snapshot):
     """What one rank adds to a snapshot that nobody holds as a whole: its own dictionaries are empty."""
 
-    tensors: regions.Shapes = field(default_factory=dict)  # of the file: the same on every rank
-    mine: list[regions.Piece] = field(default_factory=list)  # regions of them that this rank writes
+    tensors: sharded_file.Shapes = field(
+        default_factory=dict
+    )  # of the file: the same on every rank
+    mine: list[sharded_file.TensorRegion] = field(
+        default_factory=list
+    )  # regions of them that this rank writes
 
 
 class Checkpoints:
     """`keep` last ones stay, plus the one that was best by `best` ("accuracy" or "-loss": a minus means smaller is better)."""
 
-    def __init__(self, folder: Path, keep: int = 3, best: str | None = None, report: Report = lambda *_: None):
+    def __init__(
+        self, folder: Path, keep: int = 3, best: str | None = None, report: Report = lambda *_: None
+    ):
         self.folder, self.keep, self.best, self.report = folder, keep, best, report
         self.last_good: Path | None = None
         self._thread: threading.Thread | None = None
@@ -60,7 +71,9 @@ class Checkpoints:
     def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
         """Return at once; the snapshot's tensors must not change any more. At most one save is under way."""
         self.wait()
-        self._thread = threading.Thread(target=self._save, args=(snapshot, metrics), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._save, args=(snapshot, metrics), name="checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -68,18 +81,22 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def save_together(self, share: Share, metrics: dict[str, float], group: Group, device: torch.device) -> None:
+    def save_together(
+        self, share: RankSnapshot, metrics: dict[str, float], group: Group, device: torch.device
+    ) -> None:
         """Every rank calls it, and comes back when all tensors are on disk; rank 0 does the rest in the background."""
         self.wait()
         start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{share.round}-together"
         if group.rank == 0:
             self._sweep()
         try:
-            regions.write(hidden / TENSORS, share.tensors, share.mine, group, device=device)
+            sharded_file.write(hidden / TENSORS, share.tensors, share.mine, group, device=device)
         except CheckpointError as e:
             return self._failed(share.round, hidden if group.rank == 0 else None, start, e)
         if group.rank == 0:
-            self._thread = threading.Thread(target=self._finish, args=(share, metrics, hidden, start), name="checkpoint")
+            self._thread = threading.Thread(
+                target=self._finish, args=(share, metrics, hidden, start), name="checkpoint"
+            )
             self._thread.start()
 
     def _save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
@@ -92,7 +109,9 @@ class Checkpoints:
             return self._failed(snapshot.round, hidden, start, e)
         self._finish(snapshot, metrics, hidden, start)
 
-    def _finish(self, snapshot: Snapshot, metrics: dict[str, float], hidden: Path, start: float) -> None:
+    def _finish(
+        self, snapshot: Snapshot, metrics: dict[str, float], hidden: Path, start: float
+    ) -> None:
         """From the tensors of a checkpoint to all of it, under its name."""
         try:
             path = self.path(snapshot.round)
@@ -111,7 +130,11 @@ class Checkpoints:
     def _failed(self, round: int, hidden: Path | None, start: float, error: Exception) -> None:
         if hidden is not None:
             shutil.rmtree(hidden, ignore_errors=True)
-        kept = f"the last good one is {self.last_good}" if self.last_good else "there is no earlier one"
+        kept = (
+            f"the last good one is {self.last_good}"
+            if self.last_good
+            else "there is no earlier one"
+        )
         said = f"checkpoint at round {round} failed: {error}; training goes on, {kept}"
         self.report("checkpoint_failed", time.perf_counter() - start, 0, said)
 
@@ -161,7 +184,9 @@ class Checkpoints:
             self.last_good = path
             return snapshot
         if found:
-            raise CheckpointError(f"all {len(found)} checkpoints in {self.folder} are damaged; start anew without resume")
+            raise CheckpointError(
+                f"all {len(found)} checkpoints in {self.folder} are damaged; start anew without resume"
+            )
         return None
 
     def at(self, round: int, only: Only = EVERYTHING) -> Snapshot:
@@ -170,10 +195,10 @@ class Checkpoints:
         self.last_good = self.path(round)
         return snapshot
 
-    def reader(self) -> regions.Reader:
+    def reader(self) -> sharded_file.Reader:
         """To read regions of the tensors of the checkpoint that was loaded last."""
         assert self.last_good is not None
-        return regions.Reader(self.last_good / TENSORS)
+        return sharded_file.Reader(self.last_good / TENSORS)
 
 
 def pick(run: Path, best: str | None = None) -> Snapshot:
@@ -186,10 +211,14 @@ def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[P
     folder = Checkpoints(run / "checkpoints", best=best)
     if best is not None and folder.all():
         if (path := folder.best_path()) is None:
-            raise CheckpointError(f"no checkpoint of {run} knows the metric {best!r}; leave best out to take the newest")
+            raise CheckpointError(
+                f"no checkpoint of {run} knows the metric {best!r}; leave best out to take the newest"
+            )
         return path, load(path, only)
     if (snapshot := folder.latest(only)) is None or folder.last_good is None:
-        raise CheckpointError(f"{run} holds no checkpoint; a run directory that has saved at least once is needed")
+        raise CheckpointError(
+            f"{run} holds no checkpoint; a run directory that has saved at least once is needed"
+        )
     return folder.last_good, snapshot
 
 
@@ -201,9 +230,13 @@ def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
     try:
         size = file.stat().st_size
     except OSError as e:
-        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} cannot be read ({e})") from e
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {TENSORS} cannot be read ({e})"
+        ) from e
     if size != manifest["bytes"]:
-        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}"
+        )
     if check and (digest := _digest(file)) != manifest["sha256"]:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}..."
@@ -217,7 +250,9 @@ def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
                 if only(name):
                     of_kind[rest] = tensors.get_tensor(name)
     except (safetensors.SafetensorError, KeyError) as e:
-        raise CheckpointError(f"checkpoint {path} is damaged: {TENSORS} is not what this program writes ({e})") from e
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {TENSORS} is not what this program writes ({e})"
+        ) from e
     return Snapshot(
         manifest["round"],
         kinds["model"],
@@ -236,9 +271,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(text)
         own = manifest.pop("manifest_sha256")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({type(e).__name__}: {e})") from e
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {MANIFEST} cannot be read ({type(e).__name__}: {e})"
+        ) from e
     if own != _manifest_digest(manifest):
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not match its own checksum")
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: {MANIFEST} does not match its own checksum"
+        )
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {manifest['format']}, this version reads up to {FORMAT}; update manyhands"
@@ -255,7 +294,10 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
         "rng": snapshot.rng,
         "ranks": snapshot.ranks,
     }
-    save_file({f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()}, folder / TENSORS)
+    save_file(
+        {f"{kind}/{k}": v.contiguous() for kind, group in groups.items() for k, v in group.items()},
+        folder / TENSORS,
+    )
 
 
 def _seal(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:

@@ -22,13 +22,23 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
         path = Path(directory)
         if not resume and (path / "checkpoints").exists():
             claim(path).close()  # in use by a live run: then that is what to say
-            raise RunBusy(f"{path} holds an earlier run; resume it (--resume), or give another directory")
+            raise RunBusy(
+                f"{path} holds an earlier run; resume it (--resume), or give another directory"
+            )
         if resume and not path.exists():
-            raise CheckpointError(f"there is no run to resume in {path}: the directory does not exist")
+            raise CheckpointError(
+                f"there is no run to resume in {path}: the directory does not exist"
+            )
         return path
     if resume:
-        stamped = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")  # `lenet-*` would be a run of lenet-big too
-        found = [(m, p) for p in base.glob("*/") if (m := stamped.fullmatch(p.name)) and (p / "checkpoints").exists()]
+        stamped = re.compile(
+            re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?"
+        )  # `lenet-*` would be a run of lenet-big too
+        found = [
+            (m, p)
+            for p in base.glob("*/")
+            if (m := stamped.fullmatch(p.name)) and (p / "checkpoints").exists()
+        ]
         earlier = sorted((m[1], int(m[2] or 1), p) for m, p in found)
         if not earlier:
             raise CheckpointError(
@@ -54,7 +64,9 @@ def claim(path: Path) -> IO[str]:
             handle.seek(0)
             owner = handle.read().strip() or "another process"
             handle.close()
-            raise RunBusy(f"{path} is in use by a live run ({owner}); wait for it, stop it, or give another directory") from None
+            raise RunBusy(
+                f"{path} is in use by a live run ({owner}); wait for it, stop it, or give another directory"
+            ) from None
     handle.seek(0)
     handle.truncate()
     handle.write(f"pid {os.getpid()}")

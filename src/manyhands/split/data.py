@@ -36,7 +36,12 @@ def ordered(samples: int, seed: int, epoch: int) -> Tensor:
 
 
 # by_feature: samples are shuffled, and what ranks share out are columns (`split.features`)
-SPLITS: dict[str, Order] = {"shuffled": shuffled, "sampled": sampled, "ordered": ordered, "by_feature": shuffled}
+SPLITS: dict[str, Order] = {
+    "shuffled": shuffled,
+    "sampled": sampled,
+    "ordered": ordered,
+    "by_feature": shuffled,
+}
 
 
 def part(total: int, rank: int, size: int) -> range:
@@ -47,7 +52,7 @@ def part(total: int, rank: int, size: int) -> range:
 
 
 @dataclass(frozen=True)
-class Take:
+class StepSamples:
     """One rank's share of one step: offsets into the epoch's order, cut into micro-batches of at most `micro`."""
 
     position: Position  # before this step
@@ -65,7 +70,7 @@ class DataSplit:
     rank: int
     size: int
 
-    def take(self, at: Position) -> Take:
+    def take(self, at: Position) -> StepSamples:
         total = min(self.global_batch, self.samples - at.offset)
         # first into micro-batches, then over ranks: every rank makes the same number of them, and the union of the
         # ranks' k-th ones is the k-th of one process, so that BatchNorm over the union lines up
@@ -78,9 +83,9 @@ class DataSplit:
         after = replace(at, offset=end, steps=at.steps + 1)
         if end >= self.samples:
             after = Position(at.epoch + 1, 0, at.steps + 1)
-        return Take(at, tuple(micros), after)
+        return StepSamples(at, tuple(micros), after)
 
-    def walk(self, at: Position) -> Iterator[Take]:
+    def walk(self, at: Position) -> Iterator[StepSamples]:
         while True:
             take = self.take(at)
             yield take

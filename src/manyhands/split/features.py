@@ -13,22 +13,27 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from manyhands.core import Shard
+from manyhands.core import DataShard
 from manyhands.errors import PlanError
-from manyhands.split.parts import Part, bounds
+from manyhands.split.shard_spec import ShardSpec, bounds
 
 
-def columns(total: int, index: int, size: int) -> Shard:
+def columns(total: int, index: int, size: int) -> DataShard:
     """All samples, and the near-equal run of columns that rank `index` of `size` owns."""
     if total < size:
         raise PlanError(
             f"split=by_feature over tensor={size} ranks, but the data has {total} columns; set tensor={total} or fewer"
         )
     cut = bounds(total, size)
-    return Shard(index, size, cols=torch.arange(cut[index], cut[index + 1]))
+    return DataShard(index, size, cols=torch.arange(cut[index], cut[index + 1]))
 
 
-def parts(values: Iterable[tuple[str, Tensor]], weight: str, index: int, size: int) -> dict[str, Part]:
+def parts(
+    values: Iterable[tuple[str, Tensor]], weight: str, index: int, size: int
+) -> dict[str, ShardSpec]:
     """What rank `index` holds of each of the whole `values`: its columns of `weight`, and all of the others."""
     shapes = {name: tuple(value.shape) for name, value in values}
-    return {name: Part(name, shape, 1, size, index) if name == weight else Part(name, shape) for name, shape in shapes.items()}
+    return {
+        name: ShardSpec(name, shape, 1, size, index) if name == weight else ShardSpec(name, shape)
+        for name, shape in shapes.items()
+    }

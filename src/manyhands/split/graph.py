@@ -33,7 +33,9 @@ class Node:
     takes: tuple[int, ...] = ()  # nodes whose values it needs
     nbytes: float = 0.0  # of what it gives
     kept: float = 0.0  # bytes that its way back needs, for each micro-batch under way
-    weights: Mapping[str, float] = field(default_factory=dict)  # bytes of parameters (and what belongs to them) by name
+    weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # bytes of parameters (and what belongs to them) by name
     group: int | None = None  # nodes of one group stay together on one rank
     trains: bool = True  # False: its weights are frozen
 
@@ -43,7 +45,7 @@ class Node:
         return self.trains and bool(self.weights)
 
 
-class Link(NamedTuple):
+class TransferCost(NamedTuple):
     """What it takes to send something to another rank."""
 
     seconds: float = 50e-6
@@ -59,7 +61,9 @@ def common(calls: Sequence[tuple[Hashable | None, Sequence[int]]]) -> list[int]:
     first: list[int] = []
     seen: dict[Hashable, int] = {}
     for i, (does, takes) in enumerate(calls):
-        first.append(i if does is None else seen.setdefault((does, tuple(first[t] for t in takes)), i))
+        first.append(
+            i if does is None else seen.setdefault((does, tuple(first[t] for t in takes)), i)
+        )
     return first
 
 
@@ -76,11 +80,11 @@ class Placement:
 
 
 def place(
-    nodes: Sequence[Node], ranks: int, micros: int = 1, *, limit: float | None = None, link: Link | None = None, window: int | None = None
+    nodes: Sequence[Node], ranks: int, micros: int = 1, *, limit: float | None = None, link: TransferCost | None = None, window: int | None = None
 ) -> Placement:  # fmt: skip
     """The last node, of which the result is, goes to the last rank. Every rank gets weights to train. `limit`: bytes that a
     rank may hold; where they are short, fewer micro-batches are under way at a time."""
-    search = _Search(nodes, ranks, micros, link or Link())
+    search = _Search(nodes, ranks, micros, link or TransferCost())
     able = sum(any(nodes[u].counts for u in g) for g in search.groups)
     if able < ranks:
         raise PlanError(
@@ -100,7 +104,13 @@ def place(
             where = _numbered(where, ranks)
             time = simulate(nodes, where, ranks, micros, within, search.link).time
             if best is None or time < best.seconds:
-                best = Placement(where, within, time, micros * sum(n.seconds for n in nodes), search.memory(where, within))
+                best = Placement(
+                    where,
+                    within,
+                    time,
+                    micros * sum(n.seconds for n in nodes),
+                    search.memory(where, within),
+                )
         if best is not None:
             return best
     assert limit is not None, "without a limit, every rank gets something"
@@ -121,11 +131,13 @@ def _numbered(where: Sequence[int], ranks: int) -> list[int]:
 
 
 class _Search:
-    def __init__(self, nodes: Sequence[Node], ranks: int, micros: int, link: Link):
+    def __init__(self, nodes: Sequence[Node], ranks: int, micros: int, link: TransferCost):
         self.nodes, self.ranks, self.micros, self.link = nodes, ranks, micros, link
         by_group: dict[tuple[str, int], list[int]] = {}
         for u, n in enumerate(nodes):
-            by_group.setdefault(("alone", u) if n.group is None else ("group", n.group), []).append(u)
+            by_group.setdefault(("alone", u) if n.group is None else ("group", n.group), []).append(
+                u
+            )
         self.groups = list(by_group.values())
         self.group_of = {u: g for g, some in enumerate(self.groups) for u in some}
         self.order = priorities(nodes, link)
@@ -133,11 +145,15 @@ class _Search:
         for u, n in enumerate(nodes):
             for name in n.weights:
                 users.setdefault(name, []).append(u)
-        self.tied = [(some, nodes[some[0]].weights[name]) for name, some in users.items() if len(some) > 1]
+        self.tied = [
+            (some, nodes[some[0]].weights[name]) for name, some in users.items() if len(some) > 1
+        ]
 
     # -- what a placement is worth --
 
-    def worth(self, where: Sequence[int], limit: float | None, window: int) -> tuple[int, float, float]:
+    def worth(
+        self, where: Sequence[int], limit: float | None, window: int
+    ) -> tuple[int, float, float]:
         """Less is better: ranks with nothing to train, bytes over the limit, seconds of a step."""
         nodes, lasts = self.nodes, self.link.lasts
         free, load, finish = [0.0] * self.ranks, [0.0] * self.ranks, [0.0] * len(nodes)
@@ -157,9 +173,13 @@ class _Search:
                 start = max(start, at)
             free[r] = finish[u] = start + n.seconds
             load[r] += n.seconds
-        tied = sum(2 * lasts(nbytes) for users, nbytes in self.tied if len({where[u] for u in users}) > 1)
+        tied = sum(
+            2 * lasts(nbytes) for users, nbytes in self.tied if len({where[u] for u in users}) > 1
+        )
         missing = self.ranks - len({where[u] for u, n in enumerate(nodes) if n.counts})
-        over = 0.0 if limit is None else sum(max(0.0, m - limit) for m in self.memory(where, window))
+        over = (
+            0.0 if limit is None else sum(max(0.0, m - limit) for m in self.memory(where, window))
+        )
         return missing, over, max(finish) + (self.micros - 1) * max(load) + tied
 
     def memory(self, where: Sequence[int], window: int) -> list[float]:
@@ -187,10 +207,16 @@ class _Search:
             mine = self.groups[self.group_of[u]]
             if where[u] >= 0:
                 choices = range(where[u], where[u] + 1)
-            needs = sum(sum(self.nodes[v].weights.values()) + window * self.nodes[v].kept for v in mine)
+            needs = sum(
+                sum(self.nodes[v].weights.values()) + window * self.nodes[v].kept for v in mine
+            )
             best: tuple[float, float, int] | None = None
             for r in choices:
-                came = [finish[t] + (0.0 if where[t] == r else 2 * self.link.lasts(self.nodes[t].nbytes)) for t in n.takes]
+                came = [
+                    finish[t]
+                    + (0.0 if where[t] == r else 2 * self.link.lasts(self.nodes[t].nbytes))
+                    for t in n.takes
+                ]
                 end = max([free[r], *came]) + n.seconds
                 full = 0.0 if limit is None or where[u] >= 0 else max(0.0, held[r] + needs - limit)
                 best = min(best, (full, end, r)) if best is not None else (full, end, r)
@@ -216,7 +242,10 @@ class _Search:
 
     def _by_memory(self, window: int) -> list[int]:
         """The largest first, each to the emptiest rank."""
-        needs = [sum(sum(self.nodes[u].weights.values()) + window * self.nodes[u].kept for u in some) for some in self.groups]
+        needs = [
+            sum(sum(self.nodes[u].weights.values()) + window * self.nodes[u].kept for u in some)
+            for some in self.groups
+        ]
         held, where = [0.0] * self.ranks, [0] * len(self.nodes)
         for g in sorted(range(len(needs)), key=lambda g: -needs[g]):
             rank = min(range(self.ranks), key=lambda r: held[r])
@@ -247,7 +276,9 @@ class _Search:
                 better = better or where[some[0]] != home
 
 
-def priorities(nodes: Sequence[Node], link: Link, where: Sequence[int] | None = None) -> list[int]:
+def priorities(
+    nodes: Sequence[Node], link: TransferCost, where: Sequence[int] | None = None
+) -> list[int]:
     """All nodes by the longest way from them to the end, the longest first: an order in which each comes after what it takes.
     Without `where`, every value is thought to travel, at half the price."""
     way = [n.seconds for n in nodes]
@@ -261,19 +292,21 @@ def priorities(nodes: Sequence[Node], link: Link, where: Sequence[int] | None = 
 # -- what goes where --
 
 
-class Segment(NamedTuple):
+class GraphSegment(NamedTuple):
     rank: int
     nodes: tuple[int, ...]
 
 
-def segments(nodes: Sequence[Node], where: Sequence[int], link: Link | None = None) -> list[Segment]:
+def segments(
+    nodes: Sequence[Node], where: Sequence[int], link: TransferCost | None = None
+) -> list[GraphSegment]:
     """In an order in which each comes after those it takes from. What comes from elsewhere is taken at the beginning and what goes
     elsewhere is given at the end, so no two segments wait for each other."""
     gives = {t for u, n in enumerate(nodes) for t in n.takes if where[t] != where[u]}
     made: list[tuple[int, list[int]]] = []
     current: dict[int, list[int]] = {}
     there: set[tuple[int, int]] = set()  # (node, rank): has come from elsewhere
-    for u in priorities(nodes, link or Link(), where):
+    for u in priorities(nodes, link or TransferCost(), where):
         rank = where[u]
         comes = {(t, rank) for t in nodes[u].takes if where[t] != rank} - there
         there |= comes
@@ -282,10 +315,10 @@ def segments(nodes: Sequence[Node], where: Sequence[int], link: Link | None = No
             mine = current[rank] = []
             made.append((rank, mine))
         mine.append(u)
-    return [Segment(rank, tuple(some)) for rank, some in made]
+    return [GraphSegment(rank, tuple(some)) for rank, some in made]
 
 
-class Wire(NamedTuple):
+class SegmentEdge(NamedTuple):
     """Values that one segment hands to another."""
 
     source: int
@@ -293,23 +326,27 @@ class Wire(NamedTuple):
     names: tuple[str, ...]
 
 
-def wires(ranks: Sequence[int], makes: Sequence[Sequence[str]], needs: Sequence[Sequence[str]]) -> list[Wire]:
+def wires(
+    ranks: Sequence[int], makes: Sequence[Sequence[str]], needs: Sequence[Sequence[str]]
+) -> list[SegmentEdge]:
     """Of segments in order, each with its rank, what it makes, and what it needs of others."""
     maker = {name: s for s, some in enumerate(makes) for name in some}
     there: dict[tuple[str, int], int] = {}  # (value, rank) -> the first of its segments that has it
     found: dict[tuple[int, int], list[str]] = {}
     for s, some in enumerate(needs):
         for name in some:
-            source = there.setdefault((name, ranks[s]), maker[name] if ranks[maker[name]] == ranks[s] else s)
+            source = there.setdefault(
+                (name, ranks[s]), maker[name] if ranks[maker[name]] == ranks[s] else s
+            )
             source = maker[name] if source == s else source
             found.setdefault((source, s), []).append(name)
-    return [Wire(a, b, tuple(some)) for (a, b), some in sorted(found.items())]
+    return [SegmentEdge(a, b, tuple(some)) for (a, b), some in sorted(found.items())]
 
 
 # -- when --
 
 
-class Action(NamedTuple):
+class SegmentAction(NamedTuple):
     """A segment's way there (F) or back (B) of one micro-batch."""
 
     kind: Literal["F", "B"]
@@ -319,18 +356,18 @@ class Action(NamedTuple):
 
 class Schedule(NamedTuple):
     time: float
-    lists: list[list[Action]]  # by rank
+    lists: list[list[SegmentAction]]  # by rank
     starts: list[list[float]]  # by rank: when each action begins
     under_way: list[int]  # by rank: micro-batches at the most
 
 
 def schedule(
     ranks: int, where: Sequence[int], seconds: Sequence[float], edges: Sequence[tuple[int, int, float]], micros: int, window: int,
-    link: Link | None = None, back: bool = True,
+    link: TransferCost | None = None, back: bool = True,
 ) -> Schedule:  # fmt: skip
     """Of segments by rank (`where`), time and edges (source, sink, bytes): whoever can begin first, begins; of what a rank could
     do, it prefers ways back, which free memory, then the oldest micro-batch. A segment sees micro-batches in their order."""
-    link, share = link or Link(), {"F": 1 - BACK if back else 1.0, "B": BACK}
+    link, share = link or TransferCost(), {"F": 1 - BACK if back else 1.0, "B": BACK}
     ins: list[list[tuple[int, float]]] = [[] for _ in where]
     outs: list[list[tuple[int, float]]] = [[] for _ in where]
     for a, b, nbytes in edges:
@@ -338,35 +375,50 @@ def schedule(
         ins[b].append((a, lasts))
         outs[a].append((b, lasts))
     own = [sum(r == rank for r in where) for rank in range(ranks)]
-    over: dict[Action, float] = {}
+    over: dict[SegmentAction, float] = {}
     free, begun, finished = [0.0] * ranks, [0] * ranks, [0] * ranks
-    left = [[own[r]] * micros for r in range(ranks)]  # what a micro-batch has yet to do on a rank until it is finished
-    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    left = [
+        [own[r]] * micros for r in range(ranks)
+    ]  # what a micro-batch has yet to do on a rank until it is finished
+    lists: list[list[SegmentAction]] = [[] for _ in range(ranks)]
     starts: list[list[float]] = [[] for _ in range(ranks)]
-    most, waiting = [0] * ranks, [dict[Action, float]() for _ in range(ranks)]  # ready, and since when
+    most, waiting = (
+        [0] * ranks,
+        [dict[SegmentAction, float]() for _ in range(ranks)],
+    )  # ready, and since when
 
-    def ready(action: Action) -> None:
+    def ready(action: SegmentAction) -> None:
         kind, micro, s = action
         if kind == "F":
-            needs = [(Action("F", micro, a), lasts) for a, lasts in ins[s]]
+            needs = [(SegmentAction("F", micro, a), lasts) for a, lasts in ins[s]]
         else:
-            needs = [(Action("F", micro, s), 0.0), *((Action("B", micro, b), lasts) for b, lasts in outs[s])]
+            needs = [
+                (SegmentAction("F", micro, s), 0.0),
+                *((SegmentAction("B", micro, b), lasts) for b, lasts in outs[s]),
+            ]
         if micro:
-            needs.append((Action(kind, micro - 1, s), 0.0))
+            needs.append((SegmentAction(kind, micro - 1, s), 0.0))
         if action not in over and all(n in over for n, _ in needs):
             waiting[where[s]][action] = max((over[n] + lasts for n, lasts in needs), default=0.0)
 
     for s in range(len(where)):
-        ready(Action("F", 0, s))
+        ready(SegmentAction("F", 0, s))
     total = len(where) * micros * (2 if back else 1)
     while len(over) < total:
-        best: tuple[float, int, int, int, int, Action] | None = None
+        best: tuple[float, int, int, int, int, SegmentAction] | None = None
         for r in range(ranks):
             for action, since in waiting[r].items():
                 fresh = action.kind == "F" and action.micro >= begun[r]
                 if fresh and (action.micro > begun[r] or begun[r] - finished[r] >= window):
                     continue
-                key = (max(since, free[r]), int(action.kind == "F"), action.micro, action.segment, r, action)
+                key = (
+                    max(since, free[r]),
+                    int(action.kind == "F"),
+                    action.micro,
+                    action.segment,
+                    r,
+                    action,
+                )
                 best = key if best is None or key < best else best
         assert best is not None, "the oldest micro-batch can always go on"
         start, _, micro, s, r, action = best
@@ -381,24 +433,36 @@ def schedule(
             left[r][micro] -= 1
             while finished[r] < micros and not left[r][finished[r]]:
                 finished[r] += 1
-        follows = [*(Action("F", micro, b) for b, _ in outs[s])] if action.kind == "F" else []
+        follows = (
+            [*(SegmentAction("F", micro, b) for b, _ in outs[s])] if action.kind == "F" else []
+        )
         if back:
-            follows.append(Action("B", micro, s))
-            follows += [Action("B", micro, a) for a, _ in ins[s]] if action.kind == "B" else []
+            follows.append(SegmentAction("B", micro, s))
+            follows += (
+                [SegmentAction("B", micro, a) for a, _ in ins[s]] if action.kind == "B" else []
+            )
         if micro + 1 < micros:
-            follows.append(Action(action.kind, micro + 1, s))
+            follows.append(SegmentAction(action.kind, micro + 1, s))
         for later in follows:
             ready(later)
     return Schedule(max(free), lists, starts, most)
 
 
 def simulate(
-    nodes: Sequence[Node], where: Sequence[int], ranks: int, micros: int = 1, window: int | None = None, link: Link | None = None
+    nodes: Sequence[Node],
+    where: Sequence[int],
+    ranks: int,
+    micros: int = 1,
+    window: int | None = None,
+    link: TransferCost | None = None,
 ) -> Schedule:
     """A step of `nodes` placed so."""
     parts = segments(nodes, where, link)
     of = {u: s for s, part in enumerate(parts) for u in part.nodes}
-    needs = [list(dict.fromkeys(str(t) for u in p.nodes for t in nodes[u].takes if of[t] != s)) for s, p in enumerate(parts)]
+    needs = [
+        list(dict.fromkeys(str(t) for u in p.nodes for t in nodes[u].takes if of[t] != s))
+        for s, p in enumerate(parts)
+    ]
     found = wires([p.rank for p in parts], [[str(u) for u in p.nodes] for p in parts], needs)
     edges = [(w.source, w.sink, sum(nodes[int(name)].nbytes for name in w.names)) for w in found]
     seconds = [sum(nodes[u].seconds for u in p.nodes) for p in parts]

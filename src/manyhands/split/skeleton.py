@@ -4,7 +4,7 @@
     R_k  = drawn from the rest of each layer by RNG(seed, draw, k);     rank k holds S and R_k
     what it holds is multiplied by 1 / P(held): 1 in S, (n - |S|) / |R_k| in R_k, so that in the mean the network is whole
 
-A unit is an output of a layer whose readers are all known (`compute.units` finds them), so its edges are a row of that layer, a
+A unit is an output of a layer whose readers are all known (`replica.units` finds them), so its edges are a row of that layer, a
 column of each reader, and what stands between them. An edge is held where both of its ends are. Inputs and outputs of the network
 are no units: they are always there.
 """
@@ -21,7 +21,7 @@ from manyhands.core import Tensors
 
 
 class Place(Protocol):
-    """What `compute.units.Place` looks like from here: a parameter in a flat vector, and which of its dimensions are units."""
+    """What `replica.units.Place` looks like from here: a parameter in a flat vector, and which of its dimensions are units."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,11 @@ class Place(Protocol):
     @property
     def stride(self) -> tuple[int, ...]: ...
     @property
-    def sides(self) -> tuple[tuple[int, int, int], ...]: ...  # (dimension, layer, elements of it in a row for one unit)
+    def sides(
+        self,
+    ) -> tuple[
+        tuple[int, int, int], ...
+    ]: ...  # (dimension, layer, elements of it in a row for one unit)
 
 
 class Units:
@@ -44,7 +48,9 @@ class Units:
         self.sizes, self.places = tuple(sizes), tuple(places)
         self.total = sum(self.sizes)
         firsts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        self._layers = [slice(first, first + n) for first, n in zip(firsts, self.sizes, strict=True)]
+        self._layers = [
+            slice(first, first + n) for first, n in zip(firsts, self.sizes, strict=True)
+        ]
 
     # -- who holds what --
 
@@ -112,7 +118,10 @@ class Units:
         for place in self.places:
             into = _view(found[place.vector], place)
             rows = held.to(into.device, into.dtype)
-            ends = [rows[:, self._layers[layer]].repeat_interleave(repeat, 1) for _, layer, repeat in place.sides]
+            ends = [
+                rows[:, self._layers[layer]].repeat_interleave(repeat, 1)
+                for _, layer, repeat in place.sides
+            ]
             ends[0] = ends[0] * weights.to(into.device, into.dtype)[:, None]
             joint = ends[0].sum(0) if len(ends) == 1 else ends[0].T @ ends[1]
             shape = [1] * into.ndim
@@ -127,9 +136,13 @@ class Units:
 
 
 def _view(vector: Tensor, place: Place) -> Tensor:
-    return torch.as_strided(vector, place.shape, place.stride, vector.storage_offset() + place.start)
+    return torch.as_strided(
+        vector, place.shape, place.stride, vector.storage_offset() + place.start
+    )
 
 
 def _generator(seed: int, draw: int, rank: int) -> torch.Generator:
     # odd multipliers: distinct for any practical number of draws and ranks
-    return torch.Generator().manual_seed((seed * 1_000_003 + draw * 7_919 + rank * 104_729 + 1) % (2**63))
+    return torch.Generator().manual_seed(
+        (seed * 1_000_003 + draw * 7_919 + rank * 104_729 + 1) % (2**63)
+    )

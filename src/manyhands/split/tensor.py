@@ -22,7 +22,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from manyhands.errors import PlanError, TaskError
-from manyhands.split.parts import Part
+from manyhands.split.shard_spec import ShardSpec
 
 WISHES = ("column", "row", "vocabulary", "heads", "replicate")
 MOST_ATTEMPTS = 100
@@ -41,7 +41,7 @@ class Derived:
     sentences: list[str]  # what stays whole, and why
 
 
-class Tried(Protocol):
+class DryRunFindings(Protocol):
     """What one attempt found, by name of a parameter."""
 
     cuts: dict[str, tuple[int, int]]  # dimension and groups
@@ -52,13 +52,19 @@ class Tried(Protocol):
     small: dict[str, str]  # why nobody tried
 
 
-Attempt = Callable[[Mapping[str, str], Mapping[str, int], Mapping[str, str]], Tried]  # (whole and why, blocks, wishes)
+Attempt = Callable[
+    [Mapping[str, str], Mapping[str, int], Mapping[str, str]], DryRunFindings
+]  # (whole and why, blocks, wishes)
 
 
-def derive(module: nn.Module, attempt: Attempt, size: int, overrides: Mapping[str, str] | None = None) -> Derived:
+def derive(
+    module: nn.Module, attempt: Attempt, size: int, overrides: Mapping[str, str] | None = None
+) -> Derived:
     """`overrides`: what to do with modules whose names match a pattern, such as {"h.*.attn": "replicate"}."""
     wishes = wished(module, overrides or {})
-    owners = {name: name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)}
+    owners = {
+        name: name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)
+    }
     whole = {n: ASKED for n, owner in owners.items() if wishes.get(owner) == "replicate"}
     blocks: dict[str, int] = {}
     tried = attempt(whole, blocks, wishes)
@@ -70,7 +76,9 @@ def derive(module: nn.Module, attempt: Attempt, size: int, overrides: Mapping[st
         else:
             break
         tried = attempt(whole, blocks, wishes)
-    for layer in {_starred(n) for n, why in whole.items() if why != ASKED}:  # it may have failed because of one that is whole now
+    for layer in {
+        _starred(n) for n, why in whole.items() if why != ASKED
+    }:  # it may have failed because of one that is whole now
         fewer = {n: why for n, why in whole.items() if _starred(n) != layer}
         again = attempt(fewer, blocks, wishes)
         if (
@@ -79,29 +87,44 @@ def derive(module: nn.Module, attempt: Attempt, size: int, overrides: Mapping[st
             and set(tried.cuts) <= set(again.cuts)
         ):
             whole, tried = fewer, again
-    refused = [f"{m}={w}" for m, w in wishes.items() if w != "replicate" and not any(owners.get(n) == m for n in tried.cuts)]
+    refused = [
+        f"{m}={w}"
+        for m, w in wishes.items()
+        if w != "replicate" and not any(owners.get(n) == m for n in tried.cuts)
+    ]
     if refused:
         raise PlanError(
             f"Task(tensor=...) asks for {', '.join(sorted(refused))}, but a layer that multiplies with its weight is needed there (Linear, "
             "convolution, Embedding, MultiheadAttention); name one of those, or leave it out"
         )
     named = {n: Cut(*cut) for n, cut in tried.cuts.items()}
-    return Derived(_under_all_names(module, named), _sentences(module, named, tried.small | whole, size))
+    return Derived(
+        _under_all_names(module, named), _sentences(module, named, tried.small | whole, size)
+    )
 
 
-def parts(values: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], size: int, index: int) -> dict[str, Part]:
+def parts(
+    values: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], size: int, index: int
+) -> dict[str, ShardSpec]:
     """What rank `index` holds of each of the whole `values` (parameters and buffers, by name)."""
     found = {}
     for name, value in values:
         cut = cuts.get(name)
         shape = tuple(value.shape)
-        found[name] = Part(name, shape) if cut is None else Part(name, shape, cut.dim, size, index, cut.groups)
+        found[name] = (
+            ShardSpec(name, shape)
+            if cut is None
+            else ShardSpec(name, shape, cut.dim, size, index, cut.groups)
+        )
     return found
 
 
 def everything(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers by all their names."""
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
 
 
 def wished(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
@@ -134,7 +157,9 @@ def wished(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _first_failure(tried: Tried, size: int, wishes: Mapping[str, str], owners: Mapping[str, str]) -> dict[str, str]:
+def _first_failure(
+    tried: DryRunFindings, size: int, wishes: Mapping[str, str], owners: Mapping[str, str]
+) -> dict[str, str]:
     """What failed first, in all layers of the same kind: what came after it may have failed only because of it."""
     _refuse_heads(tried, size)
     asked = {n for n in tried.failed if wishes.get(owners.get(n, "")) is not None}  # and so be it
@@ -143,7 +168,7 @@ def _first_failure(tried: Tried, size: int, wishes: Mapping[str, str], owners: M
     return {n: why for n, why in fails.items() if _starred(n) == kind}
 
 
-def _refuse_heads(tried: Tried, size: int) -> None:
+def _refuse_heads(tried: DryRunFindings, size: int) -> None:
     """Heads that do not divide: k and v of fewer heads than q stay whole, anything else is refused."""
     for name, (heads, where) in tried.heads.items():
         beside = {n for n in tried.columns if n.startswith(f"{where}.") and n not in tried.heads}
@@ -163,7 +188,9 @@ def _under_all_names(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cu
     return {n: by_tensor[id(v)] for n, v in everything(module) if id(v) in by_tensor}
 
 
-def _sentences(module: nn.Module, cuts: Mapping[str, Cut], reasons: Mapping[str, str], size: int) -> list[str]:
+def _sentences(
+    module: nn.Module, cuts: Mapping[str, Cut], reasons: Mapping[str, str], size: int
+) -> list[str]:
     """One for all layers that stay whole for one reason, with numbers in their names left out."""
     said: dict[tuple[str, str], list[str]] = {}
     rest = 0
@@ -174,12 +201,16 @@ def _sentences(module: nn.Module, cuts: Mapping[str, Cut], reasons: Mapping[str,
             rest += name not in reasons
             continue
         layer = name.rpartition(".")[0] or name
-        reason = re.sub(r"(?<=\.)\d+(?=\.)", "*", reasons.get(name, "no layer that can be cut uses it"))
+        reason = re.sub(
+            r"(?<=\.)\d+(?=\.)", "*", reasons.get(name, "no layer that can be cut uses it")
+        )
         said.setdefault((_starred(layer), reason), []).append(layer)
     lines = [
         f"{kind if len(set(all_)) > 1 else all_[0]} stays whole on each of {size} ranks: {why}"
         for (kind, why), all_ in said.items()
     ]
     if rest:
-        lines.append(f"{rest} vectors (norms, and biases that are added after a sum over ranks) stay whole")
+        lines.append(
+            f"{rest} vectors (norms, and biases that are added after a sum over ranks) stay whole"
+        )
     return lines

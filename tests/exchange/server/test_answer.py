@@ -10,30 +10,34 @@ import numpy as np
 import pytest
 
 from manyhands.core import Table
-from manyhands.exchange.server import messages as m
-from manyhands.exchange.server import plane
-from manyhands.exchange.server.answer import Desk, _Conversation
-from manyhands.exchange.server.shard import Shard, Want
-from manyhands.exchange.server.wire import Channel, Malformed
+from manyhands.server.protocol import arena
+from manyhands.server.protocol import messages as m
+from manyhands.server.protocol.frame import Channel, Malformed
+from manyhands.server.request_loop import Desk, _Conversation
+from manyhands.server.shard import Shard, Want
 
 IDS, DIM = 4, 2
 PAYLOAD = 64 + 64  # ids and updates, each at a multiple of 64
 
 
-@pytest.mark.parametrize("answer_at", [64, 1 << 20, -64, 33], ids=["inside", "behind", "before", "between"])
+@pytest.mark.parametrize(
+    "answer_at", [64, 1 << 20, -64, 33], ids=["inside", "behind", "before", "between"]
+)
 def test_a_push_is_applied_only_where_there_is_room_for_the_answer(answer_at: int) -> None:
     shard = Shard()
     desk = Desk(SimpleNamespace(epoch=1, refused=Counter()), shard)  # type: ignore[arg-type]
-    desk.create(Table("rows", dim=DIM, rule="sum", init="zeros"), None, None, None)
+    desk.create(Table("rows", dim=DIM, optimizer="sum", init="zeros"), None, None, None)
     here, there = socket.socketpair()
     with here, there:
         conversation = _Conversation(desk, Channel(here), m.Proof(b"", "data", 0, 0, 0, b""))
         memory = np.zeros(1 << 12, np.uint8)
         memory[: 8 * IDS].view(np.int64)[:] = np.arange(IDS)
         memory[64 : 64 + 4 * IDS * DIM].view(np.float32)[:] = 1
-        conversation._segments[1] = plane.Segment(1, memory)
+        conversation._segments[1] = arena.ArenaSegment(1, memory)
         keyed = [m.Keyed("rows", IDS, m.IDS)]
-        wanted = m.Exchange(1, 0, keyed, [], m.How(), place=m.Place(1, 0, PAYLOAD, answer_at, 64))
+        wanted = m.Exchange(
+            1, 0, keyed, [], m.How(), place=m.ArenaRange(1, 0, PAYLOAD, answer_at, 64)
+        )
         good = answer_at == 64
         if good:
             conversation._exchange(0, wanted, memory[:0])

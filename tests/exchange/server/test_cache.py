@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.core import Rows, Store, Table, Tensors
+from manyhands.core import (
+    Rows,
+    Store,
+    Table,
+    Tensors,
+)
 from manyhands.errors import PlanError
-from manyhands.exchange.server.cache import Cached
-from manyhands.exchange.server.local import LocalStore
+from manyhands.server.client.cached_store import CachedStore
+from manyhands.server.local_store import LocalStore
 
 DIM = 3
 
@@ -46,9 +51,11 @@ def ids(*some: int) -> Tensor:
     return torch.tensor(some, dtype=torch.int64)
 
 
-def made(rows: int = 1000, age: int = 8, rule: str = "sgd", store: Asked | None = None, **options: float) -> tuple[Cached, Asked]:
+def made(
+    rows: int = 1000, age: int = 8, rule: str = "sgd", store: Asked | None = None, **options: float
+) -> tuple[CachedStore, Asked]:
     inner = store or Asked()
-    cached = Cached(inner, rows, age)
+    cached = CachedStore(inner, rows, age)
     cached.create(Table("t", DIM, rule=rule, options={"lr": 0.5, **options}))
     return cached, inner
 
@@ -64,12 +71,12 @@ def step(store: Store, some: Tensor, grad: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("age", [1, 2, 5])
 def test_nothing_is_served_that_is_older_than_the_age(age: int) -> None:
-    cached, inner = made(age=age, rule="adagrad")
+    cached, inner = made(age=age, optimizer="adagrad")
     for _ in range(3 * (age + 1)):
         cached.pull({"t": ids(7)})
     assert inner.asked == [[7]] * 3
     other = LocalStore(0, 1, inner.shards, inner.clock)
-    other.create(Table("t", DIM, rule="adagrad", options={"lr": 0.5}))
+    other.create(Table("t", DIM, optimizer="adagrad", options={"lr": 0.5}))
     served = []
     for _ in range(4 * (age + 1)):
         served.append(float(cached.pull({"t": ids(7)})["t"][0, 0]))
@@ -78,7 +85,9 @@ def test_nothing_is_served_that_is_older_than_the_age(age: int) -> None:
     behind = [round(d, 6) for d in served]
     assert len(set(behind)) > 1  # it did serve old rows
     truth = [float(x) for x in np.cumsum(1 / np.sqrt(np.arange(1, 4 * (age + 1) + 1))) * 0.5]
-    for at, distance in enumerate(behind):  # at most `age` pulls, so as many pushes, and the one just made
+    for at, distance in enumerate(
+        behind
+    ):  # at most `age` pulls, so as many pushes, and the one just made
         assert distance <= truth[at] - (truth[at - age - 1] if at > age else 0.0) + 1e-5
 
 
@@ -90,7 +99,9 @@ def test_only_what_is_missing_is_asked_for_and_rows_come_in_the_order_wanted() -
     fresh = inner.pull({"t": ids(4, 2, 5, 1, 2)})["t"]
     assert torch.equal(got, fresh) and torch.equal(got[3], first[0])
     into = {"t": torch.zeros(2, DIM)}
-    assert cached.pull({"t": ids(5, 9)}, into)["t"] is into["t"] and torch.equal(into["t"], inner.pull({"t": ids(5, 9)})["t"])
+    assert cached.pull({"t": ids(5, 9)}, into)["t"] is into["t"] and torch.equal(
+        into["t"], inner.pull({"t": ids(5, 9)})["t"]
+    )
 
 
 @pytest.mark.parametrize(("rows", "age"), [(0, 8), (1000, 0)])
@@ -104,7 +115,7 @@ def test_without_rows_or_without_age_it_is_not_there(rows: int, age: int) -> Non
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_a_synchronous_run_is_the_same_with_it_and_without(rule: str) -> None:
     def run(cache: int) -> Tensor:
-        store = Cached(LocalStore(0, 1), cache, 8)
+        store = CachedStore(LocalStore(0, 1), cache, 8)
         store.create(Table("t", DIM, rule=rule, options={"lr": 0.5}))
         dice = torch.Generator().manual_seed(0)
         for _ in range(20):
@@ -118,7 +129,7 @@ def test_a_synchronous_run_is_the_same_with_it_and_without(rule: str) -> None:
 
 
 def test_a_tick_with_a_smaller_bound_counts() -> None:
-    cached, inner = made(age=8, rule="adagrad")
+    cached, inner = made(age=8, optimizer="adagrad")
     for _ in range(9):
         cached.pull({"t": ids(1)})
         cached.tick(2)
@@ -133,13 +144,21 @@ def test_plain_sgd_steps_are_made_here_too() -> None:
     for _ in range(5):
         step(cached, ids(1, 2, 2), grad=0.25)
     assert len(inner.asked) == 1
-    assert torch.allclose(cached.pull({"t": ids(1, 2)})["t"], inner.pull({"t": ids(1, 2)})["t"], atol=1e-6)
+    assert torch.allclose(
+        cached.pull({"t": ids(1, 2)})["t"], inner.pull({"t": ids(1, 2)})["t"], atol=1e-6
+    )
     cached.push({"t": ids(1)}, {"t": torch.ones(1, DIM)}, lr=0.1).wait()
-    assert torch.allclose(cached.pull({"t": ids(1)})["t"], inner.pull({"t": ids(1)})["t"], atol=1e-6)
+    assert torch.allclose(
+        cached.pull({"t": ids(1)})["t"], inner.pull({"t": ids(1)})["t"], atol=1e-6
+    )
 
 
 def test_what_is_held_or_of_another_rule_is_seen_when_it_is_fetched_again() -> None:
-    for rule, options, hold in (("adagrad", {}, False), ("sgd", {"decay": 0.1}, False), ("sgd", {}, True)):
+    for rule, options, hold in (
+        ("adagrad", {}, False),
+        ("sgd", {"decay": 0.1}, False),
+        ("sgd", {}, True),
+    ):
         cached, _ = made(age=1, rule=rule, **options)
         before = cached.pull({"t": ids(1)})["t"].clone()
         cached.push({"t": ids(1)}, {"t": torch.ones(1, DIM)}, hold=hold).wait()
@@ -150,7 +169,7 @@ def test_what_is_held_or_of_another_rule_is_seen_when_it_is_fetched_again() -> N
 
 
 def test_flush_and_restore_leave_nothing_old() -> None:
-    cached, inner = made(age=100, rule="adagrad")
+    cached, inner = made(age=100, optimizer="adagrad")
     step(cached, ids(1))
     cached.flush()
     assert torch.equal(cached.pull({"t": ids(1)})["t"], inner.pull({"t": ids(1)})["t"])
@@ -164,22 +183,35 @@ def test_flush_and_restore_leave_nothing_old() -> None:
 
 
 def test_rows_that_come_in_the_background_are_served_and_kept_as_others_are() -> None:
-    cached, inner = made(age=100, rule="adagrad", store=InBackground())
+    cached, inner = made(age=100, optimizer="adagrad", store=InBackground())
     cached.pull({"t": ids(1)})
     reply = cached.pull_async({"t": ids(1, 2)})
     assert inner.asked == [[1], [2]]
-    assert torch.equal(reply.result()["t"], inner.pull({"t": ids(1, 2)})["t"]) and reply.result() is reply.result()
+    assert (
+        torch.equal(reply.result()["t"], inner.pull({"t": ids(1, 2)})["t"])
+        and reply.result() is reply.result()
+    )
     cached.pull_async({"t": ids(2, 1)}).result()
     assert inner.asked[-1] == [1, 2]  # of the line above: nothing was missing
     late = cached.pull_async({"t": ids(3)})
     cached.flush()
     late.result()
     cached.pull({"t": ids(3)})
-    assert inner.asked[-1] == [3] and inner.asked[-2] == [3]  # what came after a flush was asked for before it
+    assert inner.asked[-1] == [3] and inner.asked[-2] == [
+        3
+    ]  # what came after a flush was asked for before it
 
 
 class InOneRequest(InBackground):
-    def push_pull(self, rows: Rows, updates: Tensors, *, wants: Rows, lr: float | None = None, hold: bool = False) -> Any:
+    def push_pull(
+        self,
+        rows: Rows,
+        updates: Tensors,
+        *,
+        wants: Rows,
+        lr: float | None = None,
+        hold: bool = False,
+    ) -> Any:
         self.push(rows, updates, lr=lr, hold=hold).wait()
         return self.pull_async(wants)
 
@@ -215,7 +247,7 @@ def zipf(n: int, size: int, dice: np.random.Generator) -> Tensor:
 
 
 def test_power_law_ids_are_mostly_served_from_a_small_part_of_the_rows() -> None:
-    cached, _ = made(rows=1000, age=1000, rule="adagrad")
+    cached, _ = made(rows=1000, age=1000, optimizer="adagrad")
     dice = np.random.default_rng(0)
     for _ in range(100):
         cached.pull({"t": zipf(100_000, 1000, dice)})
@@ -225,12 +257,15 @@ def test_power_law_ids_are_mostly_served_from_a_small_part_of_the_rows() -> None
     counts = cached.stats()
     share = np.sort(1 / np.arange(1, 100_001) ** 1.05)[::-1]
     best = share[:1000].sum() / share.sum()  # what holding exactly the hottest would serve
-    assert counts["cache_lookups"] == 100_000 and counts["cache_hits"] / counts["cache_lookups"] > 0.85 * best
+    assert (
+        counts["cache_lookups"] == 100_000
+        and counts["cache_hits"] / counts["cache_lookups"] > 0.85 * best
+    )
     assert cached.stats()["cache_lookups"] == 0
 
 
 def test_a_stream_of_rows_seen_once_does_not_push_out_the_hot_ones() -> None:
-    cached, _ = made(rows=128, age=10_000, rule="adagrad")
+    cached, _ = made(rows=128, age=10_000, optimizer="adagrad")
     hot = torch.arange(40)
     for i in range(50):
         cached.pull({"t": hot})
@@ -241,7 +276,7 @@ def test_a_stream_of_rows_seen_once_does_not_push_out_the_hot_ones() -> None:
 
 
 def test_what_was_hot_once_makes_room() -> None:
-    cached, _ = made(rows=64, age=10_000, rule="adagrad")
+    cached, _ = made(rows=64, age=10_000, optimizer="adagrad")
     for start in (0, 1000):
         for _ in range(200):
             cached.pull({"t": torch.arange(start, start + 48)})
@@ -252,7 +287,7 @@ def test_what_was_hot_once_makes_room() -> None:
 
 def test_dense_tables_and_tables_it_does_not_know_pass_through() -> None:
     cached, inner = made()
-    cached.create(Table("w", length=4, rule="sgd", options={"lr": 1.0}), torch.zeros(4))
+    cached.create(Table("w", length=4, optimizer="sgd", options={"lr": 1.0}), torch.zeros(4))
     inner.create(Table("u", 2))
     for _ in range(2):
         got = cached.pull({"w": None, "t": ids(1), "u": ids(1)})
@@ -265,4 +300,4 @@ def test_dense_tables_and_tables_it_does_not_know_pass_through() -> None:
 @pytest.mark.parametrize(("rows", "age"), [(-1, 8), (10, -1)])
 def test_negative_numbers_are_refused(rows: int, age: int) -> None:
     with pytest.raises(PlanError, match="neither can be negative"):
-        Cached(LocalStore(0, 1), rows, age)
+        CachedStore(LocalStore(0, 1), rows, age)

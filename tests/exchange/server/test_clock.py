@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.core import Tick
 from manyhands.errors import PeerLost, StoreError
-from manyhands.exchange.server.clock import Clock
+from manyhands.server.clock import Clock
 
 INF = math.inf
 
@@ -138,7 +138,9 @@ def test_the_first_k_are_committed_and_what_comes_late_never_counts(quorum: int 
             else:
                 version, members = workers.clock.commits_since(0)[-1]
                 assert version == workers.clock.version
-                assert members == [(m, version - 1) for m in sorted(came)], "rank order, all of this clock"
+                assert members == [(m, version - 1) for m in sorted(came)], (
+                    "rank order, all of this clock"
+                )
                 for m in came:
                     began[m] = version
                 came.clear()
@@ -168,7 +170,9 @@ def test_one_that_waits_without_having_held_does_not_stop_those_who_have() -> No
     clock = Clock(3)
     clock.post_tick(0, 0, 0, held=True)
     clock.post_tick(1, 0, 0, held=False)
-    assert clock.commits_since(0) == [] and clock.tick_answer(1) is None, "2 may still hold something"
+    assert clock.commits_since(0) == [] and clock.tick_answer(1) is None, (
+        "2 may still hold something"
+    )
     clock.post_tick(2, 0, 0, held=True)
     assert clock.commits_since(0) == [(1, [(0, 0), (2, 0)])]
     assert clock.tick_answer(1) == Tick(1)
@@ -187,9 +191,14 @@ def test_commits_are_remembered_in_order() -> None:
 
 
 @pytest.mark.parametrize(("quorum", "delay"), [(1, 1), (1, 3), (2, 2), (2, 5), (4, 1)])
-def test_with_keep_every_report_counts_and_none_stays_away_longer_than_the_delay(quorum: int, delay: int) -> None:
+def test_with_keep_every_report_counts_and_none_stays_away_longer_than_the_delay(
+    quorum: int, delay: int
+) -> None:
     for seed in range(40):
-        chance, workers = random.Random(seed), Workers(4, quorum=quorum, late="keep", delay=delay, held=True)
+        chance, workers = (
+            random.Random(seed),
+            Workers(4, quorum=quorum, late="keep", delay=delay, held=True),
+        )
         speed = [chance.choice((1, 1, 10)) for _ in range(4)]
         for _ in range(100):
             able = workers.running()
@@ -274,7 +283,9 @@ def test_an_evicted_worker_that_waits_hears_so() -> None:
 def test_a_timeout_names_who_is_behind() -> None:
     clock = Clock(4)
     clock.post_tick(2, 0, 0)
-    with pytest.raises(PeerLost, match=r"worker 1 has done clock 0 and waited 0.01 s for workers \[0, 3\]") as e:
+    with pytest.raises(
+        PeerLost, match=r"worker 1 has done clock 0 and waited 0.01 s for workers \[0, 3\]"
+    ) as e:
         clock.tick(1, 0, 0, timeout_s=0.01)
     assert e.value.ranks == (0, 3)
     clock = Clock(3)
@@ -305,7 +316,9 @@ def test_a_new_incarnation_takes_the_place_of_the_dead_at_the_slowest_clock() ->
     workers.finish(1)
     workers.finish(2)
     assert workers.waiting() == []
-    with pytest.raises(StoreError, match="enters as incarnation 0, but incarnation 1 took its place"):
+    with pytest.raises(
+        StoreError, match="enters as incarnation 0, but incarnation 1 took its place"
+    ):
         workers.clock.enter(1, 0)
 
 
@@ -414,7 +427,10 @@ def test_counts_go_on_from_where_the_run_stood() -> None:
     assert clock.deal(0, 50, True) == 40
     clock.start(1, 40)
     assert clock.deal(1, 50, True) == 41
-    with pytest.raises(StoreError, match="worker 1 starts at number 7, but this period started at 40 and stands at 42"):
+    with pytest.raises(
+        StoreError,
+        match="worker 1 starts at number 7, but this period started at 40 and stands at 42",
+    ):
         clock.start(1, 7)
 
 
@@ -481,7 +497,9 @@ def test_one_that_was_left_behind_by_a_quorum_goes_on_where_the_others_are() -> 
     workers.finish(1)
     assert workers.counted[1] == 0 and workers.at[1] == 10
     numbers[1].append(workers.clock.deal(1, 100, False))
-    assert numbers == {0: list(range(10)), 1: [0, 10]}, "steps that others made without it are not made again"
+    assert numbers == {0: list(range(10)), 1: [0, 10]}, (
+        "steps that others made without it are not made again"
+    )
     workers.clock.call(0)
     workers.finish(1)
     assert workers.clock.deal(1, 100, False) is None

@@ -10,20 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.core import Store, Table, Tensors, Tick
+from manyhands.core import (
+    Store,
+    Table,
+    Tensors,
+    Tick,
+)
 from manyhands.errors import PeerLost, StoreError
-from manyhands.exchange.server.clock import Clock
-from manyhands.exchange.server.local import LocalStore
-from manyhands.exchange.server.shard import Shard
+from manyhands.server.clock import Clock
+from manyhands.server.local_store import LocalStore
+from manyhands.server.shard import Shard
 
-ROWS = Table("rows", dim=3, rule="adagrad", options={"lr": 0.1}, seed=1)
+ROWS = Table("rows", dim=3, optimizer="adagrad", options={"lr": 0.1}, seed=1)
 
 
 def store_of(shards: int = 1, **words: float) -> LocalStore:
     return LocalStore(0, 1, [Shard(i) for i in range(shards)], Clock(1), **words)
 
 
-def together(size: int, main: Callable[[LocalStore], object], shards: int = 2, timeout_s: float = 60.0) -> list[object]:
+def together(
+    size: int, main: Callable[[LocalStore], object], shards: int = 2, timeout_s: float = 60.0
+) -> list[object]:
     """Run `main` on `size` ranks that are threads; raise what the first of them raises."""
     held, clock = [Shard(i) for i in range(shards)], Clock(size)
     results: dict[int, object] = {}
@@ -51,7 +58,9 @@ def test_a_dense_table_goes_on_from_what_was_dumped_as_if_it_had_never_stopped(s
     """Two workers whose pushes are one pull late, so that what compensation keeps matters."""
     g = torch.Generator().manual_seed(0)
     grads = torch.randn(8, 40, generator=g, dtype=torch.float64)
-    table = Table("w", length=40, dtype="float64", rule="momentum", options={"lr": 0.1, "momentum": 0.9})
+    table = Table(
+        "w", length=40, dtype="float64", optimizer="momentum", options={"lr": 0.1, "momentum": 0.9}
+    )
 
     def opened(values: Tensor, state: Tensors) -> list[LocalStore]:
         held, clock = [Shard(i) for i in range(shards)], Clock(2)
@@ -73,9 +82,14 @@ def test_a_dense_table_goes_on_from_what_was_dumped_as_if_it_had_never_stopped(s
     whole = play(first, grads[4:])
     state = {k.removeprefix("state/"): v for k, v in half.items() if k.startswith("state/")}
     again = play(opened(half["values"], state), grads[4:])
-    assert all(torch.equal(again[k], whole[k]) for k in whole if k != "version") and again.keys() == whole.keys()
+    assert (
+        all(torch.equal(again[k], whole[k]) for k in whole if k != "version")
+        and again.keys() == whole.keys()
+    )
     forgetful = {k: v for k, v in state.items() if not k.startswith("compensate/")}
-    assert not torch.equal(play(opened(half["values"], forgetful), grads[4:])["values"], whole["values"])
+    assert not torch.equal(
+        play(opened(half["values"], forgetful), grads[4:])["values"], whole["values"]
+    )
 
 
 def test_it_is_a_store() -> None:
@@ -87,15 +101,22 @@ def test_it_is_a_store() -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}])
-def test_one_worker_is_serial_sgd_to_the_bit(shards: int, dtype: torch.dtype, options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}]
+)
+def test_one_worker_is_serial_sgd_to_the_bit(
+    shards: int, dtype: torch.dtype, options: dict[str, float]
+) -> None:
     torch.manual_seed(0)
     w, n = torch.nn.Parameter(torch.randn(5000, dtype=dtype)), str(dtype).removeprefix("torch.")
     optimizer = torch.optim.SGD([w], lr=0.05, **options)  # type: ignore[arg-type]
     store = store_of(shards)
     served = {"decay" if k == "weight_decay" else k: float(v) for k, v in options.items()}
     rule = "momentum" if "momentum" in options else "sgd"
-    store.create(Table("w", length=5000, dtype=n, rule=rule, options={"lr": 0.05, **served}), w.detach().clone())  # type: ignore[arg-type]
+    store.create(
+        Table("w", length=5000, dtype=n, rule=rule, options={"lr": 0.05, **served}),
+        w.detach().clone(),
+    )  # type: ignore[arg-type]
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
         w.grad = torch.randn(5000, dtype=dtype)
@@ -114,7 +135,11 @@ def test_pushing_leaves_what_was_given_as_it_was() -> None:
     store.push({"w": None}, {"w": d})
     store.push({"w": None}, {"w": d}, compensate=1.0)
     store.push({"rows": ids}, {"rows": g})
-    assert torch.equal(g, torch.ones(3, 3)) and torch.equal(d, torch.ones(4)) and ids.tolist() == [5, 5, 6]
+    assert (
+        torch.equal(g, torch.ones(3, 3))
+        and torch.equal(d, torch.ones(4))
+        and ids.tolist() == [5, 5, 6]
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -128,7 +153,11 @@ def test_pull_writes_where_it_is_wanted(shards: int) -> None:
     assert found["rows"].data_ptr() == into["rows"].data_ptr()
     assert torch.equal(into["w"].view(-1), torch.arange(6000.0))
     fresh = store.pull({"rows": ids})["rows"]
-    assert torch.equal(fresh, into["rows"]) and torch.equal(fresh[0], fresh[2]) and not torch.equal(fresh[0], fresh[1])
+    assert (
+        torch.equal(fresh, into["rows"])
+        and torch.equal(fresh[0], fresh[2])
+        and not torch.equal(fresh[0], fresh[1])
+    )
     assert 0 < fresh.abs().max() <= 0.01
     assert store.pull({"rows": torch.empty(0, dtype=torch.int64)})["rows"].shape == (0, 3)
 
@@ -139,7 +168,9 @@ def test_ids_that_repeat_are_summed_before_the_rule_sees_them() -> None:
         store.create(ROWS)
     one.push({"rows": torch.tensor([4, 4])}, {"rows": torch.tensor([[1.0, 2, 3], [3, 2, 1]])})
     two.push({"rows": torch.tensor([4])}, {"rows": torch.full((1, 3), 4.0)})
-    assert torch.equal(one.pull({"rows": torch.tensor([4])})["rows"], two.pull({"rows": torch.tensor([4])})["rows"])
+    assert torch.equal(
+        one.pull({"rows": torch.tensor([4])})["rows"], two.pull({"rows": torch.tensor([4])})["rows"]
+    )
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "lazy_adam", "ftrl"])
@@ -151,7 +182,10 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
         store.create(Table("w", length=3000, rule=rule, options={"lr": 0.1}), torch.ones(3000))
         for _ in range(6):
             ids = torch.randint(-20, 20, (7,), generator=random)
-            updates = {"rows": torch.randn(7, 4, generator=random), "w": torch.randn(3000, generator=random)}
+            updates = {
+                "rows": torch.randn(7, 4, generator=random),
+                "w": torch.randn(3000, generator=random),
+            }
             store.push({"rows": ids, "w": None}, updates, hold=held, weight=2.0 if held else None)
             store.tick(0)
         return [x for name in ("rows", "w") for x in store.dump(name).values()]
@@ -163,7 +197,9 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam"])
+@pytest.mark.parametrize(
+    "rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam"]
+)
 def test_a_restored_store_goes_on_to_the_bit(shards: int, rule: str) -> None:
     tables = [
         Table("rows", dim=4, rule=rule, options={"lr": 0.1}),
@@ -172,14 +208,19 @@ def test_a_restored_store_goes_on_to_the_bit(shards: int, rule: str) -> None:
     random = torch.Generator().manual_seed(4)
 
     def step() -> tuple[dict[str, Tensor | None], Tensors]:
-        ids, rows = torch.randint(0, 50, (30,), generator=random), torch.randn(30, 4, generator=random)
+        ids, rows = (
+            torch.randint(0, 50, (30,), generator=random),
+            torch.randn(30, 4, generator=random),
+        )
         return {"rows": ids, "w": None}, {"rows": rows, "w": torch.randn(4096, generator=random)}
 
     store, again = store_of(2), store_of(shards)
     for table in tables:
         store.create(table, torch.ones(4096) if table.length else None)
         again.create(table)
-    again.push({"rows": torch.tensor([1000])}, {"rows": torch.ones(1, 4)})  # not in the other: must be gone
+    again.push(
+        {"rows": torch.tensor([1000])}, {"rows": torch.ones(1, 4)}
+    )  # not in the other: must be gone
     for _ in range(4):
         store.push(*step())
     for name in ("rows", "w"):
@@ -200,7 +241,11 @@ def test_a_restored_store_goes_on_to_the_bit(shards: int, rule: str) -> None:
 def test_a_dense_table_starts_from_given_state() -> None:
     store = store_of(2)
     state = {"momentum_buffer": torch.full((3000,), 2.0)}
-    store.create(Table("w", length=3000, rule="momentum", options={"lr": 1.0, "momentum": 0.5}), torch.zeros(3000), state)
+    store.create(
+        Table("w", length=3000, optimizer="momentum", options={"lr": 1.0, "momentum": 0.5}),
+        torch.zeros(3000),
+        state,
+    )
     store.push({"w": None}, {"w": torch.ones(3000)})
     assert torch.equal(store.pull({"w": None})["w"], torch.full((3000,), -2.0))
 
@@ -228,7 +273,7 @@ def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
     shards, clock = [Shard()], Clock(1)
     for round in range(3):
         store = LocalStore(0, 1, shards, clock)
-        store.create(Table("w", length=2, rule="sum"))
+        store.create(Table("w", length=2, optimizer="sum"))
         store.push({"w": None}, {"w": torch.ones(2)}, hold=round == 1)
         store.tick(0)
         assert store.pull({"w": None})["w"].tolist() == [round + 1] * 2
@@ -240,7 +285,10 @@ def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
 
 def test_staleness_0_with_held_pushes_applies_the_weighted_mean() -> None:
     def main(store: LocalStore) -> Tensor:
-        store.create(Table("w", length=3000, dtype="float64", rule="sum"), torch.zeros(3000, dtype=torch.float64))
+        store.create(
+            Table("w", length=3000, dtype="float64", optimizer="sum"),
+            torch.zeros(3000, dtype=torch.float64),
+        )
         for step in range(5):
             g = torch.full((3000,), float(store.rank + step), dtype=torch.float64)
             store.push({"w": None}, {"w": g}, hold=True, weight=1.0 + store.rank)
@@ -251,18 +299,25 @@ def test_staleness_0_with_held_pushes_applies_the_weighted_mean() -> None:
     mean = [sum((1 + r) * (r + step) for r in range(4)) / 10 for step in range(5)]
     for got in together(4, main):
         assert isinstance(got, Tensor)
-        torch.testing.assert_close(got, torch.full((3000,), sum(mean), dtype=torch.float64), rtol=1e-14, atol=0)
+        torch.testing.assert_close(
+            got, torch.full((3000,), sum(mean), dtype=torch.float64), rtol=1e-14, atol=0
+        )
 
 
 def test_held_training_is_a_function_of_its_inputs_however_threads_interleave() -> None:
     def main(store: LocalStore) -> list[Tensor]:
         store.create(ROWS)
-        store.create(Table("w", length=2000, rule="momentum", options={"lr": 0.1}), torch.ones(2000))
+        store.create(
+            Table("w", length=2000, optimizer="momentum", options={"lr": 0.1}), torch.ones(2000)
+        )
         random = torch.Generator().manual_seed(store.rank)
         for _ in range(10):
             ids = torch.randint(0, 30, (12,), generator=random)
             store.pull({"rows": ids, "w": None})
-            updates = {"rows": torch.randn(12, 3, generator=random), "w": torch.randn(2000, generator=random)}
+            updates = {
+                "rows": torch.randn(12, 3, generator=random),
+                "w": torch.randn(2000, generator=random),
+            }
             store.push({"rows": ids, "w": None}, updates, hold=True, weight=float(store.rank + 1))
             store.tick(0)
         store.tick(0)
@@ -293,7 +348,7 @@ def test_reads_contain_what_the_bound_promises() -> None:
     """After its clock c a rank sees all updates of clocks up to c - s - 1, and its own."""
 
     def main(store: LocalStore) -> None:
-        store.create(Table("w", length=3, dtype="float64", rule="sum"))
+        store.create(Table("w", length=3, dtype="float64", optimizer="sum"))
         for clock in range(30):
             seen = store.pull({"w": None})["w"]
             assert seen[store.rank] == clock and seen.min() >= clock - 2
@@ -355,22 +410,44 @@ IDS = torch.tensor([3, 4])
 @pytest.mark.parametrize(
     ("rows", "updates", "says"),
     [
-        ({"rows": IDS.int()}, {"rows": torch.ones(2, 3)}, r"'rows': ids are int32 of shape \(2,\) on cpu; int64 of one axis"),
+        (
+            {"rows": IDS.int()},
+            {"rows": torch.ones(2, 3)},
+            r"'rows': ids are int32 of shape \(2,\) on cpu; int64 of one axis",
+        ),
         ({"rows": IDS.double()}, {"rows": torch.ones(2, 3)}, "ids are float64"),
         ({"rows": IDS.view(1, 2)}, {"rows": torch.ones(2, 3)}, r"ids are int64 of shape \(1, 2\)"),
         ({"rows": [3, 4]}, {"rows": torch.ones(2, 3)}, "ids are list"),
         ({"rows": None}, {"rows": torch.ones(2, 3)}, "ids are NoneType"),
-        ({"rows": IDS}, {"rows": torch.ones(2, 4)}, r"updates: float32 of shape \(2, 4\).*of shape \(2, 3\)"),
+        (
+            {"rows": IDS},
+            {"rows": torch.ones(2, 4)},
+            r"updates: float32 of shape \(2, 4\).*of shape \(2, 3\)",
+        ),
         ({"rows": IDS}, {"rows": torch.ones(3, 3)}, r"updates: float32 of shape \(3, 3\)"),
         ({"rows": IDS}, {"rows": torch.ones(2, 3).double()}, r"updates: float64 of shape \(2, 3\)"),
         ({"rows": IDS}, {"rows": torch.ones(3, 2).t()}, "not contiguous"),
         ({"w": IDS}, {"w": torch.ones(4000)}, "'w' is dense"),
-        ({"w": None}, {"w": torch.ones(3999)}, "4000 contiguous float32 numbers on the CPU are needed"),
-        ({"v": None}, {"v": torch.ones(4)}, "table 'v' is unknown; there is 'rows', 'w'; create it first"),
-        ({"w": None}, {"rows": torch.ones(2, 3)}, r"rows are of tables \['w'\], updates of \['rows'\]"),
+        (
+            {"w": None},
+            {"w": torch.ones(3999)},
+            "4000 contiguous float32 numbers on the CPU are needed",
+        ),
+        (
+            {"v": None},
+            {"v": torch.ones(4)},
+            "table 'v' is unknown; there is 'rows', 'w'; create it first",
+        ),
+        (
+            {"w": None},
+            {"rows": torch.ones(2, 3)},
+            r"rows are of tables \['w'\], updates of \['rows'\]",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(bad: LocalStore, rows: object, updates: Tensors, says: str) -> None:
+def test_what_does_not_fit_is_refused(
+    bad: LocalStore, rows: object, updates: Tensors, says: str
+) -> None:
     with pytest.raises(StoreError, match=says):
         bad.push(rows, updates)  # type: ignore[arg-type]
     assert not bad.pull({"w": None})["w"].any()
@@ -378,7 +455,9 @@ def test_what_does_not_fit_is_refused(bad: LocalStore, rows: object, updates: Te
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(bad: LocalStore, hold: bool, number: float) -> None:
+def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(
+    bad: LocalStore, hold: bool, number: float
+) -> None:
     before = bad.dump("rows")
     g, w = torch.ones(200, 3), torch.ones(4000)
     g[150, 2] = number
@@ -386,7 +465,9 @@ def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(bad: LocalStor
         bad.push({"rows": torch.arange(200), "w": None}, {"rows": g, "w": w}, hold=hold)
     w[3333] = number
     with pytest.raises(StoreError, match=r"table 'w'.*3333"):
-        bad.push({"rows": torch.arange(200), "w": None}, {"rows": torch.ones(200, 3), "w": w}, hold=hold)
+        bad.push(
+            {"rows": torch.arange(200), "w": None}, {"rows": torch.ones(200, 3), "w": w}, hold=hold
+        )
     bad.tick(0)
     assert not bad.pull({"w": None})["w"].any()
     after = bad.dump("rows")
@@ -395,17 +476,17 @@ def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(bad: LocalStor
 
 def test_tables_that_cannot_be_are_refused(bad: LocalStore) -> None:
     with pytest.raises(StoreError, match="rule 'adagrid' is unknown; known: "):
-        bad.create(Table("x", rule="adagrid"))
+        bad.create(Table("x", optimizer="adagrid"))
     with pytest.raises(StoreError, match="has no option 'momentum'"):
         bad.create(Table("x", options={"momentum": 0.9}))
     with pytest.raises(StoreError, match="'mod' is not among those that may be imported"):
-        bad.create(Table("x", rule="mod:Rule"))
+        bad.create(Table("x", optimizer="mod:Rule"))
     with pytest.raises(StoreError, match=r"'x': values: float32 of shape \(5,\).*6 contiguous"):
         bad.create(Table("x", length=6), torch.zeros(5))
     with pytest.raises(StoreError, match="'x' is sparse: its rows start by themselves"):
         bad.create(Table("x"), torch.zeros(5))
     with pytest.raises(StoreError, match="is there with dim=3; given: dim=4"):
-        bad.create(Table("rows", dim=4, rule="adagrad", options={"lr": 0.1}, seed=1))
+        bad.create(Table("rows", dim=4, optimizer="adagrad", options={"lr": 0.1}, seed=1))
     with pytest.raises(StoreError, match="table 'x' is unknown"):
         bad.pull({"x": None})
     with pytest.raises(StoreError, match=r"what it is pulled into: float32 of shape \(3,\)"):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from manyhands.errors import StoreError
-from manyhands.exchange.server.marks import WINDOW, Marks
+from manyhands.server.dedup import WINDOW, DedupMarks
 
 
-def apply(marks: Marks, worker: int, incarnation: int, sequence: int) -> bool:
+def apply(marks: DedupMarks, worker: int, incarnation: int, sequence: int) -> bool:
     if fresh := marks.fresh(worker, incarnation, sequence):
         marks.add(worker, incarnation, sequence)
     return fresh
@@ -19,28 +19,32 @@ def apply(marks: Marks, worker: int, incarnation: int, sequence: int) -> bool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_duplicates_and_reorderings_are_applied_once_each(seed: int) -> None:
-    chance, marks, applied = random.Random(seed), Marks(), []
-    stream = [(w, s) for w in range(3) for s in range(200) for _ in range(chance.choice((1, 1, 2, 3)))]
-    stream.sort(key=lambda sent: sent[1] + chance.uniform(0, 40))  # as far out of order as 40 pushes on the way allow
+    chance, marks, applied = random.Random(seed), DedupMarks(), []
+    stream = [
+        (w, s) for w in range(3) for s in range(200) for _ in range(chance.choice((1, 1, 2, 3)))
+    ]
+    stream.sort(
+        key=lambda sent: sent[1] + chance.uniform(0, 40)
+    )  # as far out of order as 40 pushes on the way allow
     for worker, sequence in stream:
         if apply(marks, worker, 0, sequence):
             applied.append((worker, sequence))
         if chance.random() < 0.02:  # a server that starts again from what was dumped knows as much
-            again = Marks()
+            again = DedupMarks()
             again.load(marks.dump())
             marks = again
     assert sorted(applied) == [(w, s) for w in range(3) for s in range(200)]
 
 
 def test_pushes_in_order_keep_nothing_but_a_number() -> None:
-    marks = Marks()
+    marks = DedupMarks()
     for sequence in range(10_000):
         assert apply(marks, 7, 0, sequence)
     assert marks.dump().tolist() == [7, 0, 10_000, 0]
 
 
 def test_numbers_that_never_come_do_not_make_the_window_grow() -> None:
-    marks = Marks()
+    marks = DedupMarks()
     for sequence in range(0, 20 * WINDOW, 2):
         assert apply(marks, 0, 0, sequence)
         assert not marks.fresh(0, 0, sequence)
@@ -50,22 +54,24 @@ def test_numbers_that_never_come_do_not_make_the_window_grow() -> None:
 
 
 def test_a_newer_incarnation_begins_anew_and_the_older_is_refused() -> None:
-    marks = Marks()
+    marks = DedupMarks()
     assert apply(marks, 3, 1, 0) and apply(marks, 3, 1, 1)
     assert marks.replaces(3, 2) and not marks.replaces(3, 1) and not marks.replaces(4, 9)
     assert marks.fresh(3, 2, 0)
     assert not marks.fresh(3, 1, 0), "asking notes nothing"
     assert apply(marks, 3, 2, 0) and not apply(marks, 3, 2, 0)
-    with pytest.raises(StoreError, match="worker 3, incarnation 1, but incarnation 2 took its place"):
+    with pytest.raises(
+        StoreError, match="worker 3, incarnation 1, but incarnation 2 took its place"
+    ):
         marks.fresh(3, 1, 2)
 
 
 def test_marks_survive_a_dump() -> None:
-    marks = Marks()
+    marks = DedupMarks()
     for sequence in (0, 1, 5, 9):
         marks.add(4, 2, sequence)
     marks.add(1, 0, 0)
-    again = Marks()
+    again = DedupMarks()
     again.load(marks.dump())
     assert np.array_equal(again.dump(), marks.dump())
     assert [s for s in range(12) if not again.fresh(4, 2, s)] == [0, 1, 5, 9]
@@ -73,4 +79,4 @@ def test_marks_survive_a_dump() -> None:
 
 def test_negative_numbers_are_refused() -> None:
     with pytest.raises(StoreError, match="push number -1 of worker 0"):
-        Marks().fresh(0, 0, -1)
+        DedupMarks().fresh(0, 0, -1)

@@ -9,14 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.compute.tables import Asks, Exchanges
-from manyhands.core import Event, Rows, Store, Table, Tensors
-from manyhands.exchange.observed import Observed
-from manyhands.exchange.server.local import LocalStore
-from manyhands.exchange.server.observed import ObservedServers, ObservedStore, observed
+from manyhands.core import (
+    Event,
+    Rows,
+    Store,
+    Table,
+    Tensors,
+)
+from manyhands.embedding.tables import Asks, Exchanges
+from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
+from manyhands.server.client.observed_store import ObservedServers, ObservedStore, observed
+from manyhands.server.local_store import LocalStore
 
-W, USERS = Table("w", length=300, rule="sum"), Table("users", dim=4, dtype="float64", rule="sum", init="zeros")
+W, USERS = (
+    Table("w", length=300, optimizer="sum"),
+    Table("users", dim=4, dtype="float64", optimizer="sum", init="zeros"),
+)
 IDS = torch.tensor([7, 8, -3])
 
 
@@ -29,18 +38,24 @@ class Later:
 
 
 class InBackground(LocalStore):
-    def pull_async(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Later:
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Later:
         return Later(self.pull(rows, into, remember=remember))
 
-    def push_pull(self, rows: Rows, updates: Tensors, *, wants: Rows | None = None, **words: Any) -> Later:
+    def push_pull(
+        self, rows: Rows, updates: Tensors, *, wants: Rows | None = None, **words: Any
+    ) -> Later:
         self.push(rows, updates, **words).wait()
         return self.pull_async(rows if wants is None else wants)
 
 
-def watched(store: Store, kind: type[ObservedStore] = ObservedStore, **words: Any) -> tuple[Any, Observed, list[Event]]:
+def watched(
+    store: Store, kind: type[ObservedStore] = ObservedStore, **words: Any
+) -> tuple[Any, ObservedGroup, list[Event]]:
     """Its clock goes on by one second each time it is read."""
     events: list[Event] = []
-    link, ticks = Observed(SoloGroup(), events.append), itertools.count()
+    link, ticks = ObservedGroup(SoloGroup(), events.append), itertools.count()
     made = kind(store, link, clock=lambda: float(next(ticks)), **words)
     made.create(W, torch.zeros(300))
     made.create(USERS)
@@ -54,7 +69,9 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_what_is_pulled_and_pushed_is_counted_with_its_ids_and_reported_in_its_round() -> None:
     store, link, events = watched(LocalStore())
     link.round = 3
-    work = store.push({"w": None, "users": IDS}, {"w": ones(300), "users": ones(3, 4, dtype=torch.float64)})
+    work = store.push(
+        {"w": None, "users": IDS}, {"w": ones(300), "users": ones(3, 4, dtype=torch.float64)}
+    )
     moved = 300 * 4 + 3 * 4 * 8 + 3 * 8
     assert (link.calls, link.nbytes, link.seconds) == (1, moved, 1.0), "one second in the call"
     link.round = 4
@@ -71,7 +88,11 @@ def test_waiting_for_others_is_time_without_bytes() -> None:
     store, link, events = watched(LocalStore())
     assert store.deal(5, True) == 0 and store.tick(0).clock == 1
     store.flush()
-    assert [(e.name, e.seconds, e.nbytes) for e in events] == [("deal", 1.0, 0), ("tick", 1.0, 0), ("flush", 1.0, 0)]
+    assert [(e.name, e.seconds, e.nbytes) for e in events] == [
+        ("deal", 1.0, 0),
+        ("tick", 1.0, 0),
+        ("flush", 1.0, 0),
+    ]
     assert link.seconds == 3.0 and link.nbytes == 0
 
 
@@ -89,11 +110,19 @@ def test_what_comes_in_the_background_is_waited_for_when_it_is_wanted() -> None:
     assert reply.result()["w"].eq(0).all() and link.seconds == 2.0
     reply = store.push_pull({"w": None}, {"w": ones(300)}, wants={"users": IDS})
     assert link.nbytes == 2 * 1200 + 3 * 4 * 8 + 3 * 8
-    assert reply.result()["users"].eq(0).all() and reply.result()["users"].shape == (3, 4) and link.seconds == 4.0
+    assert (
+        reply.result()["users"].eq(0).all()
+        and reply.result()["users"].shape == (3, 4)
+        and link.seconds == 4.0
+    )
 
 
 def test_it_can_what_the_store_behind_it_can() -> None:
-    link = Observed(SoloGroup(), lambda event: None)
+    link = ObservedGroup(SoloGroup(), lambda event: None)
     plain, background = observed(LocalStore(), link), observed(InBackground(), link)
     assert isinstance(plain, Store) and not isinstance(plain, Asks)
-    assert isinstance(background, Store) and isinstance(background, Asks) and isinstance(background, Exchanges)
+    assert (
+        isinstance(background, Store)
+        and isinstance(background, Asks)
+        and isinstance(background, Exchanges)
+    )

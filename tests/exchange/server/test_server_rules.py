@@ -14,8 +14,8 @@ import torch
 
 from manyhands.core import Table
 from manyhands.errors import StoreError
-from manyhands.exchange.server.rules import RULES, resolve
-from manyhands.exchange.server.table import DenseTable, SparseTable
+from manyhands.server.tables.optimizers import RULES, resolve
+from manyhands.server.tables.sparse import DenseTable, SparseTable
 
 STEPS = 5
 ORDER = {"float32": 1e-5, "float64": 1e-12}
@@ -31,7 +31,9 @@ def gradients(n: int, dtype: str, steps: int = STEPS) -> list[np.ndarray]:
     return [dice(100 + t).standard_normal(n).astype(dtype) for t in range(steps)]
 
 
-def dense_run(rule: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float) -> DenseTable:
+def dense_run(
+    rule: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float
+) -> DenseTable:
     lr = options.pop("lr", 0.05)
     spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, rule=rule, options=options)  # type: ignore[arg-type]
     table = DenseTable(spec, 0, w.size, w)
@@ -55,7 +57,10 @@ def sparse_run(rule: str, w: np.ndarray, grads: list[np.ndarray], **options: flo
 
 
 def torch_run(
-    make: Callable[[Any], torch.optim.Optimizer], w: np.ndarray, grads: list[np.ndarray], lr: float = 0.05
+    make: Callable[[Any], torch.optim.Optimizer],
+    w: np.ndarray,
+    grads: list[np.ndarray],
+    lr: float = 0.05,
 ) -> np.ndarray:
     p = torch.nn.Parameter(torch.from_numpy(w.copy()))
     optimizer = make([p])
@@ -79,7 +84,9 @@ SGDS = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rule", "options"), SGDS)
 @pytest.mark.parametrize("n", [1, 7, 64, 1000, 4099])
-def test_sgd_and_momentum_give_the_bits_of_torch(rule: str, options: dict[str, float], dtype: str, n: int) -> None:
+def test_sgd_and_momentum_give_the_bits_of_torch(
+    rule: str, options: dict[str, float], dtype: str, n: int
+) -> None:
     w, grads = dice().standard_normal(n).astype(dtype), gradients(n, dtype)
     o = dict(options)
     words = {"weight_decay": o.pop("decay", 0.0), "nesterov": bool(o.pop("nesterov", 0)), **o}
@@ -88,7 +95,9 @@ def test_sgd_and_momentum_give_the_bits_of_torch(rule: str, options: dict[str, f
     rows = sparse_run(rule, w.reshape(-1, 1), grads, **options)
     np.testing.assert_array_equal(rows.reshape(-1), theirs)
     if n % 8 == 0:
-        np.testing.assert_array_equal(sparse_run(rule, w.reshape(-1, 8), grads, **options).reshape(-1), theirs)
+        np.testing.assert_array_equal(
+            sparse_run(rule, w.reshape(-1, 8), grads, **options).reshape(-1), theirs
+        )
 
 
 OTHERS: list[tuple[str, dict[str, float], Callable[[Any], torch.optim.Optimizer]]] = [
@@ -96,7 +105,9 @@ OTHERS: list[tuple[str, dict[str, float], Callable[[Any], torch.optim.Optimizer]
     (
         "adagrad",
         {"lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3, "decay": 0.1},
-        lambda p: torch.optim.Adagrad(p, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(
+            p, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3, weight_decay=0.1
+        ),
     ),
     ("adam", {}, lambda p: torch.optim.Adam(p)),
     (
@@ -116,7 +127,9 @@ def test_adaptive_rules_equal_torch_where_every_row_is_touched(
 ) -> None:
     w, grads = dice().standard_normal(96).astype(dtype), gradients(96, dtype)
     expected = torch_run(theirs, w, grads)
-    np.testing.assert_allclose(dense_run(rule, w, grads, **options).values, expected, rtol=ORDER[dtype], atol=ORDER[dtype])
+    np.testing.assert_allclose(
+        dense_run(rule, w, grads, **options).values, expected, rtol=ORDER[dtype], atol=ORDER[dtype]
+    )
     rows = sparse_run(rule, w.reshape(-1, 6), grads, **options)
     np.testing.assert_allclose(rows.reshape(-1), expected, rtol=ORDER[dtype], atol=ORDER[dtype])
 
@@ -124,7 +137,15 @@ def test_adaptive_rules_equal_torch_where_every_row_is_touched(
 def test_lazy_adam_counts_the_pushes_of_a_row_and_adam_those_of_the_table() -> None:
     g = np.ones((1, 1), np.float64)
     for rule, t in (("lazy_adam", 1), ("adam", 3)):
-        table = SparseTable(Table("t", rule=rule, dtype="float64", init="zeros", options={"beta1": 0.9, "beta2": 0.999}))
+        table = SparseTable(
+            Table(
+                "t",
+                rule=rule,
+                dtype="float64",
+                init="zeros",
+                options={"beta1": 0.9, "beta2": 0.999},
+            )
+        )
         for i in (5, 5, 6):
             table.push(np.array([i]), g.copy(), 0.1)
         out = np.empty((1, 1))
@@ -136,7 +157,10 @@ def test_lazy_adam_counts_the_pushes_of_a_row_and_adam_those_of_the_table() -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_wise_adagrad_of_rows_of_one_number_is_adagrad(dtype: str) -> None:
     w, grads = dice().standard_normal(50).astype(dtype), gradients(50, dtype)
-    one, other = (sparse_run(rule, w.reshape(-1, 1), grads, decay=0.1) for rule in ("rowwise_adagrad", "adagrad"))
+    one, other = (
+        sparse_run(rule, w.reshape(-1, 1), grads, decay=0.1)
+        for rule in ("rowwise_adagrad", "adagrad")
+    )
     np.testing.assert_allclose(one, other, rtol=ORDER[dtype])
 
 
@@ -148,14 +172,23 @@ def test_row_wise_adagrad_keeps_the_mean_square_of_a_row() -> None:
         n += (g * g).mean(1, keepdims=True)
         expected -= 0.05 / (t + 1) * g / (np.sqrt(n) + 1e-10)
     np.testing.assert_allclose(sparse_run("rowwise_adagrad", w, grads), expected, rtol=1e-12)
-    np.testing.assert_allclose(dense_run("rowwise_adagrad", w.reshape(-1), grads, dim=6).values, expected.reshape(-1), rtol=1e-12)
+    np.testing.assert_allclose(
+        dense_run("rowwise_adagrad", w.reshape(-1), grads, dim=6).values,
+        expected.reshape(-1),
+        rtol=1e-12,
+    )
 
 
 def test_ftrl_without_penalties_is_scaled_gradient_descent() -> None:
     """w -= alpha g / (beta + sqrt(sum g g)), from wherever it starts, at a constant rate."""
     w, grads = dice().standard_normal(40), gradients(40, "float64")
     expected, n = w.copy(), np.zeros(40)
-    table = DenseTable(Table("t", length=40, dtype="float64", rule="ftrl", options={"lr": 0.1, "beta": 1.0}), 0, 40, w)
+    table = DenseTable(
+        Table("t", length=40, dtype="float64", optimizer="ftrl", options={"lr": 0.1, "beta": 1.0}),
+        0,
+        40,
+        w,
+    )
     for g in grads:
         table.push(g.copy())
         n += g * g
@@ -166,7 +199,12 @@ def test_ftrl_without_penalties_is_scaled_gradient_descent() -> None:
 def test_ftrl_sets_small_weights_to_zero_and_leaves_what_has_no_gradient() -> None:
     """z = sum g - sum s w;   w = 0 where |z| <= l1, else -(z - sgn(z) l1) / ((beta + sqrt n) / alpha + l2)"""
     options = {"lr": 0.1, "beta": 1.0, "l1": 1.0, "l2": 0.5}
-    table = DenseTable(Table("t", length=3, dtype="float64", rule="ftrl", options=options), 0, 3, np.array([0.0, 0.0, 0.7]))
+    table = DenseTable(
+        Table("t", length=3, dtype="float64", optimizer="ftrl", options=options),
+        0,
+        3,
+        np.array([0.0, 0.0, 0.7]),
+    )
     z, n, w = np.zeros(2), np.zeros(2), np.zeros(2)
     for g in (np.array([0.3, 2.0]), np.array([0.4, 1.0])):
         table.push(np.append(g, 0.0))
@@ -194,7 +232,10 @@ def test_every_rule_decays_weights(rule: str) -> None:
 def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> None:
     w, g = dice().standard_normal(8), gradients(8, "float64", 1)[0]
     options = {"lr": 0.3} if "lr" in RULES[rule].defaults else {}
-    tables = [DenseTable(Table("t", length=8, dtype="float64", rule=rule, options=o), 0, 8, w.copy()) for o in (options, {})]
+    tables = [
+        DenseTable(Table("t", length=8, dtype="float64", rule=rule, options=o), 0, 8, w.copy())
+        for o in (options, {})
+    ]
     tables[0].push(g.copy())
     tables[1].push(g.copy(), 0.3)
     np.testing.assert_array_equal(tables[0].values, tables[1].values)
@@ -206,7 +247,10 @@ def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> Non
 def test_cutting_a_vector_into_ranges_changes_no_bit(rule: str, dtype: str) -> None:
     w, grads = dice().standard_normal(300).astype(dtype), gradients(300, dtype)
     whole = dense_run(rule, w, grads, dim=3).values
-    parts = [dense_run(rule, w[cut], [g[cut] for g in grads], dim=3).values for cut in (slice(0, 111), slice(111, 300))]
+    parts = [
+        dense_run(rule, w[cut], [g[cut] for g in grads], dim=3).values
+        for cut in (slice(0, 111), slice(111, 300))
+    ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
@@ -242,7 +286,10 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_rule_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None:
-    table = SparseTable(Table("t", dim=3, rule="rules_of_mine:Sign", init="zeros", options={"c": 2.0}), modules=own)
+    table = SparseTable(
+        Table("t", dim=3, optimizer="rules_of_mine:Sign", init="zeros", options={"c": 2.0}),
+        modules=own,
+    )
     ids = np.array([4, 9, 4])
     assert table.push(ids, np.array([[1, 1, 1], [-1, -1, -1], [-3, 1, 0]], np.float32), 0.5) == 2
     found, values, state, _ = table.items()
@@ -250,20 +297,39 @@ def test_a_rule_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None
     np.testing.assert_array_equal(values[at], [[1, -1, -1], [1, 1, 1]])
     np.testing.assert_array_equal(state["velocity"][at], [[-2, 2, 1], [-1, -1, -1]])
     np.testing.assert_array_equal(state["pushes"][at], [[1], [1]])
-    dense = DenseTable(Table("d", length=4, rule="rules_of_mine:Sign"), 0, 4, np.zeros(4, np.float32), modules=own)
+    dense = DenseTable(
+        Table("d", length=4, optimizer="rules_of_mine:Sign"),
+        0,
+        4,
+        np.zeros(4, np.float32),
+        modules=own,
+    )
     dense.push(np.array([1, -1, 2, 0], np.float32), 0.5)
     np.testing.assert_array_equal(dense.values, [-0.5, 0.5, -0.5, 0])
 
 
 def test_a_rule_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
-    table = SparseTable(Table("t", dim=2, rule="rules_of_mine:Broken"), modules=own)
-    ids, before, after = np.array([1, 2]), np.empty((2, 2), np.float32), np.empty((2, 2), np.float32)
+    table = SparseTable(Table("t", dim=2, optimizer="rules_of_mine:Broken"), modules=own)
+    ids, before, after = (
+        np.array([1, 2]),
+        np.empty((2, 2), np.float32),
+        np.empty((2, 2), np.float32),
+    )
     table.pull(ids, before)
-    with pytest.raises(StoreError, match="table 't': rule 'rules_of_mine:Broken' failed: ZeroDivisionError: on purpose"):
+    with pytest.raises(
+        StoreError,
+        match="table 't': rule 'rules_of_mine:Broken' failed: ZeroDivisionError: on purpose",
+    ):
         table.push(ids, np.ones((2, 2), np.float32))
     table.pull(ids, after)
     np.testing.assert_array_equal(before, after)
-    dense = DenseTable(Table("d", length=4, rule="rules_of_mine:Broken"), 0, 4, np.zeros(4, np.float32), modules=own)
+    dense = DenseTable(
+        Table("d", length=4, optimizer="rules_of_mine:Broken"),
+        0,
+        4,
+        np.zeros(4, np.float32),
+        modules=own,
+    )
     with pytest.raises(StoreError, match="unchanged"):
         dense.push(np.ones(4, np.float32))
     np.testing.assert_array_equal(dense.values, np.zeros(4))
@@ -279,7 +345,7 @@ def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
     with pytest.raises(StoreError, match="is not a rule: needed are"):
         resolve("rules_of_mine:odd", own)
     with pytest.raises(StoreError, match="does not take these options"):
-        SparseTable(Table("t", rule="rules_of_mine:Sign", options={"d": 1.0}), modules=own)
+        SparseTable(Table("t", optimizer="rules_of_mine:Sign", options={"d": 1.0}), modules=own)
 
 
 @pytest.mark.parametrize(
@@ -292,13 +358,22 @@ def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
         ("adagrad", {"eps": math.nan}, "a finite number is needed"),
     ],
 )
-def test_options_that_cannot_be_are_refused(rule: str, options: dict[str, float], message: str) -> None:
+def test_options_that_cannot_be_are_refused(
+    rule: str, options: dict[str, float], message: str
+) -> None:
     with pytest.raises(StoreError, match=message):
         SparseTable(Table("t", rule=rule, options=options))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rows_of_one_number_are_worked_on_together_to_the_bits_of_one_long_row(rule: str, dtype: str) -> None:
-    w, grads = dice(3).standard_normal(203).astype(dtype), gradients(203, dtype)  # more than a block, and no multiple of it
-    np.testing.assert_array_equal(sparse_run(rule, w[:, None], grads)[:, 0], dense_run(rule, w, grads).values)
+def test_rows_of_one_number_are_worked_on_together_to_the_bits_of_one_long_row(
+    rule: str, dtype: str
+) -> None:
+    w, grads = (
+        dice(3).standard_normal(203).astype(dtype),
+        gradients(203, dtype),
+    )  # more than a block, and no multiple of it
+    np.testing.assert_array_equal(
+        sparse_run(rule, w[:, None], grads)[:, 0], dense_run(rule, w, grads).values
+    )

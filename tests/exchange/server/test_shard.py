@@ -12,14 +12,14 @@ import pytest
 
 from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
-from manyhands.exchange.server.counts import since, together
-from manyhands.exchange.server.kernels import seed_of, slot_of
-from manyhands.exchange.server.messages import How
-from manyhands.exchange.server.shard import Part, Shard, Want
-from manyhands.exchange.server.slots import SLOTS, even, ranges
+from manyhands.server.counters import since, together
+from manyhands.server.protocol.messages import How
+from manyhands.server.shard import Shard, TableUpdate, Want
+from manyhands.server.slots import SLOTS, even, ranges
+from manyhands.server.tables.kernels import seed_of, slot_of
 
-DENSE = Table("w", length=6, dtype="float64", rule="sum")
-ROWS = Table("rows", dim=2, dtype="float64", rule="sum", init="zeros")
+DENSE = Table("w", length=6, dtype="float64", optimizer="sum")
+ROWS = Table("rows", dim=2, dtype="float64", optimizer="sum", init="zeros")
 numbers = itertools.count(1000)  # of pushes that do not say theirs
 
 
@@ -44,15 +44,17 @@ def rows(shard: Shard, *ids: int, worker: int = 0, name: str = "rows") -> np.nda
     return out
 
 
-def vector(value: float, name: str = "w", n: int = 6) -> Part:
-    return Part(name, None, np.full(n, float(value)))
+def vector(value: float, name: str = "w", n: int = 6) -> TableUpdate:
+    return TableUpdate(name, None, np.full(n, float(value)))
 
 
-def block(ids: list[int], value: float, name: str = "rows") -> Part:
-    return Part(name, np.array(ids, np.int64), np.full((len(ids), 2), float(value)))
+def block(ids: list[int], value: float, name: str = "rows") -> TableUpdate:
+    return TableUpdate(name, np.array(ids, np.int64), np.full((len(ids), 2), float(value)))
 
 
-def push(shard: Shard, *parts: Part, worker: int = 0, sequence: int | None = None, **how: object) -> bool:
+def push(
+    shard: Shard, *parts: TableUpdate, worker: int = 0, sequence: int | None = None, **how: object
+) -> bool:
     return shard.push(worker, 0, next(numbers) if sequence is None else sequence, parts, How(**how))  # type: ignore[arg-type]
 
 
@@ -64,7 +66,7 @@ def test_duplicated_reordered_and_retried_pushes_give_the_state_of_once_only(see
     chance = random.Random(seed)
     updates = {(w, s): chance.randint(-9, 9) for w in range(3) for s in range(40)}
 
-    def parts(w: int, s: int) -> list[Part]:
+    def parts(w: int, s: int) -> list[TableUpdate]:
         return [vector(updates[w, s]), block([s % 7, w, s % 7], updates[w, s])]
 
     once = shard_with(DENSE, ROWS)
@@ -77,7 +79,9 @@ def test_duplicated_reordered_and_retried_pushes_give_the_state_of_once_only(see
     for w, s in stream:
         applied += push(shard, *parts(w, s), worker=w, sequence=s)
     assert applied == len(updates) and shard.stats()["duplicates"] == len(stream) - applied
-    assert np.array_equal(dense(shard), dense(once)), "whole numbers: their sum does not depend on the order"
+    assert np.array_equal(dense(shard), dense(once)), (
+        "whole numbers: their sum does not depend on the order"
+    )
     assert np.array_equal(rows(shard, *range(7)), rows(once, *range(7)))
 
 
@@ -100,7 +104,9 @@ def test_a_newer_incarnation_replaces_what_the_older_held() -> None:
     with pytest.raises(StoreError, match="incarnation 0, but incarnation 1 took its place"):
         shard.push(0, 0, 1, [vector(1)], How())
     dense(shard, remember=True)
-    assert shard.push(0, 2, 0, [vector(1)], How(compensate=1.0)), "what the newest pulled before its first push is its own"
+    assert shard.push(0, 2, 0, [vector(1)], How(compensate=1.0)), (
+        "what the newest pulled before its first push is its own"
+    )
 
 
 # -- whole or not at all --
@@ -116,9 +122,15 @@ def test_what_is_not_finite_changes_no_table(bad: float, hold: bool, turn: int) 
     poisoned.updates[2, 1] = bad
     with pytest.raises(NotFinite, match=r"'rows'.*9"):
         push(shard, *[vector(1), poisoned][::turn], sequence=1, hold=hold)
-    assert dense(shard).tolist() == [1] * 6 and rows(shard, 1, 2, 8).tolist() == [[1, 1], [1, 1], [0, 0]]
+    assert dense(shard).tolist() == [1] * 6 and rows(shard, 1, 2, 8).tolist() == [
+        [1, 1],
+        [1, 1],
+        [0, 0],
+    ]
     assert shard.stats()["refused"] == 1
-    assert push(shard, vector(1), block([8], 1), sequence=1), "what was refused was not marked as had"
+    assert push(shard, vector(1), block([8], 1), sequence=1), (
+        "what was refused was not marked as had"
+    )
     wrong = vector(1)
     wrong.updates[4] = bad
     with pytest.raises(NotFinite, match=r"'w'.*4"):
@@ -129,18 +141,32 @@ def test_what_is_not_finite_changes_no_table(bad: float, hold: bool, turn: int) 
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (Part("v", None, np.zeros(6)), "table 'v' is unknown; there is 'w', 'rows'"),
-        (Part("w", None, np.zeros(5)), r"'w' gets updates float64 of shape \(5,\); float64 of shape \(6,\) is needed"),
-        (Part("w", None, np.zeros(6, np.float32)), r"float32 of shape \(6,\); float64"),
-        (Part("w", np.arange(6), np.zeros(6)), "'w' is dense"),
-        (Part("rows", None, np.zeros((1, 2))), "'rows' is sparse and needs ids"),
-        (Part("rows", np.arange(3, dtype=np.int32), np.zeros((3, 2))), "ids are int32"),
-        (Part("rows", np.arange(4).reshape(2, 2), np.zeros((4, 2))), r"ids are int64 of shape \(2, 2\)"),
-        (Part("rows", np.arange(3), np.zeros((3, 4))), r"of shape \(3, 4\); float64 of shape \(3, 2\) is needed"),
-        (Part("rows", np.arange(3), np.zeros((2, 2))), r"of shape \(2, 2\); float64 of shape \(3, 2\) is needed"),
+        (TableUpdate("v", None, np.zeros(6)), "table 'v' is unknown; there is 'w', 'rows'"),
+        (
+            TableUpdate("w", None, np.zeros(5)),
+            r"'w' gets updates float64 of shape \(5,\); float64 of shape \(6,\) is needed",
+        ),
+        (TableUpdate("w", None, np.zeros(6, np.float32)), r"float32 of shape \(6,\); float64"),
+        (TableUpdate("w", np.arange(6), np.zeros(6)), "'w' is dense"),
+        (TableUpdate("rows", None, np.zeros((1, 2))), "'rows' is sparse and needs ids"),
+        (TableUpdate("rows", np.arange(3, dtype=np.int32), np.zeros((3, 2))), "ids are int32"),
+        (
+            TableUpdate("rows", np.arange(4).reshape(2, 2), np.zeros((4, 2))),
+            r"ids are int64 of shape \(2, 2\)",
+        ),
+        (
+            TableUpdate("rows", np.arange(3), np.zeros((3, 4))),
+            r"of shape \(3, 4\); float64 of shape \(3, 2\) is needed",
+        ),
+        (
+            TableUpdate("rows", np.arange(3), np.zeros((2, 2))),
+            r"of shape \(2, 2\); float64 of shape \(3, 2\) is needed",
+        ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_others_are_applied(part: Part, says: str) -> None:
+def test_parts_that_do_not_fit_are_refused_before_others_are_applied(
+    part: TableUpdate, says: str
+) -> None:
     shard = shard_with(DENSE, ROWS)
     first = block([1], 1) if part.table != "rows" else vector(1)
     with pytest.raises(StoreError, match=says):
@@ -191,12 +217,15 @@ def test_a_table_that_is_there_is_compared() -> None:
     push(shard, vector(1))
     shard.create(DENSE, (0, 6), np.full(6, 9.0))
     assert dense(shard).tolist() == [1] * 6, "the same again changes nothing"
-    with pytest.raises(StoreError, match="is there with length=6, rule='sum'; given: length=7, rule='sgd'"):
+    with pytest.raises(
+        StoreError,
+        match="is there with length=6, optimizer='sum'; given: length=7, optimizer='sgd'",
+    ):
         shard.create(Table("w", length=7, dtype="float64"), (0, 7))
     with pytest.raises(StoreError, match=r"the range \(0, 3\) was given, but \(0, 6\)"):
         shard.create(DENSE, (0, 3))
     with pytest.raises(StoreError, match="rule 'sgdd' is unknown"):
-        shard.create(Table("x", rule="sgdd"))
+        shard.create(Table("x", optimizer="sgdd"))
     assert shard.tables() == ["w"]
 
 
@@ -206,7 +235,9 @@ def test_a_table_that_is_there_is_compared() -> None:
 def test_a_commit_applies_the_weighted_mean_of_its_members_once() -> None:
     shard = shard_with(DENSE, ROWS)
     for worker, (value, weight) in enumerate([(1.0, 1.0), (2.0, 3.0), (100.0, 5.0)]):
-        push(shard, vector(value), block([worker, 7], value), worker=worker, hold=True, weight=weight)
+        push(
+            shard, vector(value), block([worker, 7], value), worker=worker, hold=True, weight=weight
+        )
     assert not dense(shard).any() and shard.stats()["now/held"] == 3
     shard.commit(1, [(0, 0), (1, 0)])
     shard.commit(1, [(0, 0), (1, 0), (2, 0)])  # an older news of the same
@@ -228,10 +259,10 @@ def test_without_weights_a_commit_applies_the_sum() -> None:
 def test_a_single_member_gives_its_own_bits() -> None:
     generator = np.random.default_rng(0)
     g = generator.standard_normal(1000).astype(np.float32)
-    table = Table("w", length=1000, rule="sum")
+    table = Table("w", length=1000, optimizer="sum")
     for weight in (None, 0.3, 7.0):
         shard = shard_with(table)
-        shard.push(4, 0, 0, [Part("w", None, g.copy())], How(hold=True, weight=weight))
+        shard.push(4, 0, 0, [TableUpdate("w", None, g.copy())], How(hold=True, weight=weight))
         shard.commit(1, [(4, 0)])
         assert np.array_equal(dense(shard), g)
 
@@ -239,9 +270,11 @@ def test_a_single_member_gives_its_own_bits() -> None:
 def test_a_mean_of_float32_is_rounded_once() -> None:
     generator, n = np.random.default_rng(1), 70_000  # more than one block
     parts = generator.standard_normal((5, n)).astype(np.float32)
-    shard = shard_with(Table("w", length=n, rule="sum"))
+    shard = shard_with(Table("w", length=n, optimizer="sum"))
     for worker in (3, 1, 4, 0, 2):
-        shard.push(worker, 0, 0, [Part("w", None, parts[worker].copy())], How(hold=True, weight=2.0))
+        shard.push(
+            worker, 0, 0, [TableUpdate("w", None, parts[worker].copy())], How(hold=True, weight=2.0)
+        )
     shard.commit(1, [(w, 0) for w in range(5)])
     exact = sum(0.2 * p.astype(np.float64) for p in parts)
     assert np.array_equal(dense(shard), exact.astype(np.float32))
@@ -249,8 +282,8 @@ def test_a_mean_of_float32_is_rounded_once() -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(hold: bool) -> None:
-    table = Table("rows", dim=3, rule="adam", options={"lr": 0.1}, seed=5)
-    long = Table("w", length=4096, rule="momentum", options={"lr": 0.1})
+    table = Table("rows", dim=3, optimizer="adam", options={"lr": 0.1}, seed=5)
+    long = Table("w", length=4096, optimizer="momentum", options={"lr": 0.1})
     generator = np.random.default_rng(2)
     steps = [
         [
@@ -276,8 +309,10 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(ho
                 where = owner[slot_of(ids, seed_of("rows"), SLOTS)]
                 for s, shard in enumerate(shards):
                     mine = where == s
-                    sparse = Part("rows", np.ascontiguousarray(ids[mine]), np.ascontiguousarray(g[mine]))
-                    parts = [sparse, Part("w", None, d[slice(*cuts[s])].copy())]
+                    sparse = TableUpdate(
+                        "rows", np.ascontiguousarray(ids[mine]), np.ascontiguousarray(g[mine])
+                    )
+                    parts = [sparse, TableUpdate("w", None, d[slice(*cuts[s])].copy())]
                     words = How(clock, hold=hold, weight=1.0 + worker if hold else None)
                     assert shard.push(worker, 0, clock, parts, words)
             if hold:
@@ -285,8 +320,12 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(ho
                     shard.commit(clock + 1, [(w, clock) for w in range(3)])
         dumps = [shard.dump("rows") for shard in shards]
         ids = np.concatenate([d["ids"] for d in dumps])
-        values = np.concatenate([np.hstack([d["values"], d["state/exp_avg_sq"], d["meta"]]) for d in dumps])
-        return values[np.argsort(ids)], np.concatenate([shard.dump("w")["values"] for shard in shards])
+        values = np.concatenate(
+            [np.hstack([d["values"], d["state/exp_avg_sq"], d["meta"]]) for d in dumps]
+        )
+        return values[np.argsort(ids)], np.concatenate(
+            [shard.dump("w")["values"] for shard in shards]
+        )
 
     expected = train(1, [0, 1, 2])
     for count, order in ((1, [2, 0, 1]), (2, [0, 1, 2]), (3, [1, 2, 0]), (7, [2, 1, 0])):
@@ -316,7 +355,10 @@ def test_pushes_of_one_clock_to_several_tables_are_held_together() -> None:
 
 
 def test_each_table_is_committed_with_the_lr_that_its_pushes_gave() -> None:
-    tables = [Table(name, length=6, dtype="float64", rule="sgd", options={"lr": 9.0}) for name in ("w", "v")]
+    tables = [
+        Table(name, length=6, dtype="float64", optimizer="sgd", options={"lr": 9.0})
+        for name in ("w", "v")
+    ]
     shard = shard_with(*tables)
     for worker in range(2):
         push(shard, vector(-1), worker=worker, hold=True, lr=0.5, weight=1.0)
@@ -343,7 +385,9 @@ def test_members_without_samples_weigh_nothing() -> None:
     assert dense(shard).tolist() == [3] * 6
     push(shard, vector(0), worker=1, clock=1, hold=True, weight=0.0)
     shard.commit(2, [(1, 1)])
-    assert dense(shard).tolist() == [3] * 6 and int(shard.dump("w")["version"][0]) == 1, "no push at all"
+    assert dense(shard).tolist() == [3] * 6 and int(shard.dump("w")["version"][0]) == 1, (
+        "no push at all"
+    )
 
 
 def test_a_forgotten_worker_leaves_nothing_but_its_marks() -> None:
@@ -362,7 +406,7 @@ def test_a_forgotten_worker_leaves_nothing_but_its_marks() -> None:
 
 @pytest.mark.parametrize(("between", "divisor"), [(0, 1), (1, 1), (2, 2), (5, 5)])
 def test_adapt_divides_by_the_updates_since_the_pull(between: int, divisor: int) -> None:
-    shard = shard_with(Table("w", length=6, dtype="float64", rule="sgd", options={"lr": 0.5}))
+    shard = shard_with(Table("w", length=6, dtype="float64", optimizer="sgd", options={"lr": 0.5}))
     dense(shard, worker=1)
     for _ in range(between):
         push(shard, vector(0), worker=0)
@@ -374,7 +418,10 @@ def test_adapt_divides_by_the_updates_since_the_pull(between: int, divisor: int)
 
 
 def test_updates_are_counted_by_table() -> None:
-    shard = shard_with(DENSE, Table("s", dim=2, dtype="float64", rule="sgd", init="zeros", options={"lr": 1.0}))
+    shard = shard_with(
+        DENSE,
+        Table("s", dim=2, dtype="float64", optimizer="sgd", init="zeros", options={"lr": 1.0}),
+    )
     rows(shard, 1, worker=1, name="s")
     for _ in range(4):
         push(shard, vector(1))
@@ -395,8 +442,17 @@ def test_the_histogram_of_staleness() -> None:
             push(shard, vector(0), worker=0)
         push(shard, vector(0), worker=1)
     stats = shard.stats()
-    assert [stats[f"stale_{name}"] for name in ("1", "2", "3_4", "5_8", "9_16", "more")] == [1, 1, 2, 2, 2, 2]
-    assert stats["stale_0"] == 1 + sum((1, 2, 3, 4, 5, 8, 9, 16, 17, 40)), "and those of the worker that pulls before each push"
+    assert [stats[f"stale_{name}"] for name in ("1", "2", "3_4", "5_8", "9_16", "more")] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
+    assert stats["stale_0"] == 1 + sum((1, 2, 3, 4, 5, 8, 9, 16, 17, 40)), (
+        "and those of the worker that pulls before each push"
+    )
 
 
 def test_workers_of_equal_speed_are_as_stale_as_there_are_others() -> None:
@@ -412,7 +468,7 @@ def test_workers_of_equal_speed_are_as_stale_as_there_are_others() -> None:
     assert (counted["stale_3_4"], counted["pushes"]) == (47, 50), "but for the first round"
 
 
-SGD = Table("w", length=6, dtype="float64", rule="sgd", options={"lr": 0.5})
+SGD = Table("w", length=6, dtype="float64", optimizer="sgd", options={"lr": 0.5})
 
 
 def test_compensation_with_lambda_0_or_without_delay_changes_no_bit() -> None:
@@ -424,8 +480,8 @@ def test_compensation_with_lambda_0_or_without_delay_changes_no_bit() -> None:
         shard.create(SGD, (0, 6), start.copy())
         dense(shard, worker=1, remember=True)
         if delay:
-            push(shard, Part("w", None, h.copy()))
-        push(shard, Part("w", None, g.copy()), worker=1, **words)
+            push(shard, TableUpdate("w", None, h.copy()))
+        push(shard, TableUpdate("w", None, g.copy()), worker=1, **words)
         return dense(shard)
 
     assert np.array_equal(run(False, compensate=2.0), run(False))
@@ -443,14 +499,16 @@ def test_compensation_adds_the_diagonal_term() -> None:
     step = 0.5 * (0.5 + 0.4 * 0.25 * -1)
     assert np.allclose(dense(shard), 2 - step, rtol=1e-15)
     push(shard, vector(0.5), worker=2, compensate=0.4)
-    assert np.allclose(dense(shard), 2 - step - 0.5 * (0.5 + 0.4 * 0.25 * (-1 - step)), rtol=1e-15), "each compares with its own"
+    assert np.allclose(
+        dense(shard), 2 - step - 0.5 * (0.5 + 0.4 * 0.25 * (-1 - step)), rtol=1e-15
+    ), "each compares with its own"
 
 
 def test_for_a_log_likelihood_lambda_1_is_the_first_order_term() -> None:
     """l = -log x has l'' = (l')^2, so what is added is exactly l''(x_seen) (x - x_seen)."""
     x, moved = 2.0, 2.01
     shard = Shard()
-    shard.create(Table("w", length=1, dtype="float64", rule="sum"), (0, 1), np.array([x]))
+    shard.create(Table("w", length=1, dtype="float64", optimizer="sum"), (0, 1), np.array([x]))
     dense(shard, worker=1, remember=True)
     push(shard, vector(moved - x, n=1))
     before = dense(shard)
@@ -498,14 +556,22 @@ def test_a_full_table_says_so_once_and_goes_on_with_the_rows_it_has() -> None:
         push(shard, block(list(range(start, start + 100)), 1))
     held = int(shard.stats()["now/rows"])
     assert 100 <= held < 1000 and shard.stats()["dropped_rows"] == 1000 - held
-    assert len(said) == 1 and "'rows' on shard 0 has reached its memory limit of 20000 bytes" in said[0]
+    assert (
+        len(said) == 1
+        and "'rows' on shard 0 has reached its memory limit of 20000 bytes" in said[0]
+    )
     push(shard, block([0, 999], 1))
     assert rows(shard, 0, 999).tolist() == [[2, 2], [0, 0]]
 
 
 def test_tables_of_a_shard_share_its_memory() -> None:
     said: list[str] = []
-    shard = shard_with(ROWS, Table("more", dim=2, dtype="float64", rule="sum"), memory_bytes=40_000, say=said.append)
+    shard = shard_with(
+        ROWS,
+        Table("more", dim=2, dtype="float64", optimizer="sum"),
+        memory_bytes=40_000,
+        say=said.append,
+    )
     for name in ("rows", "more"):
         for start in range(0, 3000, 100):
             push(shard, block(list(range(start, start + 100)), 1, name))
@@ -517,7 +583,9 @@ def test_tables_of_a_shard_share_its_memory() -> None:
 
 
 def test_rows_expire_while_pushes_go_on() -> None:
-    shard = shard_with(Table("rows", dim=2, dtype="float64", rule="sum", init="zeros", expire_after=4))
+    shard = shard_with(
+        Table("rows", dim=2, dtype="float64", optimizer="sum", init="zeros", expire_after=4)
+    )
     push(shard, block([1], 1))
     for _ in range(20):
         push(shard, block([2], 1))
@@ -550,7 +618,10 @@ def test_the_hottest_keys_are_found() -> None:
     assert list(hot)[:2] == ["hot/rows/7", "hot/rows/8"]
     assert 0.08 < hot["hot/rows/7"] <= 0.1 and 0.04 < hot["hot/rows/8"] <= 0.05
     loads = shard.slot_loads()
-    assert loads.shape == (SLOTS,) and loads.argmax() == slot_of(np.array([7]), seed_of("rows"), SLOTS)[0]
+    assert (
+        loads.shape == (SLOTS,)
+        and loads.argmax() == slot_of(np.array([7]), seed_of("rows"), SLOTS)[0]
+    )
     assert loads.sum() == pytest.approx(40_000, rel=0.01)
     assert shard.stats()["now/balance"] > 2
 
@@ -569,22 +640,32 @@ def test_threads_that_push_at_once_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert dense(shard).tolist() == [800] * 6
-    assert rows(shard, *range(5))[:, 0].tolist() == [160] * 5 and rows(shard, 10, 13)[:, 0].tolist() == [200, 200]
+    assert rows(shard, *range(5))[:, 0].tolist() == [160] * 5 and rows(shard, 10, 13)[
+        :, 0
+    ].tolist() == [200, 200]
 
 
 # -- whole tables --
 
 
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"])
+@pytest.mark.parametrize(
+    "rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
+)
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_a_table_goes_on_from_its_dump_to_the_bit(rule: str, kind: str) -> None:
-    table = Table("t", dim=2, length=64 if kind == "dense" else None, rule=rule, options={"lr": 0.1})
+    table = Table(
+        "t", dim=2, length=64 if kind == "dense" else None, rule=rule, options={"lr": 0.1}
+    )
     shard, generator = shard_with(table), np.random.default_rng(5)
 
-    def part() -> Part:
+    def part() -> TableUpdate:
         if kind == "dense":
-            return Part("t", None, generator.standard_normal(64).astype(np.float32))
-        return Part("t", generator.integers(0, 30, 40), generator.standard_normal((40, 2)).astype(np.float32))
+            return TableUpdate("t", None, generator.standard_normal(64).astype(np.float32))
+        return TableUpdate(
+            "t",
+            generator.integers(0, 30, 40),
+            generator.standard_normal((40, 2)).astype(np.float32),
+        )
 
     for _ in range(5):
         push(shard, part())
@@ -600,7 +681,7 @@ def test_a_table_goes_on_from_its_dump_to_the_bit(rule: str, kind: str) -> None:
     for _ in range(3):
         next_part = part()
         for one in (shard, copy, one_by_one):
-            push(one, Part("t", next_part.ids, next_part.updates.copy()))
+            push(one, TableUpdate("t", next_part.ids, next_part.updates.copy()))
     dumps = [one.dump("t") for one in (shard, copy, one_by_one)]
     for dump in dumps:
         if "ids" in dump:

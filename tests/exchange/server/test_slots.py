@@ -9,10 +9,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from manyhands.exchange.server.messages import Where
-from manyhands.exchange.server.partition import partition, withhold
-from manyhands.exchange.server.payload import BLOCK
-from manyhands.exchange.server.slots import SLOTS, SlotMap, even, ranges
+from manyhands.server.protocol.messages import Where
+from manyhands.server.protocol.row_encoding import BLOCK
+from manyhands.server.slots import (
+    SLOTS,
+    SlotMap,
+    even,
+    ranges,
+)
+from manyhands.server.tables.partition import partition, withhold
 
 
 def slot_map(shards: int) -> SlotMap:
@@ -22,12 +27,16 @@ def slot_map(shards: int) -> SlotMap:
 def test_the_place_of_a_row_is_the_same_in_every_process() -> None:
     code = """
 import numpy as np
-from manyhands.exchange.server.messages import Where
-from manyhands.exchange.server.slots import SlotMap
+from manyhands.server.protocol.messages import Where
+from manyhands.server.slots import SlotMap
 print(*SlotMap.start([Where("host", i) for i in range(5)]).shard_of("users", np.arange(50) * 7919))
 """
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert [int(x) for x in there.split()] == slot_map(5).shard_of("users", np.arange(50) * 7919).tolist()
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert [int(x) for x in there.split()] == slot_map(5).shard_of(
+        "users", np.arange(50) * 7919
+    ).tolist()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
@@ -43,7 +52,11 @@ def test_rows_lie_evenly_and_tables_differently(shards: int) -> None:
 def test_a_map_survives_its_journey() -> None:
     slots = slot_map(3)
     again = SlotMap.of(slots.message())
-    assert again.epoch == slots.epoch and np.array_equal(again.owner, slots.owner) and again.shards == slots.shards
+    assert (
+        again.epoch == slots.epoch
+        and np.array_equal(again.owner, slots.owner)
+        and again.shards == slots.shards
+    )
 
 
 def test_by_load_evens_measured_loads_and_moves_few_slots() -> None:
@@ -70,7 +83,9 @@ def test_one_slot_that_is_hotter_than_all_others_together_ends_it() -> None:
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_ranges_cover_a_dense_table_once_and_are_cut_at_blocks(length: int, shards: int) -> None:
     cuts = ranges(length, shards)
-    assert cuts[0][0] == 0 and cuts[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(cuts))
+    assert (
+        cuts[0][0] == 0 and cuts[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(cuts))
+    )
     assert all(start % BLOCK == 0 or start == length for start, _ in cuts)
     assert max(b - a for a, b in cuts) <= -(-length // shards) + BLOCK
     assert all(start % 3 == 0 or start == length for start, _ in ranges(length, shards, dim=3))
@@ -100,7 +115,10 @@ def test_a_partition_unites_sums_and_spreads(shards: int, n: int) -> None:
 def test_the_hash_of_a_list_depends_on_its_order_and_content_alone() -> None:
     owner = even(2)
     ids = np.arange(100)
-    keys = [partition(x, "users", owner, 2).keys for x in (ids, ids.copy(), ids[::-1].copy(), np.arange(1, 101))]
+    keys = [
+        partition(x, "users", owner, 2).keys
+        for x in (ids, ids.copy(), ids[::-1].copy(), np.arange(1, 101))
+    ]
     assert keys[0] == keys[1] and len({tuple(k) for k in keys}) == 3
     assert partition(np.concatenate([ids, ids]), "users", owner, 2).keys == keys[0]
 
@@ -120,4 +138,7 @@ def test_what_cannot_move_a_zero_weight_is_withheld() -> None:
     assert keep.tolist() == [True, False, True] and withheld == 3
     assert updates.tolist() == [0.0, -2.0, 0.0, 0.0, 3.0, np.float32(0.1)]
     again = np.array([0.5, 0.5], np.float32)
-    assert withhold(again, np.array([True, True]), 2, -np.inf)[1] == 0 and again.tolist() == [0.5, 0.5]
+    assert withhold(again, np.array([True, True]), 2, -np.inf)[1] == 0 and again.tolist() == [
+        0.5,
+        0.5,
+    ]

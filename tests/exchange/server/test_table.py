@@ -11,9 +11,9 @@ import pytest
 
 from manyhands.core import Table
 from manyhands.errors import StoreError
-from manyhands.exchange.server import kernels
-from manyhands.exchange.server.kernels import hash64, seed_of, slot_of
-from manyhands.exchange.server.table import DenseTable, SparseTable, warm_up
+from manyhands.server.tables import kernels
+from manyhands.server.tables.kernels import hash64, seed_of, slot_of
+from manyhands.server.tables.sparse import DenseTable, SparseTable, warm_up
 
 EDGES = np.array([0, 1, -1, 2, -2, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**31], np.int64)
 
@@ -45,7 +45,11 @@ def content(table: SparseTable, slot: int | None = None) -> dict[int, tuple[floa
     """All of it by id, to be compared: values, state, count, last."""
     ids, values, state, meta = table.items(slot)
     return {
-        int(i): (*values[j].tolist(), *(x for s in state.values() for x in s[j].tolist()), *meta[j].tolist())
+        int(i): (
+            *values[j].tolist(),
+            *(x for s in state.values() for x in s[j].tolist()),
+            *meta[j].tolist(),
+        )
         for j, i in enumerate(ids)
     }
 
@@ -56,7 +60,7 @@ def content(table: SparseTable, slot: int | None = None) -> dict[int, tuple[floa
 @pytest.mark.parametrize("dim", [1, 3, 16, 33])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_int64_is_an_id(dim: int, dtype: str) -> None:
-    table = make(dim=dim, dtype=dtype, rule="adagrad")
+    table = make(dim=dim, dtype=dtype, optimizer="adagrad")
     first = pulled(table, EDGES)
     assert table.rows == EDGES.size and np.unique(first[:, 0]).size == EDGES.size
     np.testing.assert_array_equal(pulled(table, EDGES[::-1]), first[::-1])
@@ -69,30 +73,47 @@ def test_rows_start_as_a_function_of_name_id_and_seed() -> None:
     ids = any_ids(50)
     first = pulled(make(), ids)
     np.testing.assert_array_equal(pulled(make(), ids[::-1])[::-1], first)
-    np.testing.assert_array_equal(pulled(make(rule="adam"), ids), first)
+    np.testing.assert_array_equal(pulled(make(optimizer="adam"), ids), first)
     assert (pulled(make(seed=1), ids) != first).any(axis=1).all()
     assert (pulled(SparseTable(Table("u", dim=3)), ids) != first).any(axis=1).all()
     script = (
-        "import numpy as np; from manyhands.core import Table; from manyhands.exchange.server.table import SparseTable\n"
+        "import numpy as np; from manyhands.core import Table; from manyhands.server.tables.sparse import SparseTable\n"
         "t, out = SparseTable(Table('t', dim=3)), np.empty((2, 3), np.float32); t.pull(np.array([5, -7]), out); print(out.tobytes().hex())"
     )
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert other == pulled(make(), [5, -7]).tobytes().hex()  # another process, with another salt of hash()
+    other = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert (
+        other == pulled(make(), [5, -7]).tobytes().hex()
+    )  # another process, with another salt of hash()
 
 
 def test_first_values_have_the_distribution_that_was_asked_for() -> None:
     ids = np.arange(20_000)
-    uniform, normal = (pulled(make(init=init, scale=0.5, dim=4), ids) for init in ("uniform", "normal"))
-    assert np.abs(uniform).max() <= 0.5 and abs(uniform.mean()) < 0.01 and abs(uniform.std() - 0.5 / 3**0.5) < 0.01
-    assert abs(normal.mean()) < 0.01 and abs(normal.std() - 0.5) < 0.01 and 1.5 < np.abs(normal).max() < 3.5
+    uniform, normal = (
+        pulled(make(init=init, scale=0.5, dim=4), ids) for init in ("uniform", "normal")
+    )
+    assert (
+        np.abs(uniform).max() <= 0.5
+        and abs(uniform.mean()) < 0.01
+        and abs(uniform.std() - 0.5 / 3**0.5) < 0.01
+    )
+    assert (
+        abs(normal.mean()) < 0.01
+        and abs(normal.std() - 0.5) < 0.01
+        and 1.5 < np.abs(normal).max() < 3.5
+    )
     within = (np.abs(normal) < 0.5).mean()
     assert abs(within - 0.6827) < 0.01
-    assert np.abs(np.corrcoef(uniform.T) - np.eye(4)).max() < 0.05 and np.abs(np.corrcoef(normal.T) - np.eye(4)).max() < 0.05
+    assert (
+        np.abs(np.corrcoef(uniform.T) - np.eye(4)).max() < 0.05
+        and np.abs(np.corrcoef(normal.T) - np.eye(4)).max() < 0.05
+    )
     assert not pulled(make(init="zeros"), ids).any() and not pulled(make(scale=0.0), ids).any()
 
 
 def test_growing_keeps_everything() -> None:
-    table, rng = make(rule="momentum", dim=5), dice(3)
+    table, rng = make(optimizer="momentum", dim=5), dice(3)
     known: dict[int, np.ndarray] = {}
     for step in range(12):
         ids = any_ids(2000, step)
@@ -136,24 +157,24 @@ def test_repeated_ids_are_summed_before_the_rule() -> None:
     for n, distinct in ((40, 5), (3000, 1), (3000, 700)):
         ids = any_ids(distinct)[rng.integers(0, distinct, n)]
         g = rng.standard_normal((n, 3))
-        one, other = (make(rule="adagrad", dtype="float64") for _ in range(2))
+        one, other = (make(optimizer="adagrad", dtype="float64") for _ in range(2))
         assert one.push(ids, g.copy(), 0.1) == np.unique(ids).size
         unique, inverse = np.unique(ids, return_inverse=True)
         total = np.zeros((unique.size, 3))
         np.add.at(total, inverse, g)
         other.push(unique, total, 0.1)
         np.testing.assert_allclose(pulled(one, unique), pulled(other, unique), rtol=1e-12)
-    separately = make(rule="adagrad", dtype="float64")
+    separately = make(optimizer="adagrad", dtype="float64")
     for _ in range(2):
         separately.push(np.array([1]), np.array([[1.0, 2.0, 3.0]]), 0.1)
-    together = make(rule="adagrad", dtype="float64")
+    together = make(optimizer="adagrad", dtype="float64")
     together.push(np.array([1, 1]), np.array([[1.0, 2.0, 3.0]] * 2), 0.1)
     assert (pulled(separately, [1]) != pulled(together, [1])).all()
 
 
 def test_a_push_of_nothing_counts_as_a_push() -> None:
     """So that the count of steps does not depend on how ids are spread over servers."""
-    table = make(rule="adam")
+    table = make(optimizer="adam")
     assert table.push(np.empty(0, np.int64), np.empty((0, 3), np.float32)) == 0
     assert table.version == table.optimizer.step == 1
     table.pull(np.empty(0, np.int64), np.empty((0, 3), np.float32))
@@ -174,7 +195,8 @@ def test_a_random_life_equals_a_dictionary(spread: int) -> None:
         match rng.integers(4):
             case 0:
                 np.testing.assert_array_equal(
-                    pulled(table, ids), [model.setdefault(i, pulled(fresh, [i])[0]) for i in ids.tolist()]
+                    pulled(table, ids),
+                    [model.setdefault(i, pulled(fresh, [i])[0]) for i in ids.tolist()],
                 )
             case 1:
                 ids = np.unique(ids)
@@ -194,7 +216,7 @@ def test_a_random_life_equals_a_dictionary(spread: int) -> None:
 
 
 def test_erased_rows_start_again_as_they_once_did_and_their_memory_is_used_again() -> None:
-    table, ids = make(rule="adagrad"), np.arange(1000)
+    table, ids = make(optimizer="adagrad"), np.arange(1000)
     first = pulled(table, ids)
     for _ in range(3):
         table.push(ids, ones(ids, table), 0.1)
@@ -212,7 +234,9 @@ def test_erasing_in_a_full_index_loses_nothing() -> None:
     every = any_ids(200_000, 9)
     buckets = table._entries.size // 8
     home = np.array([hash64("t", int(i)) >> 32 for i in every[:20_000]]) * buckets >> 32
-    crowd = every[:20_000][(home == buckets - 1) | (home == 0)][:100]  # around the end, which is next to the beginning
+    crowd = every[:20_000][(home == buckets - 1) | (home == 0)][
+        :100
+    ]  # around the end, which is next to the beginning
     assert crowd.size == 100
     first = pulled(table, crowd)
     assert table._entries.size // 8 == buckets
@@ -237,7 +261,9 @@ def test_a_row_is_made_when_its_id_was_pushed_so_many_times() -> None:
         assert changed == table.rows == (2 if seen >= 3 else 0)
     assert table.unadmitted == 4
     np.testing.assert_array_equal(pulled(table, ids), -2 * np.ones((2, 3)))
-    np.testing.assert_array_equal(pulled(make(admit_after=3), ids), pulled(make(), ids))  # reads as it would start
+    np.testing.assert_array_equal(
+        pulled(make(admit_after=3), ids), pulled(make(), ids)
+    )  # reads as it would start
 
 
 def test_sightings_are_never_counted_too_few() -> None:
@@ -269,12 +295,18 @@ def test_the_share_that_is_admitted_is_decided_by_the_id() -> None:
 
 
 def test_rows_expire_by_age_count_and_norm() -> None:
-    old, rare, short = make(expire_after=3), make(expire_count=2), make(expire_norm=1.0, init="zeros")
+    old, rare, short = (
+        make(expire_after=3),
+        make(expire_count=2),
+        make(expire_norm=1.0, init="zeros"),
+    )
     for table in (old, rare, short):
         for ids in ([1, 2], [1], [1, 3], [1]):
             table.push(np.array(ids), ones(ids, table), 0.5)
     before = content(old)
-    assert old.expire() == 1 and content(old) == {i: before[i] for i in (1, 3)}  # 2: in none of the last three pushes
+    assert old.expire() == 1 and content(old) == {
+        i: before[i] for i in (1, 3)
+    }  # 2: in none of the last three pushes
     assert rare.expire() == 2 and list(content(rare)) == [1]
     assert short.expire() == 2 and list(content(short)) == [1]  # 0.5 in each of three directions
     assert old.expire() == rare.expire() == make().expire() == 0
@@ -290,7 +322,9 @@ def test_age_is_told_apart_also_after_very_many_pushes() -> None:
             table.push(np.array([1]), ones([1], table), 0.1)
             for _ in range(3):
                 table.push(np.array([2]), ones([2], table), 0.1)
-            last = {int(i): int(m[1]) for i, m in zip(table.items()[0], table.items()[3], strict=True)}
+            last = {
+                int(i): int(m[1]) for i, m in zip(table.items()[0], table.items()[3], strict=True)
+            }
             unit = max(1, after // (kernels.LATEST // 8))
             assert abs(last[2] - (start + 4)) <= unit and abs(last[1] - (start + 1)) <= unit
         table.version += after + after // 1000 + 1
@@ -302,7 +336,12 @@ def test_counts_and_times_of_rows_are_kept() -> None:
     for ids in ([1], [1, 2], [1, 1, 3]):
         table.push(np.array(ids), ones(ids, table), 0.1)
     pulled(table, [4])
-    assert {i: x[-2:] for i, x in content(table).items()} == {1: (3, 3), 2: (1, 2), 3: (1, 3), 4: (0, 3)}
+    assert {i: x[-2:] for i, x in content(table).items()} == {
+        1: (3, 3),
+        2: (1, 2),
+        3: (1, 3),
+        4: (0, 3),
+    }
     for _ in range(5000):
         table.push(np.array([9]), ones([9], table), 0.1)
     assert content(table)[9][-2:] == (4095, 5003)  # as far as it counts
@@ -313,7 +352,7 @@ def test_counts_and_times_of_rows_are_kept() -> None:
 
 def test_no_row_is_made_beyond_the_memory_limit_and_none_is_lost() -> None:
     limit = 200_000
-    table, ids = make(memory_bytes=limit, rule="adagrad"), np.arange(10_000)
+    table, ids = make(memory_bytes=limit, optimizer="adagrad"), np.arange(10_000)
     first = pulled(make(), ids)
     np.testing.assert_array_equal(pulled(table, ids), first)
     assert table.full and 0 < table.rows < 10_000 and table.nbytes <= limit
@@ -332,7 +371,7 @@ def test_no_row_is_made_beyond_the_memory_limit_and_none_is_lost() -> None:
 
 def test_what_a_row_costs_beyond_its_values_and_state_is_little() -> None:
     for n in (70_000, 150_000, 300_000):
-        table = make(dim=1, rule="adagrad")
+        table = make(dim=1, optimizer="adagrad")
         pulled(table, any_ids(n))
         assert (table.nbytes - table.rows * 8) / table.rows <= 32
 
@@ -378,7 +417,7 @@ def test_slots_are_the_same_everywhere_and_balanced() -> None:
 
 
 def test_a_dense_table_is_pulled_in_ranges_and_goes_through_dump_and_load() -> None:
-    spec = Table("d", length=100, rule="adam")
+    spec = Table("d", length=100, optimizer="adam")
     table = DenseTable(spec, 40, 100, np.arange(40, 100).astype(np.float32))
     out = np.empty(5, np.float32)
     table.pull(out, 50, 55)
@@ -400,16 +439,21 @@ def test_a_dense_table_is_pulled_in_ranges_and_goes_through_dump_and_load() -> N
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_gradients_that_are_not_finite_are_refused_by_their_ids(bad: float, dtype: str) -> None:
-    table = make(rule="adagrad", dtype=dtype, dim=5)
+    table = make(optimizer="adagrad", dtype=dtype, dim=5)
     ids = np.append(np.arange(100), [7, 7])
     table.push(ids, ones(ids, table), 0.1)
     before, version = content(table), table.version
     for at in ([3, 4], [99, 2], [101, 0]):
         g = ones(ids, table)
         g[tuple(at)] = bad
-        with pytest.raises(StoreError, match=rf"table 't': gradients of 1 ids are not finite \(ids {ids[at[0]]}\).*unchanged"):
+        with pytest.raises(
+            StoreError,
+            match=rf"table 't': gradients of 1 ids are not finite \(ids {ids[at[0]]}\).*unchanged",
+        ):
             table.push(ids, g, 0.1)
-    with pytest.raises(StoreError, match=r"of 100 ids are not finite \(ids 0, 1, 2, 3, 4, \.\.\.\)"):
+    with pytest.raises(
+        StoreError, match=r"of 100 ids are not finite \(ids 0, 1, 2, 3, 4, \.\.\.\)"
+    ):
         table.push(ids, ones(ids, table) * bad, 0.1)
     with pytest.raises(StoreError, match=r"\(ids 1000\)"):
         table.push(np.array([1000]), ones([0], table) * bad, 0.1)
@@ -434,7 +478,11 @@ def test_a_dense_gradient_that_is_not_finite_is_refused() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     table, ids, g = make(), np.arange(4), np.ones((4, 3), np.float32)
-    for wrong, given in ((ids.astype(np.int32), "int32"), (ids.reshape(2, 2), r"\(2, 2\)"), ([1, 2], "list")):
+    for wrong, given in (
+        (ids.astype(np.int32), "int32"),
+        (ids.reshape(2, 2), r"\(2, 2\)"),
+        ([1, 2], "list"),
+    ):
         with pytest.raises(StoreError, match=f"table 't': ids are .*{given}.*int64 of one axis"):
             table.push(wrong, g)
     for grads, given in (
@@ -443,7 +491,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (g[:3], r"\(3, 3\)"),
         (g.T, r"\(3, 4\)"),
     ):
-        with pytest.raises(StoreError, match=rf"gradients are .*{given}.*float32 of shape \(4, 3\)"):
+        with pytest.raises(
+            StoreError, match=rf"gradients are .*{given}.*float32 of shape \(4, 3\)"
+        ):
             table.push(ids, grads)
         with pytest.raises(StoreError, match="out are"):
             table.pull(ids, grads)
@@ -454,7 +504,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(StoreError, match="memory limit of 1000 bytes has room for"):
         make(memory_bytes=1000).load(np.arange(100), np.ones((100, 3), np.float32), {})
     dense = DenseTable(Table("d", length=10), 0, 10)
-    for call in (lambda: dense.push(np.ones(9, np.float32)), lambda: dense.pull(np.ones(11, np.float32))):
+    for call in (
+        lambda: dense.push(np.ones(9, np.float32)),
+        lambda: dense.pull(np.ones(11, np.float32)),
+    ):
         with pytest.raises(StoreError, match=r"table 'd': .*\(10,\)"):
             call()
     with pytest.raises(StoreError, match="5 to 11 is wanted, 0 to 10 is here"):
@@ -516,8 +569,8 @@ def test_warming_up_compiles_what_tables_run() -> None:
 def test_a_push_of_what_was_pulled_is_a_push_like_any_other() -> None:
     """What pulls found is remembered: growing, forgetting, repeats and other pulls in between must not show."""
     rng = np.random.default_rng(5)
-    table = SparseTable(Table("t", dim=3, rule="adagrad", options={"lr": 0.1}))
-    other = SparseTable(Table("t", dim=3, rule="adagrad", options={"lr": 0.1}))
+    table = SparseTable(Table("t", dim=3, optimizer="adagrad", options={"lr": 0.1}))
+    other = SparseTable(Table("t", dim=3, optimizer="adagrad", options={"lr": 0.1}))
     lists = [rng.integers(0, 400, 150) for _ in range(3)] + [np.arange(5000)]
     for step in range(120):
         ids = lists[rng.integers(len(lists) if step > 60 else 3)]
@@ -532,5 +585,9 @@ def test_a_push_of_what_was_pulled_is_a_push_like_any_other() -> None:
                 other._found.clear()
             each.push(ids, grads.copy())
     for mine, theirs in zip(table.items(), other.items(), strict=True):
-        for a, b in zip(mine.items(), theirs.items(), strict=True) if isinstance(mine, dict) else [(("", mine), ("", theirs))]:
+        for a, b in (
+            zip(mine.items(), theirs.items(), strict=True)
+            if isinstance(mine, dict)
+            else [(("", mine), ("", theirs))]
+        ):
             assert np.array_equal(a[1], b[1])

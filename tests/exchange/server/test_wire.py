@@ -13,10 +13,24 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from manyhands.exchange.server import handshake, messages, payload, plane, wire
-from manyhands.exchange.server.answer import KeyLists, pack, unpack
-from manyhands.exchange.server.messages import Done, Exchange, How, Keyed, Proof
-from manyhands.exchange.server.wire import Channel, Malformed
+from manyhands.server.protocol import (
+    arena as arenas,
+)
+from manyhands.server.protocol import (
+    frame,
+    handshake,
+    messages,
+    row_encoding,
+)
+from manyhands.server.protocol.frame import Channel, Malformed
+from manyhands.server.protocol.messages import (
+    Done,
+    Exchange,
+    How,
+    Keyed,
+    Proof,
+)
+from manyhands.server.request_loop import KeyLists, pack, unpack
 
 
 @pytest.fixture
@@ -33,7 +47,14 @@ def proof(role: str = "data") -> Proof:
 
 def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
     a, b = pair
-    message = Exchange(7, 3, [Keyed("users", 5, messages.IDS, 99)], [Keyed("w", 4)], How(2, lr=0.1, hold=True), "bf16")
+    message = Exchange(
+        7,
+        3,
+        [Keyed("users", 5, messages.IDS, 99)],
+        [Keyed("w", 4)],
+        How(2, lr=0.1, hold=True),
+        "bf16",
+    )
     ids, numbers = np.arange(5), np.ones(300_000, np.float32)
     sender = threading.Thread(target=lambda: a.send(message, 42, [ids, numbers]))
     sender.start()  # more than a socket holds
@@ -42,36 +63,56 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
     b.body(memory.data)
     sender.join()
     assert (head.number, got) == (42, message)
-    cursor = wire.Cursor(memory)
-    assert np.array_equal(cursor.take(5, np.int64), ids) and np.array_equal(cursor.take(300_000, np.float32), numbers)
-    assert cursor.at == memory.size and memory.size % wire.ALIGN == 0
+    cursor = frame.Cursor(memory)
+    assert np.array_equal(cursor.take(5, np.int64), ids) and np.array_equal(
+        cursor.take(300_000, np.float32), numbers
+    )
+    assert cursor.at == memory.size and memory.size % frame.ALIGN == 0
     with pytest.raises(Malformed, match="shorter"):
         cursor.take(1, np.int64)
 
 
 def test_every_kind_of_message_has_a_number_of_its_own() -> None:
-    kinds = {k for k in vars(messages).values() if isinstance(k, type) and issubclass(k, messages.Message)}
-    parts = {messages.Message, messages.Keyed, messages.How, messages.Place, messages.Array, messages.Where}
+    kinds = {
+        k
+        for k in vars(messages).values()
+        if isinstance(k, type) and issubclass(k, messages.Message)
+    }
+    parts = {
+        messages.Message,
+        messages.Keyed,
+        messages.How,
+        messages.ArenaRange,
+        messages.Array,
+        messages.Where,
+    }
     assert set(messages.KINDS.values()) == kinds - parts
 
 
 def test_a_pause_within_a_frame_is_no_end(pair: tuple[Channel, Channel]) -> None:
     a, b = pair
     b.limit(0.02)
-    frame = wire.encode(Done(5), 1)
+    sent = frame.encode(Done(5), 1)
     with pytest.raises(TimeoutError):
         b.receive()
-    a.sock.sendall(frame[:10])
+    a.sock.sendall(sent[:10])
     reader = threading.Thread(target=lambda: got.append(b.receive()))
     got: list[object] = []
     reader.start()
     reader.join(0.1)  # several time-outs of the kernel
-    a.sock.sendall(frame[10:])
+    a.sock.sendall(sent[10:])
     reader.join(10)
     assert got and got[0][1] == Done(5)  # type: ignore[index]
 
 
-def head(magic: bytes = b"mhps", version: int = 1, kind: int = 1, size: int = 0, more: int = 0, good: bool = True) -> bytes:
+def head(
+    magic: bytes = b"mhps",
+    version: int = 1,
+    kind: int = 1,
+    size: int = 0,
+    more: int = 0,
+    good: bool = True,
+) -> bytes:
     raw = struct.pack("<4sHHIQQ", magic, version, kind, size, more, 0)
     return raw + struct.pack("<I", zlib.crc32(raw) ^ (not good))
 
@@ -89,22 +130,22 @@ def head(magic: bytes = b"mhps", version: int = 1, kind: int = 1, size: int = 0,
 )
 def test_what_is_no_header_of_ours_is_refused_by_name(raw: bytes, reason: str, words: str) -> None:
     with pytest.raises(Malformed, match=words) as e:
-        wire.header(raw)
+        frame.header(raw)
     assert e.value.reason == reason
 
 
 def test_a_stranger_may_say_less_than_a_friend() -> None:
-    wire.header(head(size=1 << 16, more=1 << 20))
+    frame.header(head(size=1 << 16, more=1 << 20))
     with pytest.raises(Malformed):
-        wire.header(head(size=1 << 16), stranger=True)
+        frame.header(head(size=1 << 16), stranger=True)
     with pytest.raises(Malformed):
-        wire.header(head(more=1), stranger=True)
+        frame.header(head(more=1), stranger=True)
 
 
 def test_a_message_that_is_none_is_garbage() -> None:
     for raw in (b"\xff\xff", os.urandom(64), b"\x91\xc3"):
         with pytest.raises(Malformed):
-            wire.decode(messages.KIND_OF[Exchange], raw)
+            frame.decode(messages.KIND_OF[Exchange], raw)
 
 
 def shake(token: str, other: str) -> tuple[object, object]:
@@ -133,7 +174,9 @@ def shake(token: str, other: str) -> tuple[object, object]:
 
 def test_both_sides_prove_that_they_know_the_token() -> None:
     server, client = shake("secret", "secret")
-    assert isinstance(server, Proof) and server.worker == 3 and getattr(client, "instance", None) == 5
+    assert (
+        isinstance(server, Proof) and server.worker == 3 and getattr(client, "instance", None) == 5
+    )
     server, client = shake("secret", "wrong")
     assert server == "token" and "refused (token)" in str(client)
 
@@ -160,7 +203,7 @@ def test_the_token_never_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Channel.send
 
     def record(self: Channel, message: messages.Message, *rest: object) -> int:
-        sent.append(wire.encode(message))
+        sent.append(frame.encode(message))
         return send(self, message, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Channel, "send", record)
@@ -168,7 +211,9 @@ def test_the_token_never_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sent) == 3 and not any(b"secret" in raw for raw in sent)
 
 
-def test_one_who_says_nothing_is_sent_away_when_the_time_is_over(pair: tuple[Channel, Channel]) -> None:
+def test_one_who_says_nothing_is_sent_away_when_the_time_is_over(
+    pair: tuple[Channel, Channel],
+) -> None:
     a, b = pair
     b.sock.sendall(b"mh")  # and then nothing
     with pytest.raises(Malformed) as e:
@@ -188,15 +233,18 @@ def test_what_is_decoded_is_within_the_bound_of_its_code(code: messages.Code, dt
     x = np.random.default_rng(0).normal(size=100 * width).astype(dtype)
     x[:width] *= 1e-3
     x[5] = 0
-    raw, y = np.empty(payload.nbytes(code, x.size, x.itemsize, width), np.uint8), np.empty_like(x)
-    payload.encode(code, x, raw, width)
-    payload.decode(code, raw, y, width)
+    raw, y = (
+        np.empty(row_encoding.nbytes(code, x.size, x.itemsize, width), np.uint8),
+        np.empty_like(x),
+    )
+    row_encoding.encode(code, x, raw, width)
+    row_encoding.decode(code, raw, y, width)
     if code == "none":
         assert np.array_equal(x, y)
     elif code == "int8":
         scale = np.abs(x).reshape(-1, width).max(1, keepdims=True) / 127
         assert (np.abs(x - y).reshape(-1, width) <= 0.5001 * scale).all()
-        assert raw.size < x.size + 8 * 100 + wire.ALIGN
+        assert raw.size < x.size + 8 * 100 + frame.ALIGN
     else:
         assert (np.abs(x - y) <= BOUNDS[code](x)).all() and raw.size == 2 * x.size
 
@@ -206,9 +254,9 @@ def test_what_is_decoded_is_within_the_bound_of_its_code(code: messages.Code, dt
 def test_what_is_not_finite_stays_so(code: messages.Code, bad: float) -> None:
     x = np.ones(64, np.float32)
     x[40] = bad
-    raw, y = np.empty(payload.nbytes(code, 64, 4, 16), np.uint8), np.empty_like(x)
-    payload.encode(code, x, raw, 16)
-    payload.decode(code, raw, y, 16)
+    raw, y = np.empty(row_encoding.nbytes(code, 64, 4, 16), np.uint8), np.empty_like(x)
+    row_encoding.encode(code, x, raw, 16)
+    row_encoding.decode(code, raw, y, 16)
     assert not np.isfinite(y).all() and np.isfinite(y[:32]).all()
 
 
@@ -217,8 +265,8 @@ def test_bf16_rounds_to_even_as_torch_does() -> None:
 
     x = np.random.default_rng(1).integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
     raw, y = np.empty(2 * x.size, np.uint8), np.empty_like(x)
-    payload.encode("bf16", x, raw, 1)
-    payload.decode("bf16", raw, y, 1)
+    row_encoding.encode("bf16", x, raw, 1)
+    row_encoding.decode("bf16", raw, y, 1)
     there = torch.from_numpy(x).bfloat16().float().numpy()
     finite = np.isfinite(x)
     assert np.array_equal(y[finite], there[finite]) and np.array_equal(np.isnan(y), np.isnan(x))
@@ -227,13 +275,17 @@ def test_bf16_rounds_to_even_as_torch_does() -> None:
 def test_arrays_are_packed_and_unpacked_and_strange_ones_refused() -> None:
     arrays = {"ids": np.arange(3), "values": np.ones((3, 5), np.float32), "step": np.array([7])}
     described, parts = pack(arrays)
-    memory = np.zeros(sum(wire.aligned(p.nbytes) for p in parts), np.uint8)
+    memory = np.zeros(sum(frame.aligned(p.nbytes) for p in parts), np.uint8)
     at = 0
     for part in parts:
         memory[at : at + part.nbytes] = part.reshape(-1).view(np.uint8)
-        at += wire.aligned(part.nbytes)
+        at += frame.aligned(part.nbytes)
     assert all(np.array_equal(arrays[k], v) for k, v in unpack(described, memory).items())
-    for strange in (messages.Array("x", "|O", [3]), messages.Array("x", "<f4", [-1]), messages.Array("x", "<f4", [1 << 40])):
+    for strange in (
+        messages.Array("x", "|O", [3]),
+        messages.Array("x", "<f4", [-1]),
+        messages.Array("x", "<f4", [1 << 40]),
+    ):
         with pytest.raises(Malformed):
             unpack([strange], memory)
 
@@ -268,8 +320,8 @@ def test_a_list_of_another_length_is_another_list() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_pieces_of_memory_never_overlap_and_are_used_again(shared: bool) -> None:
-    arena, rng = plane.Arena(shared), np.random.default_rng(0)
-    live: list[tuple[plane.Region, int]] = []
+    arena, rng = arenas.Arena(shared), np.random.default_rng(0)
+    live: list[tuple[arenas.ArenaBlock, int]] = []
     for i in range(400):
         if live and rng.random() < 0.5:
             region, mark = live.pop(int(rng.integers(len(live))))
@@ -287,7 +339,7 @@ def test_pieces_of_memory_never_overlap_and_are_used_again(shared: bool) -> None
 
 
 def test_memory_that_is_lent_stays_as_long_as_its_array() -> None:
-    arena = plane.Arena(False)
+    arena = arenas.Arena(False)
     region = arena.take(1024)
     array = region.memory[:100]
     arena.lend(region, array)
@@ -298,10 +350,10 @@ def test_memory_that_is_lent_stays_as_long_as_its_array() -> None:
 
 
 def test_shared_memory_is_seen_by_both_and_cannot_be_taken_away() -> None:
-    segment = plane.share(1, 1 << 20)
+    segment = arenas.share(1, 1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.descriptor, 0)
-    other = plane.attach(1, 1 << 20, os.dup(segment.descriptor))
+    other = arenas.attach(1, 1 << 20, os.dup(segment.descriptor))
     segment.memory[5:8] = 7
     assert other.memory[4:9].tolist() == [0, 7, 7, 7, 0]
     segment.close()
@@ -309,12 +361,12 @@ def test_shared_memory_is_seen_by_both_and_cannot_be_taken_away() -> None:
 
 def test_a_file_that_could_shrink_under_the_server_is_not_mapped(tmp_path: object) -> None:
     with pytest.raises(ValueError, match="announced"):
-        plane.attach(1, 4096, os.memfd_create("small"))
+        arenas.attach(1, 4096, os.memfd_create("small"))
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, 4096)
     with pytest.raises(ValueError, match="not sealed"):
-        plane.attach(1, 4096, loose)
+        arenas.attach(1, 4096, loose)
     plain = os.open(f"{tmp_path}/file", os.O_CREAT | os.O_RDWR)
     os.ftruncate(plain, 4096)
     with pytest.raises(ValueError, match="cannot be sealed"):
-        plane.attach(1, 4096, plain)
+        arenas.attach(1, 4096, plain)

@@ -17,11 +17,22 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from manyhands.core import Finished, Group, Op, Tensors, Work
+from manyhands.core import (
+    Finished,
+    Group,
+    Op,
+    Tensors,
+    Work,
+)
 from manyhands.errors import PlanError
 from manyhands.exchange.algorithms.binary_blocks import binary_blocks
 from manyhands.exchange.algorithms.butterfly import butterfly
-from manyhands.exchange.algorithms.cost import Cost, choose, cost, measure
+from manyhands.exchange.algorithms.cost import (
+    LinkCost,
+    choose,
+    cost,
+    measure,
+)
 from manyhands.exchange.algorithms.double_tree import double_tree
 from manyhands.exchange.algorithms.halving_doubling import halving_doubling
 from manyhands.exchange.algorithms.hierarchical import group_of, hierarchical
@@ -30,7 +41,17 @@ from manyhands.exchange.algorithms.star import star
 from manyhands.exchange.algorithms.tree import tree
 from manyhands.exchange.algorithms.vector import Scratch, Vector, Watch
 
-__all__ = ["ALGORITHMS", "NAMES", "Algorithmic", "Cost", "check", "choose", "cost", "measure", "wrap"]
+__all__ = [
+    "ALGORITHMS",
+    "NAMES",
+    "Algorithmic",
+    "Cost",
+    "check",
+    "choose",
+    "cost",
+    "measure",
+    "wrap",
+]
 
 Algorithm = Callable[..., None]
 
@@ -47,7 +68,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 NAMES = (*ALGORITHMS, "auto")
 OPTIONS = {"double_tree": ("latency_bytes",), "hierarchical": ("group_size",)}
 # what torch does not add up in its own type, or not as numbers
-WIDE = {torch.bool: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
+WIDE = {
+    torch.bool: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
 
 
 def check(name: str, size: int, **options: Any) -> None:
@@ -56,7 +81,9 @@ def check(name: str, size: int, **options: Any) -> None:
         raise PlanError(f"algorithm={name} is not known; known: {', '.join(NAMES)}")
     known = OPTIONS.get(name, ())
     if unknown := [o for o in options if o not in known]:
-        raise PlanError(f"algorithm={name} has no option {unknown[0]}; it has {', '.join(known) or 'none'}")
+        raise PlanError(
+            f"algorithm={name} has no option {unknown[0]}; it has {', '.join(known) or 'none'}"
+        )
     if name == "hierarchical":
         group_of(size, options.get("group_size"))
     if not (latency := options.get("latency_bytes", 1)) > 0:
@@ -65,12 +92,12 @@ def check(name: str, size: int, **options: Any) -> None:
         )
 
 
-def wrap(group: Group, name: str, **options: Any) -> Algorithmic:
+def wrap(group: Group, name: str, **options: Any) -> AlgorithmGroup:
     """The same link with all-reduces by the algorithm of that name; `auto`: by the cheapest for each message."""
-    return Algorithmic(group, name, **options)
+    return AlgorithmGroup(group, name, **options)
 
 
-class Algorithmic:
+class AlgorithmGroup:
     """`watch` is told of every step of every rank that is on this link: for pictures and tests."""
 
     allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
@@ -79,7 +106,7 @@ class Algorithmic:
         check(name, group.size, **options)
         self.group, self.name, self.rank, self.size = group, name, group.rank, group.size
         self._options, self._watch, self._scratch = options, watch, Scratch()
-        self._measured: Cost | None = None
+        self._measured: LinkCost | None = None
         self._chosen: dict[int, partial[None]] = {}
         if hasattr(group, "allocate"):
             self.allocate = group.allocate
@@ -89,15 +116,21 @@ class Algorithmic:
             raise ValueError(f"all_reduce with op={op!r}; needed: one of {', '.join(get_args(Op))}")
         if self.size > 1:
             for flat in _packed(values):
-                self._algorithm(flat)(Vector(flat, self.group, op, scratch=self._scratch, watch=self._watch))
+                self._algorithm(flat)(
+                    Vector(flat, self.group, op, scratch=self._scratch, watch=self._watch)
+                )
                 if op == "mean":
-                    flat.div_(self.size) if flat.is_floating_point() else flat.floor_divide_(self.size)
+                    flat.div_(self.size) if flat.is_floating_point() else flat.floor_divide_(
+                        self.size
+                    )
         return Finished()
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.group.swap(values, peers)
 
-    def transfer(self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = "") -> Work:
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
         return self.group.transfer(give, into, name)
 
     def close(self) -> None:
@@ -112,7 +145,11 @@ class Algorithmic:
                 self._measured = measure(self.group, flat.device)
             name = choose(self.size, flat.nbytes, *self._measured)
             alpha, beta, _ = self._measured
-            fitted = {"latency_bytes": alpha / beta} if name == "double_tree" and alpha * beta > 0 else {}
+            fitted = (
+                {"latency_bytes": alpha / beta}
+                if name == "double_tree" and alpha * beta > 0
+                else {}
+            )
             self._chosen[flat.nbytes] = partial(ALGORITHMS[name], **fitted)
         return self._chosen[flat.nbytes]
 

@@ -30,17 +30,33 @@ from manyhands.exchange.algorithms.binary_blocks import blocks_of
 from manyhands.exchange.algorithms.hierarchical import group_of
 
 # of equals the first is taken; hierarchical is asked for by name: it pays where some ranks are nearer than others
-CANDIDATES = ("butterfly", "halving_doubling", "binary_blocks", "ring", "double_tree", "tree", "star")
+CANDIDATES = (
+    "butterfly",
+    "halving_doubling",
+    "binary_blocks",
+    "ring",
+    "double_tree",
+    "tree",
+    "star",
+)
 SHORT_BYTES, LONG_BYTES, TURNS = 8, 1 << 20, 12
 
 
-class Cost(NamedTuple):
+class LinkCost(NamedTuple):
     alpha: float  # seconds a message
     beta: float  # seconds a byte sent
     gamma: float  # seconds a byte reduced
 
 
-def cost(algorithm: str, p: int, nbytes: float, alpha: float, beta: float, gamma: float, group_size: int | None = None) -> float:
+def cost(
+    algorithm: str,
+    p: int,
+    nbytes: float,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    group_size: int | None = None,
+) -> float:
     """Seconds that `algorithm` should take to reduce `nbytes` over `p` ranks."""
     if p == 1:
         return 0.0
@@ -65,13 +81,18 @@ def cost(algorithm: str, p: int, nbytes: float, alpha: float, beta: float, gamma
         return 2 * (p - 1) * alpha + (p - 1) / p * n * (2 * beta + gamma)
     if algorithm == "binary_blocks":
         sizes = [len(block) for block in blocks_of(p)]
-        between = [2 * (b // s * alpha + n / s * beta) + n / b * gamma for b, s in itertools.pairwise(sizes)]
+        between = [
+            2 * (b // s * alpha + n / s * beta) + n / b * gamma
+            for b, s in itertools.pairwise(sizes)
+        ]
         return halving(q, n) + sum(between)
     if algorithm == "hierarchical":
         length = group_of(p, group_size)
         inside = cost("ring", length, n, alpha, beta, gamma)
         return inside + cost("halving_doubling", p // length, n / length, alpha, beta, gamma)
-    raise ValueError(f"no cost for algorithm {algorithm!r}; known: {', '.join(CANDIDATES)}, hierarchical")
+    raise ValueError(
+        f"no cost for algorithm {algorithm!r}; known: {', '.join(CANDIDATES)}, hierarchical"
+    )
 
 
 def choose(p: int, nbytes: float, alpha: float, beta: float, gamma: float) -> str:
@@ -79,29 +100,42 @@ def choose(p: int, nbytes: float, alpha: float, beta: float, gamma: float) -> st
     return min(CANDIDATES, key=lambda name: cost(name, p, nbytes, alpha, beta, gamma))
 
 
-def measure(group: Group, device: torch.device | None = None, clock: Callable[[], float] | None = None) -> Cost:
+def measure(
+    group: Group, device: torch.device | None = None, clock: Callable[[], float] | None = None
+) -> LinkCost:
     """Neighbouring ranks send to each other, all pairs and both ways at once as the algorithms do; the mean over ranks of the
     best time each saw, the same on every rank. A link with a clock of its own, as in a simulation, is measured by that."""
-    tick: Callable[[], float] = getattr(group, "clock", time.perf_counter) if clock is None else clock
+    tick: Callable[[], float] = (
+        getattr(group, "clock", time.perf_counter) if clock is None else clock
+    )
     peer = group.rank ^ 1
     seen = torch.zeros(4, dtype=torch.float64)
     if peer < group.size:
-        short, long = (_turn(group, peer, nbytes, tick, device) for nbytes in (SHORT_BYTES, LONG_BYTES))
-        seen += torch.tensor([short, max(0.0, long - short) / LONG_BYTES, _reduction(tick, device), 1.0], dtype=torch.float64)
+        short, long = (
+            _turn(group, peer, nbytes, tick, device) for nbytes in (SHORT_BYTES, LONG_BYTES)
+        )
+        seen += torch.tensor(
+            [short, max(0.0, long - short) / LONG_BYTES, _reduction(tick, device), 1.0],
+            dtype=torch.float64,
+        )
     seen = seen.to(device or "cpu")
     group.all_reduce({"seen": seen}).wait()
     alpha, beta, gamma = (seen[:3] / seen[3].clamp(min=1.0)).tolist()
-    return Cost(alpha, beta, gamma)
+    return LinkCost(alpha, beta, gamma)
 
 
-def _turn(group: Group, peer: int, nbytes: int, clock: Callable[[], float], device: torch.device | None) -> float:
+def _turn(
+    group: Group, peer: int, nbytes: int, clock: Callable[[], float], device: torch.device | None
+) -> float:
     given, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     seconds = []
     for _ in range(TURNS):
         start = clock()
         group.transfer({peer: given}, {peer: into}).wait()
         seconds.append(clock() - start)
-    return min(seconds)  # not the median: others' load comes and goes, and would meet one length and not the other
+    return min(
+        seconds
+    )  # not the median: others' load comes and goes, and would meet one length and not the other
 
 
 def _reduction(clock: Callable[[], float], device: torch.device | None) -> float:

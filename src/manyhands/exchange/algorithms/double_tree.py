@@ -14,14 +14,19 @@ import math
 from manyhands.core import Finished, Work
 from manyhands.exchange.algorithms.vector import Vector
 
-LATENCY_BYTES = 256 << 10  # alpha / beta: what sockets between processes send in the time of one latency, about
+LATENCY_BYTES = (
+    256 << 10
+)  # alpha / beta: what sockets between processes send in the time of one latency, about
 
 
 def double_tree(v: Vector, latency_bytes: float = LATENCY_BYTES) -> None:
     halves = v.cut(2)
     nbytes = (halves[0].stop - halves[0].start) * v.values.element_size()
     segments = max(1, round(math.sqrt(math.log2(v.size) * nbytes / latency_bytes)))
-    trees = [(*_family((v.rank + shift) % v.size, v.size, shift), v.cut(segments, halves[shift])) for shift in range(2)]
+    trees = [
+        (*_family((v.rank + shift) % v.size, v.size, shift), v.cut(segments, halves[shift]))
+        for shift in range(2)
+    ]
     # A leaf needs nobody. Were its segments to take turns with those that wait for children, each tree would wait for the other.
     trees.sort(key=lambda tree: len(tree[1]))
     sent: list[Work] = []

@@ -25,7 +25,13 @@ def halve(v: Vector, chunks: list[slice]) -> None:
     distance = v.size // 2
     while distance:
         peer = v.rank ^ distance
-        v.exchange(to=peer, give=_block(chunks, peer, distance), source=peer, take=_block(chunks, v.rank, distance), reduce=True)
+        v.exchange(
+            to=peer,
+            give=_block(chunks, peer, distance),
+            source=peer,
+            take=_block(chunks, v.rank, distance),
+            reduce=True,
+        )
         distance //= 2
 
 
@@ -34,7 +40,12 @@ def double(v: Vector, chunks: list[slice]) -> None:
     distance = 1
     while distance < v.size:
         peer = v.rank ^ distance
-        v.exchange(to=peer, give=_block(chunks, v.rank, distance), source=peer, take=_block(chunks, peer, distance))
+        v.exchange(
+            to=peer,
+            give=_block(chunks, v.rank, distance),
+            source=peer,
+            take=_block(chunks, peer, distance),
+        )
         distance *= 2
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Op
-from manyhands.exchange.algorithms import Algorithmic
+from manyhands.exchange.algorithms import AlgorithmGroup
 from manyhands.exchange.inproc import InprocGroup, World
 
 EXAMPLE = ([2, 4, 6], [1, 2, 3], [4, 8, 12])
@@ -25,19 +25,28 @@ def steps(name: str, given: Sequence[Sequence[int]] = EXAMPLE, op: Op = "sum") -
 
         def watch(rank: int, what: str, values: Tensor) -> None:
             taken = [word.replace("from ", "") for word in what.split(", ") if "from" in word]
-            marks.setdefault((world.now[rank], rank), []).extend(taken)  # two messages may arrive in the same tick
-            rows.setdefault(world.now[rank], {})[rank] = " ".join([str(x.tolist()), *marks[world.now[rank], rank]])
+            marks.setdefault((world.now[rank], rank), []).extend(
+                taken
+            )  # two messages may arrive in the same tick
+            rows.setdefault(world.now[rank], {})[rank] = " ".join(
+                [str(x.tolist()), *marks[world.now[rank], rank]]
+            )
 
-        Algorithmic(link, name, watch=watch).all_reduce({"x": x}, op).wait()
+        AlgorithmGroup(link, name, watch=watch).all_reduce({"x": x}, op).wait()
         results.append(x.tolist())
 
     results: list[list[int]] = []
     world.run(main)
     assert all(result == results[0] for result in results), "all ranks end alike"
     lines = [("given", [str(list(v)) for v in given])]
-    lines += [(f"tick {tick:g}", [row.get(r, "") for r in range(len(given))]) for tick, row in sorted(rows.items())]
+    lines += [
+        (f"tick {tick:g}", [row.get(r, "") for r in range(len(given))])
+        for tick, row in sorted(rows.items())
+    ]
     width = max(len(cell) for _, cells in lines for cell in cells) + 2
     heads = [f"rank {r}" for r in range(len(given))]
     table = [f"{name:<18}" + "".join(f"{h:<{width}}" for h in heads)]
-    table += [f"{label:<18}" + "".join(f"{cell:<{width}}" for cell in cells) for label, cells in lines]
+    table += [
+        f"{label:<18}" + "".join(f"{cell:<{width}}" for cell in cells) for label, cells in lines
+    ]
     return "\n".join(line.rstrip() for line in table)

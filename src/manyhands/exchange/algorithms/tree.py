@@ -10,7 +10,11 @@ from manyhands.exchange.algorithms.vector import Vector
 
 def tree(v: Vector) -> None:
     lowest = v.rank & -v.rank if v.rank else 1 << v.size.bit_length()
-    children = [v.rank + (1 << i) for i in range(v.size.bit_length()) if (1 << i) < lowest and v.rank + (1 << i) < v.size]
+    children = [
+        v.rank + (1 << i)
+        for i in range(v.size.bit_length())
+        if (1 << i) < lowest and v.rank + (1 << i) < v.size
+    ]
     for child in children:
         v.reduce(child, v.whole)
     if v.rank:

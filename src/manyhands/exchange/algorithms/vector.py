@@ -18,7 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from manyhands.core import Finished, Group, Op, Work
+from manyhands.core import (
+    Finished,
+    Group,
+    Op,
+    Work,
+)
 
 Watch = Callable[[int, str, Tensor], None]  # (rank, what it has just done, its whole vector)
 
@@ -66,7 +71,14 @@ class Vector:
         return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
     def among(self, ranks: Sequence[int]) -> Vector:
-        return Vector(self.values, self.link, self.op, [self.ranks[r] for r in ranks], self._scratch, self._watch)
+        return Vector(
+            self.values,
+            self.link,
+            self.op,
+            [self.ranks[r] for r in ranks],
+            self._scratch,
+            self._watch,
+        )
 
     def within(self, part: slice) -> Vector:
         return Vector(self.values[part], self.link, self.op, self.ranks, self._scratch, self._watch)
@@ -80,7 +92,11 @@ class Vector:
         if not taken.numel():
             return Finished()
         work = self.link.transfer({}, {self.ranks[source]: taken})
-        return work if self._watch is None else _Noted(work, partial(self._note, f"= from {self.ranks[source]}"))
+        return (
+            work
+            if self._watch is None
+            else _Noted(work, partial(self._note, f"= from {self.ranks[source]}"))
+        )
 
     def send(self, to: int, part: slice) -> None:
         self.exchange(to, part)
@@ -111,8 +127,12 @@ class Vector:
         if reduce and source is not None:
             # the lower rank's first, at both ends of an exchange: of -0.0 and 0.0 the maximum is whichever came first
             first, second = (theirs, mine) if source < self.rank else (mine, theirs)
-            torch.maximum(first, second, out=mine) if self.op == "max" else torch.add(first, second, out=mine)
-        self._note(*(f"to {r}" for r in sent), *(f"{'+' if reduce else '='} from {r}" for r in taken))
+            torch.maximum(first, second, out=mine) if self.op == "max" else torch.add(
+                first, second, out=mine
+            )
+        self._note(
+            *(f"to {r}" for r in sent), *(f"{'+' if reduce else '='} from {r}" for r in taken)
+        )
 
     def _note(self, *words: str) -> None:
         if self._watch is not None:

@@ -1,1 +1,0 @@
-"""One replica: tensors, devices, data. No peers, no sockets, no clocks."""

@@ -1,0 +1,1 @@
+"""One rank's batches: data sources, batch iterators, step claims, prefetch."""

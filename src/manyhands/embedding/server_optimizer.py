@@ -1,0 +1,145 @@
+"""A torch optimizer as a rule that servers run: its name there, its options, and what it remembers, in both directions.
+
+    torch.optim.SGD(p, lr, momentum)   <->   rule "momentum", options {lr, momentum, ...}, state {"momentum_buffer": one number a weight}
+
+So a task names its optimizer as ever, and a checkpoint written over servers goes on without them, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.core import Tensors
+from manyhands.errors import TaskError
+from manyhands.replica.flat import FlatParameters
+
+POSSIBLE = "SGD (with momentum, nesterov), Adagrad, Adam and AdamW"
+# what a rule keeps, by torch's names: one number a weight; COUNTS keep the number of steps besides
+STATE = {
+    "sgd": (),
+    "momentum": ("momentum_buffer",),
+    "adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+}
+COUNTS = ("adagrad", "adam", "adamw")
+STEP = "step"
+COMPENSATION = "compensate/"  # begins the names of what servers keep besides, one number a weight, where a rule compensates for delay
+SERVED = "served/"  # ... and those names in a snapshot
+
+
+def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
+    """The server's rule that is this optimizer, and its options."""
+    groups = optimizer.param_groups
+    options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+    if any(o != options[0] for o in options[1:]):
+        raise TaskError(
+            f"the optimizer has {len(groups)} groups with different options, but a server treats all parameters alike; give one group, "
+            "or use merge=all_reduce"
+        )
+    g = options[0]
+    for odd in ("maximize", "amsgrad", "differentiable", "decoupled_weight_decay"):
+        if g.get(odd) and not (
+            odd == "decoupled_weight_decay" and isinstance(optimizer, torch.optim.AdamW)
+        ):
+            raise TaskError(
+                f"{type(optimizer).__name__}({odd}=True) has no server rule; leave it out, or use merge=all_reduce"
+            )
+    common = {"lr": float(g["lr"]), "decay": float(g.get("weight_decay", 0.0))}
+    kind = type(optimizer)
+    if kind is torch.optim.SGD and not g["momentum"]:
+        return "sgd", common
+    if kind is torch.optim.SGD:
+        nesterov = {"nesterov": 1.0} if g["nesterov"] else {}
+        dampening = {"dampening": float(g["dampening"])} if g["dampening"] else {}
+        return "momentum", {**common, "momentum": float(g["momentum"]), **dampening, **nesterov}
+    if kind is torch.optim.Adagrad:
+        own = {
+            "lr_decay": float(g["lr_decay"]),
+            "initial_accumulator_value": float(g["initial_accumulator_value"]),
+        }
+        return "adagrad", {**common, "eps": float(g["eps"]), **{k: v for k, v in own.items() if v}}
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        beta1, beta2 = g["betas"]
+        named = "adam" if kind is torch.optim.Adam else "adamw"
+        return named, {
+            **common,
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(g["eps"]),
+        }
+    raise TaskError(
+        f"{kind.__name__} has no server rule: servers know {POSSIBLE}; use one of them, or merge=all_reduce"
+    )
+
+
+def flat_state(flat: FlatParameters, vector: str, optimizer: Optimizer) -> Tensors:
+    """What the optimizer remembers of the parameters in one flat vector; {}: nothing yet."""
+    rule, _ = served_rule(optimizer)
+    pieces = [p for p in flat.pieces if p.vector == vector]
+    if not any(optimizer.state.get(p.parameter) for p in pieces):
+        return {}
+    found: Tensors = {}
+    for name in STATE[rule]:
+        whole = torch.zeros_like(flat.values[vector], device="cpu")
+        for piece in pieces:
+            kept = optimizer.state.get(piece.parameter, {}).get(name)
+            if isinstance(kept, Tensor):  # else it has had no gradient yet
+                _view(whole, piece.value, piece.start).copy_(kept)
+        found[name] = whole
+    if rule in COUNTS:
+        steps = [float(optimizer.state.get(p.parameter, {}).get("step", 0)) for p in pieces]
+        found[STEP] = torch.tensor([max(steps, default=0.0)], dtype=torch.float64)
+    return found
+
+
+def named_state(
+    flat: FlatParameters, optimizer: Optimizer, moments: Mapping[str, Tensors]
+) -> Tensors:
+    """The servers' state of every flat vector as torch's optimizer would have it: "<parameter>/<key>"."""
+    rule, _ = served_rule(optimizer)
+    found: Tensors = {}
+    for piece in flat.pieces:
+        kept = moments[piece.vector]
+        for name in STATE[rule]:
+            whole = kept[name].view(-1).to(piece.value.dtype)
+            found[f"{piece.name}/{name}"] = (
+                _view(whole, piece.value, piece.start).contiguous().clone()
+            )
+        if rule in COUNTS:
+            found[f"{piece.name}/step"] = kept[STEP].view(-1)[0].float().clone()
+    return found
+
+
+def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> Tensors:
+    """What servers keep of every flat vector that no optimizer of torch's does: "served/<key>/<parameter>"."""
+    return {
+        f"{SERVED}{key}/{piece.name}": _view(kept.view(-1), piece.value, piece.start)
+        .contiguous()
+        .clone()
+        for piece in flat.pieces
+        for key, kept in moments[piece.vector].items()
+        if key.startswith(COMPENSATION)
+    }
+
+
+def flat_compensation(flat: FlatParameters, vector: str, saved: Tensors) -> Tensors:
+    """The other way round: of one flat vector, out of the state of a snapshot."""
+    found: Tensors = {}
+    for piece in (p for p in flat.pieces if p.vector == vector):
+        end = f"/{piece.name}"
+        for name in (
+            n for n in saved if n.startswith(f"{SERVED}{COMPENSATION}") and n.endswith(end)
+        ):
+            key = name.removeprefix(SERVED).removesuffix(end)
+            whole = found.setdefault(key, torch.zeros_like(flat.values[vector], device="cpu"))
+            _view(whole, piece.value, piece.start).copy_(saved[name])
+    return found
+
+
+def _view(whole: Tensor, like: Tensor | nn.Parameter, start: int) -> Tensor:
+    return torch.as_strided(whole, like.shape, like.stride(), start)

@@ -1,0 +1,244 @@
+"""A link that sends less over the link it wraps: `Compressed(Observed(group), TopK(density=0.01))`.
+
+    all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
+    swap          likewise, where the wire can be read by one peer alone; what was given becomes what the peers read
+    transfer      likewise, where it has a name and the wire encodes values one by one
+    close, allocate    as the link has them
+
+Ranks make the same calls in the same order, `wait` included: a wait moves every exchange that is under way on by one stage, the
+earliest first, until its own is over. So all ranks send the same things in the same order without threads, and stage two of one
+vector travels while stage one of the next is decoded. Alone (one rank) nothing is encoded, as nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core import (
+    EXACT,
+    Cargo,
+    Finished,
+    Group,
+    Op,
+    Tensors,
+    Work,
+)
+from manyhands.exchange.compression.codec import Codec, Memory, Shapes
+from manyhands.exchange.compression.quantised import Quantised
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SMALLEST = 1024  # below, the message costs more than its bytes
+
+
+class CompressedGroup:
+    """`state` is everything that a checkpoint must hold, by "<kind>/<tensor>", live; each rank has its own. `shapes` says
+    which parameters lie where in a vector, for wires that look at matrices."""
+
+    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
+
+    def __init__(
+        self,
+        group: Group,
+        wire: Codec,
+        sends: Cargo = "gradients",
+        shapes: Mapping[str, Shapes] | None = None,
+        smallest: int = SMALLEST,
+    ):
+        self.group, self.compress, self.sends = group, wire, sends
+        self.rank, self.size = group.rank, group.size
+        self.state: Tensors = {}
+        self._shapes, self._smallest = shapes or {}, smallest
+        self._memories: dict[str, Memory] = {}
+        self._under_way: list[_Exchange] = []
+        if hasattr(group, "allocate"):
+            self.allocate = group.allocate
+
+    def warm(self, like: Tensor) -> None:
+        """Compile the kernels, or load them, for values on `like`'s device: before training, not within its first step."""
+        if not self.compress.point_to_point or self.size == 1 or like.dtype not in FLOATING:
+            return
+        some, aside = (
+            torch.ones(SMALLEST, dtype=like.dtype, device=like.device),
+            Memory("warm", {}, self.rank, self.sends),
+        )
+        self.compress.decode(self.compress.encode(some, aside), some, aside)
+
+    def load_state(self, saved: Tensors) -> None:
+        if self._memories:
+            raise ValueError(
+                "load_state after the first exchange; load what was saved before anything travels"
+            )
+        self.state.update({k: v.detach().clone() for k, v in saved.items()})
+
+    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
+        encoded = [] if op == "max" else self._encoded(values)
+        if not encoded:
+            return self.group.all_reduce(values, op)
+        exchanges = [self._begin(name, values[name], op) for name in encoded]
+        rest = {k: v for k, v in values.items() if k not in encoded}
+        return _Reduction(self, exchanges, self.group.all_reduce(rest, op) if rest else Finished())
+
+    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
+        encoded = self._encoded(values) if self.compress.point_to_point else []
+        if not encoded:
+            return self.group.swap(values, peers)
+        memories = {k: self._memory(f"swap/{k}") for k in encoded}
+        if not peers:  # nothing is sent, so nothing may be taken out of the residuals; but the step counts, as on the others
+            for memory in memories.values():
+                memory.count()
+            return self.group.swap(values, peers)
+        sent = {
+            k: self.compress.encode(_flat(v), memories[k]) if k in memories else v
+            for k, v in values.items()
+        }
+        got = self.group.swap(sent, peers)
+        for (
+            k,
+            memory,
+        ) in (
+            memories.items()
+        ):  # all ranks merge the same: what peers read is what this rank has from here on
+            own = torch.empty_like(values[k], memory_format=torch.contiguous_format)
+            self.compress.decode(sent[k], own.view(-1), memory)
+            values[k].copy_(own)
+        for theirs in got:
+            for k, memory in memories.items():
+                packed, theirs[k] = (
+                    theirs[k],
+                    torch.empty_like(values[k], memory_format=torch.contiguous_format),
+                )
+                self.compress.decode(packed, theirs[k].view(-1), memory)
+        return got
+
+    def transfer(
+        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
+    ) -> Work:
+        both = {str(i): v for i, v in enumerate([*give.values(), *into.values()])}
+        if (
+            not name
+            or name.startswith(EXACT)
+            or not isinstance(self.compress, Quantised)
+            or len(self._encoded(both)) < len(both)
+        ):
+            return self.group.transfer(give, into, name)
+        memory, wire = self._memory(f"transfer/{name}"), self.compress
+        encoded: dict[int, Tensor] = {}  # what goes to several ranks is encoded once
+        for v in give.values():
+            if v.data_ptr() not in encoded:
+                encoded[v.data_ptr()] = wire.encode(_flat(v), memory).clone()
+        arriving = {
+            r: torch.empty(wire.nbytes(v.numel()), dtype=torch.uint8, device=v.device)
+            for r, v in into.items()
+        }
+        work = self.group.transfer(
+            {r: encoded[v.data_ptr()] for r, v in give.items()}, arriving, name
+        )
+
+        def decode() -> None:
+            for r, packed in arriving.items():
+                wire.decode(packed, into[r].view(-1), memory)
+
+        return _Arrival(work, decode)
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _encoded(self, values: Tensors) -> list[str]:
+        if self.size == 1:
+            return []
+        long = {
+            k: v
+            for k, v in values.items()
+            if v.numel() >= max(1, self._smallest) and not k.startswith(EXACT)
+        }
+        return [k for k, v in long.items() if v.dtype in FLOATING]
+
+    def _memory(self, name: str) -> Memory:
+        if name not in self._memories:
+            self._memories[name] = Memory(
+                name, self.state, self.rank, self.sends, self._shapes.get(name)
+            )
+        return self._memories[name]
+
+    def _begin(self, name: str, value: Tensor, op: Op) -> _Exchange:
+        for earlier in self._under_way:
+            if earlier.name == name:  # its memory is in use
+                self._finish(earlier)
+                break
+        exchange = _Exchange(name, self._carry(name, value.detach(), op))
+        self._under_way.append(exchange)
+        return exchange
+
+    def _carry(self, name: str, value: Tensor, op: Op) -> Iterator[Work]:
+        flat = _flat(value)
+        yield from self.compress.reduce(flat, op, self.group, self._memory(name))
+        for gap in _gaps(
+            self._shapes.get(name, ()), flat.numel()
+        ):  # nobody's elements: what a wire makes of them must not travel on
+            flat[gap] = 0
+        if flat.data_ptr() != value.data_ptr():
+            value.copy_(flat.view(value.shape))
+
+    def _finish(self, last: _Exchange) -> None:
+        while not last.done:
+            for exchange in list(self._under_way):
+                exchange.advance()
+                if exchange.done:
+                    self._under_way.remove(exchange)
+                if last.done:
+                    return
+
+
+class _Exchange:
+    """One vector's reduction, and the stage of it that is under way."""
+
+    def __init__(self, name: str, stages: Iterator[Work]):
+        self.name, self._stages = name, stages
+        self._now: Work | None = next(stages, None)
+
+    @property
+    def done(self) -> bool:
+        return self._now is None
+
+    def advance(self) -> None:
+        if self._now is not None:
+            self._now.wait()
+            self._now = next(self._stages, None)
+
+
+class _Arrival:
+    def __init__(self, work: Work, decode: Callable[[], None]):
+        self._work, self._decode = work, decode
+
+    def wait(self) -> None:
+        self._work.wait()
+        decode, self._decode = self._decode, lambda: None
+        decode()
+
+
+class _Reduction:
+    def __init__(self, link: CompressedGroup, exchanges: list[_Exchange], rest: Work):
+        self._link, self._exchanges, self._rest = link, exchanges, rest
+
+    def wait(self) -> None:
+        for exchange in self._exchanges:
+            self._link._finish(exchange)
+        self._rest.wait()
+
+
+def _gaps(shapes: Shapes, numel: int) -> Iterator[slice]:
+    """Where a flat vector holds no parameter: the padding between those in `shapes`."""
+    at = 0
+    for place, _ in sorted(shapes, key=lambda shape: shape[0].start):
+        if at < place.start:
+            yield slice(at, place.start)
+        at = place.stop
+    if shapes and at < numel:
+        yield slice(at, numel)
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.detach().reshape(-1)

@@ -1,0 +1,1 @@
+"""Compiled loops: how numba compiles and caches them, processor instructions, codec kernels."""

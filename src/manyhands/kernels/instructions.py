@@ -1,0 +1,84 @@
+"""Single instructions that numba has no words for; they work on any processor that LLVM knows."""
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import extending, types
+from numba.core import cgutils
+
+intrinsic: Any = extending.intrinsic  # its types know the generator, not what is called
+
+
+@intrinsic
+def prefetch(typing, array, index, line):
+    """Ask for the cache line of array[index], or so many lines after it: into the second-level cache, which waits for more lines at
+    a time than the first."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        step = 64 // context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        index = builder.add(arguments[1], builder.mul(arguments[2], arguments[2].type(step)))
+        where = builder.bitcast(builder.gep(data, [index]), byte)
+        read, second_level, data_not_code = i32(0), i32(2), i32(1)
+        builder.call(call, [where, read, second_level, data_not_code])
+        return context.get_dummy_value()
+
+    return types.void(array, index, line), generate
+
+
+@intrinsic
+def copy(typing, to, at, source, start, count):
+    """to[at : at + count] = source[start : start + count], which do not overlap."""
+
+    def generate(context, builder, signature, arguments):
+        (a, b), (i, j) = arguments[::2][:2], arguments[1::2]
+        to = builder.gep(context.make_array(signature.args[0])(context, builder, a).data, [i])
+        source = builder.gep(context.make_array(signature.args[2])(context, builder, b).data, [j])
+        size = context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
+        cgutils.raw_memcpy(builder, to, source, arguments[4], size)
+        return context.get_dummy_value()
+
+    return types.void(to, at, source, start, count), generate
+
+
+@intrinsic
+def match(typing, entries, bucket, wanted):
+    """Where in a bucket an id stands: bits 0, 2, 4 and 6."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        i8, i32, i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+        line = ir.VectorType(i64, 8)
+        here = builder.load(builder.bitcast(builder.gep(data, [arguments[1]]), line.as_pointer()))
+        here.align = 8
+        one = builder.insert_element(ir.Constant(line, ir.Undefined), arguments[2], i32(0))
+        all_ = builder.shuffle_vector(
+            one, ir.Constant(line, ir.Undefined), ir.Constant(ir.VectorType(i32, 8), [0] * 8)
+        )
+        equal = builder.bitcast(builder.icmp_unsigned("==", here, all_), i8)
+        return builder.zext(builder.and_(equal, i8(0x55)), i64)
+
+    return types.uint64(entries, bucket, wanted), generate
+
+
+@intrinsic
+def lowest(typing, bits):
+    """The number of the lowest bit that is set; there is one."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.uint64(bits), generate
+
+
+@intrinsic
+def fma(typing, x, y, z):
+    """x * y + z rounded once, as torch's loops do it."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return x(x, x, x), generate

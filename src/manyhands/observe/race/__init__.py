@@ -1,0 +1,1 @@
+"""Reports of a race: results, table, picture, page, live view."""

@@ -1,0 +1,1 @@
+"""Model parallelism: one replica spread over several ranks."""

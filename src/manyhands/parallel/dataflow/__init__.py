@@ -1,0 +1,1 @@
+"""Dataflow parallelism (cut=graph): any computation graph partitioned over ranks."""

@@ -1,0 +1,201 @@
+"""Steps of a traced model that compute again what an earlier step has computed are left out.
+
+Only what is known to do nothing but compute: never what draws random numbers, changes something in place, keeps a state or has
+hooks. Gradients come right by themselves, since whoever used either result now uses the one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from manyhands.parallel.trace.program import (
+    Formula,
+    Here,
+    Input,
+    ParameterRef,
+    Ref,
+    TracedProgram,
+    TraceNode,
+    Tree,
+    mentions,
+    names,
+)
+from manyhands.replica.leaf_modules import PLAIN
+from manyhands.split.graph import common
+
+CHANCE = (
+    "rand",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "poisson",
+    "dropout",
+    "uniform",
+    "empty",
+    "exponential",
+    "attention",
+    "rrelu",
+    "gumbel",
+    "embedding",
+)
+CHANGES = (
+    "batch_norm",
+    "instance_norm",
+    "setattr",
+    "setitem",
+    "index_put",
+    "iadd",
+    "isub",
+    "imul",
+    "idiv",
+    "itruediv",
+)
+# modules that do nothing but compute: two calls with the same arguments give the same
+STATELESS = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.Identity, nn.ReLU, nn.GELU,
+    nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Flatten, nn.Unflatten,
+    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+)  # fmt: skip
+
+
+def shortened(traced: TracedProgram) -> TracedProgram:
+    """Without steps that compute again what an earlier step has computed."""
+    steps = traced.steps[True]
+    keys = _calls(traced, True)
+    alike = [(s.op, s.target) for s in steps] == [(s.op, s.target) for s in traced.steps[False]]
+    if alike:  # in both ways of running the model, or not at all, so that both keep the same steps
+        keys = [
+            (None if a is None or b is None else (a, b), t)
+            for (a, t), (b, _) in zip(keys, _calls(traced, False), strict=True)
+        ]
+    first = common(keys)
+    gone = {i for i, f in enumerate(first) if f != i}
+    if not gone:
+        return traced
+    made = dict(traced.steps)
+    for mode in (True, False) if alike else (True,):
+        old = traced.steps[mode]
+        now = {old[i].name: old[first[i]].name for i in gone}
+        made[mode] = [
+            replace(s, args=_renamed(s.args, now), kwargs=_renamed(s.kwargs, now))
+            for i, s in enumerate(old)
+            if i not in gone
+        ]
+    at = {i: k for k, i in enumerate(i for i in range(len(steps)) if i not in gone)}
+    return replace(
+        traced, steps=made, together=[(at.get(a, -1), at[b]) for a, b in traced.together]
+    )
+
+
+def _calls(traced: TracedProgram, mode: bool) -> list[tuple[Hashable | None, list[int]]]:
+    """What each step does, None where it may not be left out, and whose results it takes."""
+    steps, states = traced.steps[mode], moving(traced)
+    at = {s.name: i for i, s in enumerate(steps)}
+    # what is changed in place before or after, and what goes out, where the loss may change it
+    apart = {i for a, b in traced.together for i in range(max(a, 0), b + 1)} | {
+        at[n] for n in names(traced.output[mode])
+    }
+    reads: set[int] = set()  # a state that may be another one at the next look
+    calls: list[tuple[Hashable | None, list[int]]] = []
+    for i, s in enumerate(steps):
+        takes = [at[n] for n in names(s)]
+        if any(h.name in states for h in mentions(s, ParameterRef)) or not reads.isdisjoint(takes):
+            reads.add(i)
+        does: Hashable | None = None
+        if i not in apart and i not in reads and _pure(traced.model, s):
+            with suppress(TypeError):
+                hash(key := (s.op, s.target, s.grad, _key(s.args), _key(s.kwargs)))
+                does = key
+        calls.append((does, takes))
+    return calls
+
+
+def _pure(model: nn.Module, step: TraceNode) -> bool:
+    if step.op == "module":
+        part = model.get_submodule(step.target)
+        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+        changes = getattr(part, "inplace", False) or getattr(part, "max_norm", None) is not None
+        return (
+            type(part) in STATELESS
+            and not hooks
+            and not changes
+            and next(part.buffers(), None) is None
+        )
+    return not _changes(step) and not any(word in _called(step) for word in CHANCE)
+
+
+def _called(step: TraceNode) -> str:
+    return (
+        step.target
+        if isinstance(step.target, str)
+        else str(getattr(step.target, "__name__", step.target))
+    )
+
+
+def _changes(step: TraceNode) -> bool:
+    """Whether it may change what it is given, by its name."""
+    name = _called(step)
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or "out" in step.kwargs
+        or any(word in name for word in CHANGES)
+    )
+
+
+def moving(traced: TracedProgram) -> set[str]:
+    """Parameters and buffers, by name, that the forward pass may change."""
+    steps = [s for mode in traced.steps.values() for s in mode]
+    found = {
+        h.name for s in steps if s.op != "module" and _changes(s) for h in mentions(s, ParameterRef)
+    }
+    for path in {s.target for s in steps if s.op == "module"}:
+        found |= {f"{path}.{name}" for name, _ in traced.model.get_submodule(path).named_buffers()}
+    return found
+
+
+def _key(value: Any) -> Hashable:
+    """Equal where arguments are; whose results they are is told apart."""
+    kind = type(value)
+    if kind is Ref:
+        return "ref"
+    if kind in (Input, ParameterRef, Here):
+        return kind, value
+    if kind is Formula:
+        return kind, value.text, value.dims, tuple(_key(a) for a in value.args)
+    if kind is Tree:
+        return kind, repr(value.spec), tuple(_key(a) for a in value.leaves)
+    if kind in (tuple, list):
+        return kind, tuple(_key(a) for a in value)
+    if kind is dict:
+        return kind, tuple((k, _key(v)) for k, v in value.items())
+    if kind is slice:
+        return kind, _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, PLAIN):
+        return kind, repr(
+            value
+        ) if kind is float else value  # 1, 1.0 and True are not the same argument
+    raise TypeError
+
+
+def _renamed(value: Any, now: dict[str, str]) -> Any:
+    kind = type(value)
+    if kind is Ref:
+        return Ref(now.get(value.name, value.name))
+    if kind is Formula:
+        return replace(value, args=_renamed(value.args, now))
+    if kind is Tree:
+        return replace(value, leaves=_renamed(value.leaves, now))
+    if kind in (tuple, list):
+        return kind([_renamed(a, now) for a in value])
+    if kind is dict:
+        return {k: _renamed(a, now) for k, a in value.items()}
+    return (
+        slice(*(_renamed(a, now) for a in (value.start, value.stop, value.step)))
+        if kind is slice
+        else value
+    )

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, their executor, and the messages between them."""

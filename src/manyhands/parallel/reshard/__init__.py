@@ -1,0 +1,1 @@
+"""Resharding: from one layout's tensors to another's, for checkpoints and exports."""

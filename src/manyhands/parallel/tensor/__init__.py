@@ -1,0 +1,1 @@
+"""Tensor parallelism: operators on sharded values, each with its sharding rule."""

@@ -1,0 +1,72 @@
+"""Tensor parallelism inside one replica: cut a module's parameters in place, so that its own code runs on shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from manyhands.core import Group
+from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
+
+
+class Share(Protocol):
+    """Where what a rank holds of a tensor lies in the whole (split.parts.Part)."""
+
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def groups(self) -> int: ...
+    def take(self, whole: Tensor) -> Tensor: ...
+
+
+def apply(
+    module: nn.Module, parts: Mapping[str, Share], group: Group, sequence: bool = False
+) -> TensorAxis:
+    """Keep of every parameter and buffer what `parts` says, by its name in the whole model. The module may hold any of them."""
+    axis = TensorAxis(group, group.rank, group.size, sequence)
+    cut: set[int] = set()
+    for prefix, m in module.named_modules():
+        held: dict[str, tuple[int, int, int]] = {}
+        for kept in (m._parameters, m._buffers):
+            for name, value in kept.items():
+                part = parts.get(f"{prefix}.{name}" if prefix else name)
+                if value is None or part is None or part.dim is None:
+                    continue
+                held[name] = part.dim, part.shape[part.dim], part.groups
+                if id(value) not in cut:  # a tied one is met again
+                    cut.add(id(value))
+                    value.data = part.take(value.data)
+        if held:
+            expose(m, held, axis)
+    return axis
+
+
+def expose(module: nn.Module, held: dict[str, tuple[int, int, int]], axis: TensorAxis) -> None:
+    """Have the attributes `held` (dimension, its length, groups) read as what they stand for, while parameters() and state_dict()
+    go on giving the local shares."""
+    module.__dict__["_pieced"] = (axis, held)
+    module.__class__ = _cut_class(type(module), tuple(held))  # type: ignore[arg-type]
+
+
+@cache
+def _cut_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def reads(name: str) -> Any:
+        def get(self: nn.Module) -> ShardedValue | None:
+            axis, held = self.__dict__["_pieced"]
+            local: Tensor | None = self._parameters.get(name)
+            local = self._buffers.get(name) if local is None else local
+            if local is None:
+                return None
+            dim, length, groups = held[name]
+            return ShardedValue(local, dim, length, axis, groups)
+
+        return property(get)
+
+    return type(
+        cls.__name__, (cls,), {name: reads(name) for name in names} | {"__module__": cls.__module__}
+    )

@@ -1,0 +1,1 @@
+"""Tracing: the recorded forward pass of a model, as a program that can be cut."""

@@ -1,0 +1,148 @@
+"""A replica that can also learn from other models: their mean class probabilities stand beside the labels of its next batch.
+
+    o = mean_k softmax f_k(x)
+    loss = mean over samples of   a CE(y, f) + (1 - a) KL(o || f)   for a share of them,   CE(y, f)   for the rest
+
+The others run without gradient and without dropout; BatchNorm normalises by the batch, as in training, and its running
+buffers stay as they were. Batches come shuffled, so the share is simply the first rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.core import OnReady, Tensors
+from manyhands.errors import TaskError
+from manyhands.replica import forward
+from manyhands.replica.flat import FlatParameters
+from manyhands.replica.module import Micro, ModuleReplica
+
+Taught = Callable[
+    [Sequence[Tensors], float, float], Micro
+]  # teachers, weight of the labels, share -> the next loss
+
+
+def check(next_loss: object) -> None:
+    """Refuse, before training, what has no class probabilities that could be averaged."""
+    if not isinstance(next_loss, forward.TaskLoss) or next_loss.step is not None:
+        given = (
+            "the task has step="
+            if isinstance(next_loss, forward.TaskLoss)
+            else "this is a loop of its own"
+        )
+        raise TaskError(
+            f"merge=ensemble averages the class probabilities of model(*inputs), but {given}, so only a loss is known; "
+            "give Task(loss=..., train=(inputs..., labels)), or choose another merge="
+        )
+
+
+def student(replica: ModuleReplica, next_loss: object) -> StudentReplica:
+    """`replica`, whose losses are `next_loss`, able to learn from others."""
+    check(next_loss)
+    assert isinstance(next_loss, forward.TaskLoss)
+    return StudentReplica(
+        replica, DistillationLoss(cast(FlatParameters, replica.flat), next_loss)
+    )  # plans that split models refuse it
+
+
+class StudentReplica:
+    """Wraps a replica; everything but `distil` goes through to it."""
+
+    def __init__(self, inner: ModuleReplica, taught: Taught):
+        self.inner, self._taught = inner, taught
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def backward(self, on_ready: OnReady | None = None) -> Tensor:
+        return self.inner.backward(on_ready)
+
+    def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
+        """`backward`, but with the teachers' word beside the labels."""
+        own = self.inner.next_loss
+        self.inner.next_loss = lambda: self._taught(teachers, weight, share)
+        try:
+            return self.inner.backward()
+        finally:
+            self.inner.next_loss = own
+
+
+class DistillationLoss:
+    """The next batch of a task under the loss above."""
+
+    def __init__(self, flat: FlatParameters, task: forward.TaskLoss):
+        self.flat, self.task = flat, task
+
+    def __call__(self, teachers: Sequence[Tensors], weight: float, share: float) -> Micro:
+        batch = self.task.batches.next()
+        if batch.values is None:
+            return Micro(None, 0, batch.last)
+        *inputs, target = forward._pair(batch.values)
+        opinion = self.opinion(teachers, inputs)
+        loss = self.task.loss
+        assert loss is not None
+        with forward.autocast(self.task.precision, self.task.device):
+            outputs = self.task.module(*inputs)
+            rows = len(outputs)
+            taught = min(rows, round(share * rows))
+            nothing = torch.zeros((), device=outputs.device)
+            hard = loss(outputs[:taught], target[:taught]) if taught else nothing
+            rest = loss(outputs[taught:], target[taught:]) if taught < rows else nothing
+        soft = nn.functional.kl_div(
+            _wide(outputs[:taught]).log_softmax(1), opinion[:taught], reduction="none"
+        )
+        soft = soft.sum(1).mean() if taught else nothing
+        total = (taught * (weight * hard + (1 - weight) * soft) + (rows - taught) * rest) / rows
+        return Micro(total if batch.count else total.nan_to_num(), batch.count, batch.last)
+
+    @torch.no_grad()
+    def opinion(self, teachers: Sequence[Tensors], inputs: Sequence[Any]) -> Tensor:
+        """The mean of the teachers' class probabilities."""
+        module, total = self.task.module, torch.zeros(())
+        with _as_teacher(module), forward.autocast(self.task.precision, self.task.device):
+            for values in teachers:
+                with self.flat.holding(values):
+                    outputs = module(*inputs)
+                if (
+                    not isinstance(outputs, Tensor)
+                    or outputs.ndim < 2
+                    or not outputs.is_floating_point()
+                ):
+                    given = (
+                        f"{tuple(outputs.shape)}"
+                        if isinstance(outputs, Tensor)
+                        else f"a {type(outputs).__name__}"
+                    )
+                    raise TaskError(
+                        f"merge=ensemble averages class probabilities, but the model gives {given}; needed: logits (samples, classes); "
+                        "choose another merge="
+                    )
+                total = total.to(outputs.device) + _wide(outputs).softmax(1) / len(teachers)
+        return total
+
+
+@contextlib.contextmanager
+def _as_teacher(module: nn.Module) -> Iterator[None]:
+    modes = {m: m.training for m in module.modules()}
+    norms = [m for m in modes if isinstance(m, _BatchNorm)]
+    buffers = [(b, b.clone()) for m in norms for b in m._buffers.values() if b is not None]
+    module.eval()
+    for norm in norms:
+        norm.training = modes[norm]
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs

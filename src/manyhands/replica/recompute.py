@@ -1,0 +1,55 @@
+"""Forget what a block's forward pass keeps for its backward pass, and compute it again when that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from manyhands.replica.leaf_modules import CONTAINERS
+
+
+def recompute(module: nn.Module) -> list[str]:
+    """Have the blocks of a model, the members of its lists, forget and compute again in training; their names. A model without
+    lists is one block."""
+    blocks = {
+        name: m for name, m in module.named_modules() if name and _is_block(module, name, m)
+    } or {"": module}
+    for block in blocks.values():
+        _wrap(block)
+    return list(blocks)
+
+
+def _is_block(root: nn.Module, name: str, module: nn.Module) -> bool:
+    parent = root.get_submodule(name.rpartition(".")[0])
+    return (
+        isinstance(parent, CONTAINERS)
+        and not isinstance(module, CONTAINERS)
+        and next(module.children(), None) is not None
+    )
+
+
+def _wrap(block: nn.Module) -> None:
+    plain = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not block.training:
+            return plain(*args, **kwargs)
+        contexts = lambda: (nullcontext(), buffers_stay(block))
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = forward
+
+
+@contextmanager
+def buffers_stay(module: nn.Module) -> Iterator[None]:
+    """Computing again must not move running statistics again."""
+    before = [(b, b.detach().clone()) for b in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.data.copy_(value)  # data: graphs that hold the buffer need not hear of it

@@ -1,0 +1,245 @@
+"""Applying the merged gradient: every rank all of it, or every rank only the part it owns.
+
+`WholeUpdate` leaves the user's optimizer on the module's parameters. `PartUpdate` gives it, instead of each parameter,
+the pieces of it that this rank owns; for optimizers that treat every element by itself that changes no bit of the
+result, but each of M ranks does 1/M of the work and keeps 1/M of the optimizer's state. Both speak of state by
+parameter name, so a checkpoint does not know which of them wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from manyhands.core import Tensors
+from manyhands.replica import state
+from manyhands.replica.flat import FlatParameters, ParameterView
+
+FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+PARTED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+)  # each element by itself, no state before the first step
+# what those keep per element; a rank that owns nothing cannot know which of them are in use
+PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+Sum = Callable[[Tensors], None]  # over ranks, in place
+
+
+class WholeUpdate:
+    part_only = False
+
+    def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
+        self.flat, self.module, self.optimizer = flat, module, optimizer
+        self.placed: list[int] = []
+        if not has_sparse_gradients(module):
+            fuse(optimizer, flat.count.device)
+
+    def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
+        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch. `placed`: of which pieces."""
+        grads, self.placed = [], []
+        for i, (piece, is_used) in enumerate(zip(self.flat.pieces, used, strict=True)):
+            if in_flat and is_used:
+                piece.parameter.grad = piece.grad
+            if piece.parameter.grad is not None:
+                grads.append(piece.parameter.grad)
+                self.placed.append(i)
+        return grads
+
+    def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
+        return state.optimizer_state(self.module, self.optimizer)
+
+    def load(self, tensors: Tensors, meta: dict[str, Any]) -> None:
+        state.load_optimizer(self.module, self.optimizer, tensors, meta)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """The run of elements of one parameter, in memory order, that this rank owns."""
+
+    piece: int
+    parameter: nn.Parameter  # a view of the values
+    grad: Tensor
+    start: int  # within the piece
+    stop: int
+
+
+class PartUpdate:
+    """`own(vector)` lists the elements of a flat vector that this rank owns, alike for values and gradients."""
+
+    part_only = True
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        module: nn.Module,
+        optimizer: Optimizer,
+        own: Callable[[Tensor], list[slice]],
+    ):
+        self.flat, self.module, self.optimizer = flat, module, optimizer
+        self.placed: list[int] = []
+        self._groups = [
+            list(g["params"]) for g in optimizer.param_groups
+        ]  # the user's own, for the names in checkpoints
+        self._slices: list[_Slice] = []
+        for key, values in flat.values.items():
+            for owned in own(values):
+                self._cut(key, owned)
+        by_parameter: dict[int, list[nn.Parameter]] = {}
+        for s in self._slices:
+            by_parameter.setdefault(id(flat.pieces[s.piece].parameter), []).append(s.parameter)
+        for group, whole in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [s for p in whole for s in by_parameter.get(id(p), [])]
+        fuse(optimizer, flat.count.device)
+
+    def _cut(self, key: str, owned: slice) -> None:
+        for i, piece in enumerate(self.flat.pieces):
+            if piece.vector != key:
+                continue
+            first, last = (
+                max(owned.start, piece.start),
+                min(owned.stop, piece.start + piece.parameter.numel()),
+            )
+            if first < last:
+                view = nn.Parameter(self.flat.values[key][first:last])
+                self._slices.append(
+                    _Slice(
+                        i,
+                        view,
+                        self.flat.grads[key][first:last],
+                        first - piece.start,
+                        last - piece.start,
+                    )
+                )
+
+    def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
+        for s in self._slices:
+            s.parameter.grad = s.grad if used[s.piece] else None
+        self.placed = [s.piece for s in self._slices if used[s.piece]]
+        return [s.grad for s in self._slices if used[s.piece]]
+
+    def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
+        pieces = self.flat.pieces
+        present = torch.zeros(len(PER_ELEMENT) + 1, len(pieces), dtype=torch.float64)
+        for s in self._slices:
+            entries = self.optimizer.state.get(s.parameter, {})
+            for k, key in enumerate(PER_ELEMENT):
+                present[k, s.piece] = float(isinstance(entries.get(key), Tensor))
+            if s.start == 0:  # one rank speaks for the parameter
+                present[-1, s.piece] = float(entries["step"]) if "step" in entries else -1.0
+        sum_over_ranks({"present": present})
+        found: Tensors = {}
+        for k, key in enumerate(PER_ELEMENT):
+            whole = {
+                i: torch.zeros(p.parameter.numel(), dtype=p.value.dtype)
+                for i, p in enumerate(pieces)
+                if present[k, i] > 0
+            }
+            for s in self._slices:
+                if s.piece in whole:
+                    whole[s.piece][s.start : s.stop] = self.optimizer.state[s.parameter][key]
+            sum_over_ranks({str(i): v for i, v in whole.items()})
+            for i, values in whole.items():
+                p = pieces[i]
+                found[f"{p.name}/{key}"] = torch.as_strided(
+                    values, p.value.shape, p.value.stride()
+                ).contiguous()
+        for i, p in enumerate(pieces):
+            if present[-1, i] >= 0:
+                found[f"{p.name}/step"] = present[-1, i].float()
+        return found, {
+            "groups": state.plain_groups(self.module, self.optimizer, self._groups),
+            "numbers": {},
+        }
+
+    def load(self, tensors: Tensors, meta: dict[str, Any]) -> None:
+        mine: Tensors = {}
+        for n, s in enumerate(self._slices):
+            piece = self.flat.pieces[s.piece]
+            for key in (*PER_ELEMENT, "step"):
+                if (whole := tensors.get(f"{piece.name}/{key}")) is None:
+                    continue
+                if key != "step":
+                    memory = torch.empty(piece.parameter.numel(), dtype=whole.dtype)
+                    torch.as_strided(memory, piece.value.shape, piece.value.stride()).copy_(whole)
+                    whole = memory[s.start : s.stop]
+                mine[f"{n}/{key}"] = whole.clone()  # each slice counts its own steps
+        names = {id(s.parameter): str(n) for n, s in enumerate(self._slices)}
+        state.load_named(self.optimizer, names, mine, meta)
+
+
+Update = WholeUpdate | PartUpdate
+
+
+def moments(pieces: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
+    """The optimizer's own tensors of a parameter's shape, the same names on all ranks."""
+    prime(optimizer)
+    return {
+        f"{piece.name}/{key}": value
+        for piece in pieces
+        for key, value in optimizer.state.get(piece.parameter, {}).items()
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.shape == piece.parameter.shape
+        and value.ndim
+    }
+
+
+def prime(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Have the optimizer make its state for parameters that have had no gradient on this rank yet, and name those. It does so
+    in a parameter's first step: that is taken with a value and a gradient of zero, and undone."""
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    new = [p for p in held if p not in optimizer.state]
+    before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
+    for p in held:
+        p.grad = None
+    for p in new:
+        p.grad = torch.zeros_like(p)
+        p.data.zero_()  # weight decay of it is nothing, so nothing of it stays in the state
+    if new:
+        optimizer.step()
+    for p, grad in zip(held, kept, strict=True):
+        p.grad = grad
+    for p, value in zip(new, before, strict=True):
+        p.data.copy_(value)
+        entries = optimizer.state[
+            p
+        ]  # makes an empty entry where the optimizer keeps nothing: not new the next time
+        if "step" in entries:
+            entries["step"] = (
+                torch.zeros_like(entries["step"]) if isinstance(entries["step"], Tensor) else 0
+            )
+    return new
+
+
+def can_part(optimizer: Optimizer) -> bool:
+    """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
+    chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
+    return type(optimizer) in PARTED and not optimizer.state and not chosen
+
+
+def has_sparse_gradients(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in module.modules())
+
+
+def fuse(optimizer: Optimizer, device: torch.device) -> None:
+    """One kernel over all parameters instead of several per parameter, where torch has one and nobody chose."""
+    kinds = FUSED_ON_CPU if device.type == "cpu" else FUSED_ON_CUDA
+    if type(optimizer) not in kinds or any(
+        not p.is_floating_point() for g in optimizer.param_groups for p in g["params"]
+    ):
+        return
+    for group in optimizer.param_groups:
+        if (
+            group.get("fused") is None
+            and group.get("foreach") is None
+            and not group.get("differentiable")
+        ):
+            group["fused"] = True

@@ -1,0 +1,1 @@
+"""Client side of the parameter server: the stores that workers use."""

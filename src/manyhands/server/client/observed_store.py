@@ -1,0 +1,188 @@
+"""A store that reports on a store: how many bytes every call moved and how long this rank stood in it, to the account of the run's link.
+
+    pull    rows that came back and the ids that asked for them         push    updates that were given, with their ids
+    tick, deal, flush: no bytes, but time
+
+Bytes are those of numbers as they travel (`payload`), whether through a socket or through memory, so that plans compare. Seconds
+are those inside a call, and inside `result` and `wait` of what was begun: what travels while this rank computes is free.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from manyhands.core import (
+    Late,
+    Rows,
+    Store,
+    Table,
+    Tensors,
+    Tick,
+    Work,
+)
+from manyhands.server.protocol import row_encoding
+from manyhands.server.protocol.messages import Code
+
+T = TypeVar("T")
+
+
+class TrafficMeter(Protocol):
+    """What keeps the totals and emits the events (`exchange.observed.Observed`)."""
+
+    def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None: ...
+
+
+class Reply(Protocol):
+    def result(self) -> Tensors: ...
+
+
+class ObservedStore:
+    """`code`: how numbers are written on their way."""
+
+    def __init__(
+        self,
+        store: Store,
+        account: TrafficMeter,
+        code: Code = "none",
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.store, self.rank, self.size = store, store.rank, store.size
+        self._account, self._code, self._clock = account, code, clock
+        self._tables: dict[str, Table] = {}
+
+    def create(
+        self, table: Table, values: Tensor | None = None, state: Tensors | None = None
+    ) -> None:
+        self.store.create(table, values, state)
+        self._tables[table.name] = table
+
+    def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
+        return self._timed(
+            "pull", self._nbytes(rows), lambda: self.store.pull(rows, into, remember=remember)
+        )
+
+    def push(self, rows: Rows, updates: Tensors, **how: Any) -> Work:
+        start = self._clock()
+        work = self.store.push(rows, updates, **how)
+        return _Watched(self, "push", self._nbytes(rows), self._clock() - start, work.wait)
+
+    def tick(
+        self,
+        staleness: float = math.inf,
+        quorum: int | None = None,
+        *,
+        late: Late = "drop",
+        delay: int | None = None,
+    ) -> Tick:
+        return self._timed(
+            "tick", 0, lambda: self.store.tick(staleness, quorum, late=late, delay=delay)
+        )
+
+    def deal(self, limit: int, shared: bool) -> int | None:
+        return self._timed("deal", 0, lambda: self.store.deal(limit, shared))
+
+    def call(self) -> None:
+        self.store.call()
+
+    def flush(self) -> None:
+        self._timed("flush", 0, self.store.flush)
+
+    def dump(self, name: str) -> Tensors:
+        return self.store.dump(name)
+
+    def restore(self, name: str, content: Tensors) -> None:
+        self.store.restore(name, content)
+
+    def stats(self) -> dict[str, float]:
+        return self.store.stats()
+
+    def close(self) -> None:
+        self.store.close()
+
+    # -- the account --
+
+    def _timed(self, name: str, nbytes: int, act: Callable[[], T]) -> T:
+        start = self._clock()
+        done = act()
+        self._account.count(name, nbytes, self._clock() - start)
+        return done
+
+    def _nbytes(self, rows: Rows) -> int:
+        total = 0
+        for name, ids in rows.items():
+            table = self._tables.get(name)
+            if table is not None:
+                item, count = (
+                    4 if table.dtype == "float32" else 8,
+                    0 if ids is None else ids.numel(),
+                )
+                numbers, width = (
+                    (count * table.dim, table.dim)
+                    if table.length is None
+                    else (table.length, row_encoding.BLOCK)
+                )
+                total += row_encoding.nbytes(self._code, numbers, item, width) + 8 * count
+        return total
+
+
+class ObservedServers(ObservedStore):
+    """Of a store that also works in the background."""
+
+    store: Any
+
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Reply:
+        start = self._clock()
+        reply = self.store.pull_async(rows, into, remember=remember)
+        return _Watched(self, "pull", self._nbytes(rows), self._clock() - start, reply.result)
+
+    def push_pull(
+        self, rows: Rows, updates: Tensors, *, wants: Rows | None = None, **words: Any
+    ) -> Reply:
+        start = self._clock()
+        reply = self.store.push_pull(rows, updates, wants=wants, **words)
+        seconds = self._clock() - start
+        self._account.count("push", self._nbytes(rows), 0.0)
+        return _Watched(
+            self, "pull", self._nbytes(rows if wants is None else wants), seconds, reply.result
+        )
+
+
+def observed(store: Store, account: TrafficMeter, code: Code = "none") -> Store:
+    return (ObservedServers if hasattr(store, "pull_async") else ObservedStore)(
+        store, account, code
+    )
+
+
+class _Watched:
+    """What is under way. The call is told of at once, for nobody may ever wait; the first wait is told of when it is over."""
+
+    def __init__(
+        self,
+        store: ObservedStore,
+        name: str,
+        nbytes: int,
+        seconds: float,
+        finish: Callable[[], Any],
+    ):
+        self._store, self._name, self._finish, self._waited = store, name, finish, False
+        store._account.count(name, nbytes, seconds)
+
+    def wait(self) -> None:
+        self.result()
+
+    def result(self) -> Any:
+        if self._waited:
+            return self._finish()
+        self._waited = True
+        start = self._store._clock()
+        try:
+            return self._finish()
+        finally:
+            self._store._account.count(self._name, 0, self._store._clock() - start, calls=0)

@@ -1,0 +1,95 @@
+"""What a shard counts while it works: rows, bytes, staleness, its hottest keys and how its load lies on the slots.
+
+Rows and bytes are exact. Hot keys and loads come from a few ids of every 16th request: counting must not cost what it counts.
+The keys are those of Misra and Gries: with room for n of them, one seen more often than once in n / 2 is there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from manyhands.server.slots import SLOTS
+from manyhands.server.tables.kernels import seed_of, slot_of
+
+EVERY, IDS, ROOM, SHOWN = 16, 64, 1024, 5
+GROUPS = 32  # of slots, for the balance
+STALENESS = (0, 1, 2, 4, 8, 16)  # the largest of each class
+NAMES = ("stale_0", "stale_1", "stale_2", "stale_3_4", "stale_5_8", "stale_9_16", "stale_more")
+
+
+class ShardCounters:
+    """Not thread-safe: whoever holds the shard's lock calls it."""
+
+    def __init__(self) -> None:
+        self._of: Counter[str] = Counter()
+        self._hot: dict[str, Counter[int]] = {}
+        self._sampled: Counter[str] = Counter()  # table -> ids
+        self._requests = 0
+        self.loads = np.zeros(SLOTS)
+
+    def add(self, name: str, number: int = 1) -> None:
+        self._of[name] += number
+
+    def pulled(self, table: str, ids: np.ndarray | None, nbytes: int) -> None:
+        self._of["pulls"] += 1
+        self._of["pulled_bytes"] += nbytes
+        if ids is not None:
+            self._of["pulled_rows"] += ids.size
+            self._sample(table, ids)
+
+    def pushed(self, table: str, ids: np.ndarray | None, nbytes: int, tau: int) -> None:
+        self._of["pushes"] += 1
+        self._of["pushed_bytes"] += nbytes
+        self._of[NAMES[bisect_left(STALENESS, tau)]] += 1
+        if ids is not None:
+            self._of["pushed_rows"] += ids.size
+            self._sample(table, ids)
+
+    def values(self) -> dict[str, float]:
+        """Counters since the start, gauges under "now/", and the share that the hottest keys have under "hot/"."""
+        found: dict[str, float] = {name: float(n) for name, n in self._of.items()}
+        groups = self.loads.reshape(GROUPS, -1).sum(1)
+        if groups.any():
+            found["now/balance"] = float(groups.max() / groups.mean())
+        for table, keys in self._hot.items():
+            for key, n in keys.most_common(SHOWN):
+                found[f"hot/{table}/{key}"] = n / self._sampled[table]
+        return found
+
+    def _sample(self, table: str, ids: np.ndarray) -> None:
+        self._requests += 1
+        if self._requests % EVERY or not ids.size:
+            return
+        step = max(1, ids.size // IDS)
+        some = np.ascontiguousarray(ids[(self._requests // EVERY) % step :: step][:IDS])
+        np.add.at(self.loads, slot_of(some, seed_of(table), SLOTS), step * EVERY)
+        keys = self._hot.setdefault(table, Counter())
+        keys.update(some.tolist())
+        self._sampled[table] += some.size
+        if len(keys) > ROOM:
+            median = sorted(keys.values())[len(keys) // 2]
+            self._hot[table] = Counter({k: n - median for k, n in keys.items() if n > median})
+
+
+def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What was counted between two answers; gauges are as they are now."""
+    return {
+        k: v if k.startswith(("now/", "hot/")) else v - before.get(k, 0.0) for k, v in now.items()
+    }
+
+
+def together(shards: list[dict[str, float]]) -> dict[str, float]:
+    """Of several shards: counters and sizes are summed; of balances and shares the largest, and how uneven the shards are."""
+    found: dict[str, float] = {}
+    for counted in shards:
+        for name, n in counted.items():
+            largest = name == "now/balance" or name.startswith("hot/")
+            found[name] = max(found.get(name, n), n) if largest else found.get(name, 0.0) + n
+    rows = [counted.get("pulled_rows", 0.0) + counted.get("pushed_rows", 0.0) for counted in shards]
+    if len(shards) > 1 and any(rows):
+        found["now/shards"] = max(rows) * len(rows) / sum(rows)
+    return found

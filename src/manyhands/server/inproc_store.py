@@ -1,0 +1,136 @@
+"""A store between ranks that are threads of one process, on the virtual clock of a `World`.
+
+    pull, push, tick:   the time they take (`World.cost`), then the shards and the clock that all ranks share, at that moment
+
+Tables, placement, clocks and commits are those of real servers; only time is not. So who pushed between whose pull and push is a
+function of the costs, the same every time, and a wait that would never end is a `Deadlock` that names the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from manyhands.core import (
+    Late,
+    Rows,
+    Table,
+    Tensors,
+    Tick,
+    Work,
+)
+from manyhands.exchange.inproc import World
+from manyhands.server.clock import Clock
+from manyhands.server.local_store import LocalStore
+from manyhands.server.shard import Shard
+
+_changed_at: WeakKeyDictionary[Clock, float] = (
+    WeakKeyDictionary()
+)  # virtual time of the last thing a clock was told
+
+
+class InprocStore(LocalStore):
+    """One rank's; all ranks of the world are given the same `shards` and `clock`."""
+
+    def __init__(self, world: World, rank: int, shards: Sequence[Shard], clock: Clock):
+        self.world = world
+        super().__init__(rank, world.size, shards, clock)
+
+    def create(
+        self, table: Table, values: Tensor | None = None, state: Tensors | None = None
+    ) -> None:
+        if self.rank > 0:
+            self._stand(
+                f"create of table {table.name!r}",
+                lambda: self.clock.is_made(table.name),
+                lambda: [0],
+            )
+        super().create(table, values, state)
+        self._told_clock()
+
+    def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
+        self._spend("pull", sum(self._nbytes(name, ids) for name, ids in rows.items()))
+        return super().pull(rows, into, remember=remember)
+
+    def push(
+        self,
+        rows: Rows,
+        updates: Tensors,
+        *,
+        lr: float | None = None,
+        hold: bool = False,
+        weight: float | None = None,
+        adapt: bool = False,
+        compensate: float | None = None,
+        decay: float | None = None,
+    ) -> Work:
+        self._spend("push", sum(self._nbytes(name, ids) for name, ids in rows.items()))
+        how = {
+            "lr": lr,
+            "hold": hold,
+            "weight": weight,
+            "adapt": adapt,
+            "compensate": compensate,
+            "decay": decay,
+        }
+        return super().push(rows, updates, **how)  # type: ignore[arg-type]
+
+    def tick(
+        self,
+        staleness: float = math.inf,
+        quorum: int | None = None,
+        *,
+        late: Late = "drop",
+        delay: int | None = None,
+    ) -> Tick:
+        self._spend("tick", 0)
+        self.clock.post_tick(self.rank, self._now, staleness, quorum, late, delay, self._holds)
+        self._told_clock()
+        where = f"tick after clock {self._now}"
+        self._stand(
+            where,
+            lambda: self.clock.tick_answer(self.rank) is not None,
+            lambda: self.clock.behind(self.rank),
+        )
+        return super().tick(
+            staleness, quorum, late=late, delay=delay
+        )  # asked again, it is answered at once
+
+    def deal(self, limit: int, shared: bool) -> int | None:
+        number = super().deal(limit, shared)
+        self._told_clock()
+        return number
+
+    def _spend(self, what: str, nbytes: int) -> None:
+        self.world.spend(self.rank, self.world.cost(what, nbytes, 1), "exchange")
+
+    def _nbytes(self, name: str, ids: Tensor | None) -> int:
+        table = self._spec(name)
+        numbers = (
+            table.length
+            if table.length is not None
+            else 0
+            if ids is None
+            else ids.numel() * table.dim
+        )
+        return numbers * (4 if table.dtype == "float32" else 8) + (0 if ids is None else ids.nbytes)
+
+    def _told_clock(self) -> None:
+        """Others may have waited for this: they look now, before this rank's time goes on."""
+        _changed_at[self.clock] = self.world.now[self.rank]
+        self.world.spend(self.rank, 0.0, "exchange")
+
+    def _stand(
+        self, where: str, ready: Callable[[], bool], absent: Callable[[], list[int]]
+    ) -> None:
+        since: list[float] = []
+
+        def until() -> float | None:
+            if not since and ready():
+                since.append(_changed_at.get(self.clock, 0.0))
+            return since[0] if since else None
+
+        self.world.wait(self.rank, where, until, absent)

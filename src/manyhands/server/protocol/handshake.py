@@ -1,0 +1,139 @@
+"""Who may speak: both sides show that they know the token, and it never travels.
+
+    server -> client   Hello    nonce s
+    client -> server   Proof    nonce c, who I am, HMAC(token, "client" s c who)
+    server -> client   Welcome  HMAC(token, "server" s c who), or Refused with a reason
+
+A recorded handshake is worth nothing, since the next one has other nonces. Everything here has a deadline, so one who connects and says
+nothing, or one byte a minute, is sent away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import time
+from pathlib import Path
+
+from manyhands.server.protocol.frame import Channel, Closed, Malformed
+from manyhands.server.protocol.messages import (
+    Hello,
+    Proof,
+    Refused,
+    Welcome,
+    Where,
+)
+
+HANDSHAKE_S = 5.0
+LINGER_S = 0.3  # for a refusal to be read before the connection goes
+
+
+class Unwelcome(Exception):
+    """The other side refused us, or is not who we want."""
+
+
+def _code(token: str, side: str, hello: Hello, proof: Proof) -> bytes:
+    who = f"{side}/{proof.role}/{proof.shard}/{proof.worker}/{proof.incarnation}/".encode()
+    return hmac.digest(token.encode(), who + hello.nonce + proof.nonce, hashlib.sha256)
+
+
+def challenge(channel: Channel, token: str, instance: int, deadline: float) -> Proof:
+    """The server's side; Malformed with the reason where the other does not deserve an answer."""
+    hello = Hello(secrets.token_bytes(16))
+    channel.limit(HANDSHAKE_S, HANDSHAKE_S)
+    channel.send(hello)
+    try:
+        _, proof = channel.receive(stranger=True, deadline=deadline)
+    except TimeoutError as e:
+        raise Malformed("slow", f"no proof came within {HANDSHAKE_S:g} s") from e
+    if not isinstance(proof, Proof):
+        raise Malformed("garbage", f"a {type(proof).__name__} came, where a proof is needed first")
+    if not hmac.compare_digest(proof.code, _code(token, "client", hello, proof)):
+        raise Malformed("token", "the token is not the one of this server; give both the same")
+    channel.send(Welcome(_code(token, "server", hello, proof), instance))
+    channel.limit(None)
+    return proof
+
+
+def prove(channel: Channel, token: str, proof: Proof, deadline: float) -> Welcome:
+    """The client's side."""
+    try:
+        _, hello = channel.receive(stranger=True, deadline=deadline)
+        if isinstance(hello, Refused):
+            raise Unwelcome(f"refused ({hello.reason}): {hello.text}")
+        if not isinstance(hello, Hello):
+            raise Unwelcome(
+                f"it does not greet as a manyhands server does, but with a {type(hello).__name__}"
+            )
+        proof.nonce = secrets.token_bytes(16)
+        proof.code = _code(token, "client", hello, proof)
+        channel.send(proof)
+        _, answer = channel.receive(stranger=True, deadline=deadline)
+    except Malformed as e:
+        raise Unwelcome(str(e)) from e
+    if isinstance(answer, Refused):
+        raise Unwelcome(f"refused ({answer.reason}): {answer.text}")
+    if not isinstance(answer, Welcome) or not hmac.compare_digest(
+        answer.code, _code(token, "server", hello, proof)
+    ):
+        raise Unwelcome("it does not know the token itself: somebody else answers at this address")
+    channel.limit(None)
+    return answer
+
+
+def refuse(channel: Channel, reason: str, text: str) -> None:
+    """Say why and close. What is still on its way is read first: closing over unread bytes would take the words back."""
+    try:
+        channel.limit(LINGER_S, LINGER_S)
+        channel.send(Refused(reason, text))
+        channel.sock.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + LINGER_S
+        while time.monotonic() < until and channel.sock.recv(65536):
+            pass
+    except (OSError, ssl.SSLError, Closed):
+        pass
+    channel.close()
+
+
+# -- who is on the same host --
+
+
+def machine() -> str:
+    """The same for two processes exactly where a unix socket of the one can be seen by the other: one boot, one network namespace.
+    "" where that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def local_name() -> str:
+    """For a unix socket without a file: it goes with its process, whichever way that ends. "" where the system has none."""
+    return f"\0manyhands-{os.getpid()}-{secrets.token_hex(8)}" if machine() else ""
+
+
+def connect(
+    where: Where, timeout_s: float, local: bool, tls: ssl.SSLContext | None = None
+) -> Channel:
+    if local:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(where.local)
+        except BaseException:
+            sock.close()
+            raise
+        return Channel(sock)
+    sock = socket.create_connection((where.host, where.port), timeout=timeout_s)
+    if tls is not None:
+        try:
+            sock = tls.wrap_socket(sock, server_hostname=where.host if tls.check_hostname else None)
+        except BaseException:
+            sock.close()
+            raise
+    return Channel(sock)

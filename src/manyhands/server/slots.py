@@ -1,0 +1,78 @@
+"""Which shard holds what. A row of a sparse table lies in one of a fixed number of slots, and slots lie on shards:
+
+    slot = hash64(table, id) mod SLOTS;   shard = owner[slot]
+
+Slots are what is placed, balanced and moved: a change of the map is a change of `owner` under a new `epoch`, and a client whose
+epoch is older is told so. A dense table is cut into one contiguous range a shard instead, at multiples of BLOCK elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from manyhands.server.protocol.messages import Assign, Where
+from manyhands.server.protocol.row_encoding import BLOCK
+from manyhands.server.tables.kernels import seed_of, slot_of
+
+SLOTS = 1024  # a power of two
+
+
+def even(shards: int) -> np.ndarray:
+    """Slots in turn: slot s lies on shard s mod shards."""
+    return (np.arange(SLOTS) % shards).astype(np.uint16)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotMap:
+    epoch: int
+    owner: np.ndarray = field(repr=False)  # uint16 a slot
+    shards: tuple[Where, ...]
+
+    @classmethod
+    def start(cls, shards: Sequence[Where], epoch: int = 1) -> SlotMap:
+        return cls(epoch, even(len(shards)), tuple(shards))
+
+    @classmethod
+    def of(cls, message: Assign) -> SlotMap:
+        return cls(message.epoch, np.frombuffer(message.owner, np.uint16), tuple(message.shards))
+
+    def message(self) -> Assign:
+        return Assign(self.epoch, self.owner.tobytes(), list(self.shards))
+
+    def shard_of(self, table: str, ids: np.ndarray) -> np.ndarray:
+        return self.owner[slot_of(np.ascontiguousarray(ids, np.int64), seed_of(table), SLOTS)]
+
+    def by_load(self, loads: np.ndarray) -> SlotMap:
+        """A map of the next epoch for measured loads, one a slot: shards above their share give slots to those below, the heaviest that
+        still helps first, so that few slots move."""
+        owner, shards = self.owner.copy(), len(self.shards)
+        total = np.bincount(owner, weights=loads, minlength=shards)
+        while True:
+            most, least = int(total.argmax()), int(total.argmin())
+            gap = total[most] - total[least]
+            mine = np.flatnonzero(
+                (owner == most) & (loads > 0) & (loads < gap)
+            )  # a heavier one would only turn the two around
+            if not mine.size:
+                return SlotMap(self.epoch + 1, owner, self.shards)
+            slot = mine[np.abs(loads[mine] - gap / 2).argmin()]
+            owner[slot] = least
+            total[most] -= loads[slot]
+            total[least] += loads[slot]
+
+    def balance(self, loads: np.ndarray) -> float:
+        """The heaviest shard's load over the mean."""
+        total = np.bincount(self.owner, weights=loads, minlength=len(self.shards))
+        return float(total.max() / total.mean()) if total.sum() else 1.0
+
+
+def ranges(length: int, shards: int, dim: int = 1) -> list[tuple[int, int]]:
+    """What of a dense table lies on each shard; cut between rows of `dim`."""
+    unit = math.lcm(BLOCK, dim)
+    cuts = [min(length, -(-length // unit) * s // shards * unit) for s in range(shards + 1)]
+    return list(pairwise(cuts))

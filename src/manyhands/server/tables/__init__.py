@@ -1,0 +1,1 @@
+"""Tables of a server shard: sparse and dense storage, their kernels and server optimizers."""

@@ -1,0 +1,92 @@
+"""What a store is given, looked at once at its door: tensors as the arrays that shards work on, or an error that says what is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyhands.core import Table
+from manyhands.errors import NotFinite, StoreError
+
+
+def dtype_of(table: Table) -> torch.dtype:
+    return torch.float32 if table.dtype == "float32" else torch.float64
+
+
+def _given(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}{'' if x.is_contiguous() else ', not contiguous'}"
+
+
+def no_ids(table: Table, ids: Tensor | None) -> None:
+    if ids is not None:
+        raise StoreError(
+            f"table {table.name!r} is dense: all of it is pulled and pushed; give None in place of ids"
+        )
+
+
+def ids_of(table: Table, ids: Tensor | None) -> np.ndarray:
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dtype != torch.int64
+        or ids.ndim != 1
+        or ids.device.type != "cpu"
+    ):
+        raise StoreError(
+            f"table {table.name!r}: ids are {_given(ids)}; int64 of one axis on the CPU is needed"
+        )
+    return ids.detach().contiguous().numpy()
+
+
+def vector_of(table: Table, x: Tensor, what: str) -> Tensor:
+    """Any shape with the right number of elements, as one vector over the same memory."""
+    good = (
+        isinstance(x, Tensor)
+        and x.dtype == dtype_of(table)
+        and x.numel() == table.length
+        and x.device.type == "cpu"
+    )
+    if not good or not x.is_contiguous():
+        raise StoreError(
+            f"table {table.name!r}: {what}: {_given(x)}; {table.length} contiguous {table.dtype} numbers on the CPU are needed"
+        )
+    return x.detach().view(-1)
+
+
+def block_of(table: Table, n: int, x: Tensor, what: str) -> Tensor:
+    good = (
+        isinstance(x, Tensor)
+        and x.dtype == dtype_of(table)
+        and tuple(x.shape) == (n, table.dim)
+        and x.device.type == "cpu"
+    )
+    if not good or not x.is_contiguous():
+        raise StoreError(
+            f"table {table.name!r}: {what}: {_given(x)}; contiguous {table.dtype} of shape {(n, table.dim)} on the CPU is needed"
+        )
+    return x.detach()
+
+
+def part_of(table: Table, x: Tensor, part: tuple[int, int]) -> np.ndarray:
+    """A part of what a rule keeps: as long as the table, one number a row of `dim`, or one number in all."""
+    array, length = np.ascontiguousarray(x.detach().cpu().numpy()).reshape(-1), table.length or 0
+    if array.dtype == np.int64:
+        return array.copy()
+    if array.size == length:
+        return array[part[0] : part[1]].copy()
+    if array.size * table.dim == length:
+        return array[part[0] // table.dim : part[1] // table.dim].copy()
+    return array.copy()
+
+
+def not_finite(name: str, ids: np.ndarray | None, updates: np.ndarray) -> NotFinite:
+    bad = ~np.isfinite(updates if ids is None else updates.reshape(ids.size, -1).sum(1))
+    which = np.flatnonzero(bad) if ids is None else ids[bad]
+    what = "elements" if ids is None else "ids"
+    shown = ", ".join(map(str, which[:5].tolist())) + (", ..." if which.size > 5 else "")
+    return NotFinite(
+        f"table {name!r}: updates of {which.size} {what} are not finite ({what} {shown}); nothing was changed: lower the learning "
+        "rate or clip gradients, and look for what made them"
+    )
