@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test check docs bench release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ docs: $(VENV)/.dev ## write docs/rules/ anew from the rules' docstrings
 
 bench: $(VENV)/.dev ## every benchmark; each prints a ratio against a peer measured in the same run
 	$(BIN)/manyhands bench all
+
+release: $(VENV)/.release ## wheel and sdist in dist/, checked; the demo from the wheel in an empty environment
+	.ci/release $(BIN)/python
 
 clean: ## remove the environment and caches; keep runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
