@@ -13,72 +13,45 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from manyhands.records import (
+    DataShard,
     Emit,
     Event,
     Goal,
+    Job,
+    Launcher,
+    Layout,
+    Plan,
     Position,
+    ProcessInfo,
     Snapshot,
     Tensors,
 )
 
-__all__ = [
+__all__ = [  # of records, which are nouns too
+    "DataShard",
     "Emit",
     "Event",
     "Goal",
+    "Job",
+    "Launcher",
+    "Layout",
+    "Plan",
     "Position",
+    "ProcessInfo",
     "Snapshot",
     "Tensors",
-]  # of records, which are nouns too
+]
 
 Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
 Op = Literal["sum", "mean", "max"]
 Cargo = Literal["gradients", "updates", "parameters"]
 Late = Literal["drop", "keep"]
 EXACT = "exact/"  # a tensor whose name starts so travels as it is, whatever wire the plan has
-
-
-@dataclass(frozen=True)
-class DataShard:
-    """What one rank owns after a split: rows and/or columns of the data; None: all of them."""
-
-    rank: int
-    size: int
-    rows: Tensor | None = None
-    cols: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks on named axes. `data` is outermost: neighbours on the inner axes are neighbouring ranks."""
-
-    data: int = 1
-    shard: int = 1
-    pipe: int = 1
-    tensor: int = 1
-
-    AXES: ClassVar[tuple[str, ...]] = ("data", "shard", "pipe", "tensor")
-
-    @property
-    def size(self) -> int:
-        return self.data * self.shard * self.pipe * self.tensor
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        where: dict[str, int] = {}
-        for axis in reversed(self.AXES):
-            rank, where[axis] = divmod(rank, getattr(self, axis))
-        return {axis: where[axis] for axis in self.AXES}
-
-    def peers(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` only along `axis`, itself included, in order."""
-        here = self.coordinates(rank)
-        return [
-            r for r in range(self.size) if {**self.coordinates(r), axis: 0} == {**here, axis: 0}
-        ]
 
 
 class Work(Protocol):
@@ -350,91 +323,3 @@ class Strategy(Protocol[L]):
         """The one model that all replicas stand for, to evaluate and to save; None: each of them holds it already. Every
         rank calls it; it changes neither replica nor state."""
         return None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run. One line of `key=value` words resolves to this; `plan.words` parses and prints it."""
-
-    layout: Layout
-    strategy: Strategy[Any]
-    merge: str = "all_reduce"
-    then: str | None = None  # the rule to change to when `at` is reached
-    next_strategy: Strategy[Any] | None = None
-    at: Goal | None = None
-    compress: str = "none"
-    codec: Any = None  # one of exchange.compression, where compress= names one
-    algorithm: str = "native"
-    split: str = "shuffled"
-    batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
-    micro: int | None = (
-        None  # micro-batches that a rank's batch is cut into; None: as many as a pipeline needs, else 1
-    )
-    accumulate: int = 1
-    epochs: float | None = None
-    steps: int | None = None
-    until: Goal | None = None  # stop as soon as an evaluation reaches it
-    evaluate: str = "epoch"  # or every so many steps besides
-    seed: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    batchnorm: Literal["auto", "sync", "local"] = "auto"  # sync where ranks merge every gradient
-    clip: float | None = None
-    link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = (
-        "1f1b"  # in which order a pipeline's stages work
-    )
-    cut: str = "auto"  # of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a stage begins: a,b,c
-    sequence: bool = (
-        False  # under tensor=: what lies between split layers is split along the sequence
-    )
-    zero: Literal[1, 2, 3] = (
-        3  # what shard= splits: the optimizer's state, gradients too, parameters too
-    )
-    recompute: bool = False  # forget activations, and compute them again in backward
-    servers: int = 0  # processes that hold tables
-    lookahead: int = 1  # batches whose rows are fetched while one computes; 0: each fetches its own when it comes
-    cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
-    cache_age: int = 8
-    embeddings: Literal["async", "sync"] = (
-        "async"  # each rank's rows are updated as it comes, or all ranks' of a step at once
-    )
-    threads: int | None = None
-    bucket_mb: float = 8.0
-    loaders: int | None = None
-    compile: bool = False
-    capture: Literal["auto", "off"] = "auto"
-    save: str = "epoch"
-    keep: int = 3
-    best: str | None = None
-    timeout_s: float = 600.0
-    forecast: dict[str, float] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """Where this process stands among all processes; `launch.environment` reads it from whoever started us."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    host: str = "localhost"
-    started_by: Literal["alone", "manyhands", "torchrun", "slurm", "mpi"] = "alone"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a launcher starts: `size` processes that each unpickle `payload` and call it."""
-
-    size: int
-    payload: bytes
-    threads: int | None = None  # of each process; None: the cores divided by the processes
-    port: int = 0  # of the rendezvous; 0: any free one
-
-
-class Launcher(Protocol):
-    def launch(self, job: Job) -> dict[str, Any]:
-        """Run to the end and return what rank 0 returned; raise LaunchError with the first failing rank's words."""
-        ...
