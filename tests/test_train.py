@@ -50,7 +50,7 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
 
 
 def weight(replica: Any) -> float:
-    (piece,) = replica.flat.pieces
+    (piece,) = replica.flat.views
     return float(piece.parameter.detach())
 
 

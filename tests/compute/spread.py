@@ -177,7 +177,7 @@ def together(
             losses.append(float(mine.backward()))
             mine.step()
             seen = look(mine) or seen
-        return losses, model_state(mine.sharded), seen
+        return losses, model_state(mine.flat), seen
 
     return World(size).run(main)
 

@@ -16,7 +16,7 @@ from manyhands.replica.module import ModuleReplica
 def elsewhere(mine: ModuleReplica) -> None:
     """The optimizer's step on the gradient as it was handed over, as a server on the flat vectors would make it."""
     mine.gradient()
-    for piece in mine.flat.pieces:
+    for piece in mine.flat.views:
         piece.parameter.grad = piece.grad
     mine.optimizer.step()
 
@@ -52,11 +52,11 @@ def test_of_a_full_batch_nothing_is_rounded() -> None:
     mine = replica(model, [[rows(6)]], nominal=6)
     mine.backward()
     before = {
-        p.name: p.parameter.grad.clone() for p in mine.flat.pieces if p.parameter.grad is not None
+        p.name: p.parameter.grad.clone() for p in mine.flat.views if p.parameter.grad is not None
     }
-    assert len(before) == len(mine.flat.pieces)
+    assert len(before) == len(mine.flat.views)
     handed = mine.gradient()
-    assert all(torch.equal(p.grad, before[p.name]) for p in mine.flat.pieces)
+    assert all(torch.equal(p.grad, before[p.name]) for p in mine.flat.views)
     assert {k: (v.shape, v.dtype) for k, v in handed.items()} == {
         k: (v.shape, v.dtype) for k, v in mine.params.items()
     }
@@ -84,7 +84,7 @@ def test_a_parameter_that_was_not_used_has_a_gradient_of_zero() -> None:
     mine = replica(model, [[rows(3)]], nominal=6, loss=lambda m, x: m.first(x).sum())
     mine.backward()
     mine.gradient()
-    assert all(bool(p.grad.any()) == p.name.startswith("first") for p in mine.flat.pieces)
+    assert all(bool(p.grad.any()) == p.name.startswith("first") for p in mine.flat.views)
 
 
 def test_the_schedule_goes_on_and_nothing_else_does() -> None:

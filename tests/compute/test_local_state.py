@@ -92,7 +92,7 @@ def held(group: Group, stage: int) -> tuple[SlicedState, Resharding]:
 
 def stepped(slices: SlicedState) -> None:
     for _ in range(2):
-        for piece in slices.flat.pieces:
+        for piece in slices.flat.views:
             shape = dict(model().named_parameters())[piece.name]
             start, stop = slices.flat.runs()[piece.name]
             piece.parameter.grad = (

@@ -202,7 +202,7 @@ def test_tied_weights_are_one_parameter() -> None:
     tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
     ours, theirs = Tied(), Tied()
     mine = replica(ours, [[tokens]], nominal=4, loss=loss)
-    assert [p.name for p in mine.flat.pieces] == ["embed.weight"]
+    assert [p.name for p in mine.flat.views] == ["embed.weight"]
     mine.backward()
     mine.step()
     optimizer = sgd(theirs.parameters())
@@ -319,12 +319,12 @@ def test_parameters_are_aligned_views_of_one_vector_and_the_padding_stays_zero()
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 400, 2**20])
 def test_buckets_cover_every_gradient_once_from_the_back(bucket_bytes: int) -> None:
     flat = FlatParameters(mlp(torch.float32), memory, bucket_bytes)
-    order = [i for b in flat.buckets for i in reversed(b.pieces)]
-    assert order == list(reversed(range(len(flat.pieces))))
+    order = [i for b in flat.buckets for i in reversed(b.views)]
+    assert order == list(reversed(range(len(flat.views))))
     assert sum(b.grad.numel() for b in flat.buckets) == flat.grads["float32"].numel()
     assert len(flat.buckets) == (1 if bucket_bytes == 2**20 else len(flat.buckets)) and len(
         flat.buckets
-    ) <= len(flat.pieces)
+    ) <= len(flat.views)
 
 
 def test_the_first_bucket_leaves_while_backward_still_runs() -> None:

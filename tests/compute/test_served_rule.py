@@ -50,7 +50,7 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
     rule, options = served_rule(optimizer)
     (key,) = flat.values
     state = flat_state(flat, key, optimizer)
-    at = {piece.name: piece.start for piece in flat.pieces}
+    at = {piece.name: piece.start for piece in flat.views}
     assert (
         state["momentum_buffer"][at["spare.weight"] :][:10].eq(0).all()
         and state["momentum_buffer"].abs().max() > 0
@@ -66,7 +66,7 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
             p.grad = None
         ours.loss(step, both=True).backward()
         gradient = torch.zeros_like(flat.values[key])
-        for piece in flat.pieces:
+        for piece in flat.views:
             assert piece.parameter.grad is not None
             torch.as_strided(gradient, piece.value.shape, piece.value.stride(), piece.start).copy_(
                 piece.parameter.grad

@@ -39,11 +39,12 @@ from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.diloco import DiLoCo
 from manyhands.merge.easgd import EASGD
 from manyhands.merge.local_sgd import LocalSGD
-from manyhands.parallel import state, sync_batchnorm
+from manyhands.parallel import sync_batchnorm
 from manyhands.parallel.zero.full_state import gradient_state, load_model, model_state
 from manyhands.parallel.zero.memory_use import Peak
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import WholeUpdate
@@ -201,7 +202,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(stage: int) -> None:
 def test_gradients_of_all_stages_are_the_same() -> None:
     data = data_of("gpt", 1, 6)
     steps = [[cut(mine, [1, 2]) for mine in cut(b, [3, 3])] for b in data]
-    look = lambda replica: gradient_state(replica.sharded)
+    look = lambda replica: gradient_state(replica.flat)
     got = {
         s: together(
             2, s, lambda: model_of("gpt"), steps, loss_of("gpt"), look, optimizer=OPTIMIZERS["sgd"]
@@ -238,7 +239,7 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
     needed, meta = first.update.save(lambda values: None)
 
     def saves(replica: ModuleReplica) -> Any:
-        return replica.update.save(), model_state(replica.sharded)
+        return replica.update.save(), model_state(replica.flat)
 
     steps = [[[m] for m in cut(b, [4, 4, 4])] for b in data]
     (tensors, ours), params = together(3, 2, MLP["make"], steps[:3], loss, saves, optimizer=make)[
@@ -257,12 +258,12 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
         model = MLP["make"]()
         walk = Walk(model, [[cut(b, [6, 6])[group.rank]] for b in data[3:]], loss, True)
         mine = spread(group, model, 3, walk, nominal=12, optimizer=make)
-        load_model(mine.sharded, params)
+        load_model(mine.flat, params)
         mine.update.load(tensors, ours)
         for _ in data[3:]:
             mine.backward()
             mine.step()
-        return model_state(mine.sharded)
+        return model_state(mine.flat)
 
     for model in World(2).run(goes_on):
         near(model, state.model_state(whole), rtol=1e-10)
@@ -306,12 +307,12 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
             bucket_bytes=100_000,
             ahead=ahead,
         )
-        peak = Peak(mine.sharded, mine.optimizer)
+        peak = Peak(mine.flat, mine.optimizer)
         for _ in range(2):
             mine.backward()
             mine.step()
         assert sum(v.nbytes for v in mine.params.values()) <= 1.02 * parameters / size
-        return peak.nbytes, parameters, unit, max(s.length * 4 for s in mine.sharded.spans)
+        return peak.nbytes, parameters, unit, max(s.length * 4 for s in mine.flat.spans)
 
     for measured, p, unit, bucket in World(size).run(main):
         g, o, here = p, 2 * p, 1 + ahead  # at work, and ahead of it
@@ -358,7 +359,8 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
         kept = strategy.init(mine)
         for _ in range(rounds):
             strategy.round(mine, link, kept)
-        return state.model_state(model) if mine.sharded is None else model_state(mine.sharded)
+        spread_out = isinstance(mine.flat, ShardedParameters)
+        return model_state(mine.flat) if spread_out else state.model_state(model)
 
     layout = Layout(data=2, shard=2)
 
@@ -427,10 +429,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
         mine = spread(
             group, model, stage, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler
         )
-        start = model_state(mine.sharded)
+        start = model_state(mine.flat)
         mine.backward()
         mine.step()
-        assert same(model_state(mine.sharded), start)
+        assert same(model_state(mine.flat), start)
         return start, scaler.get_scale()
 
     assert [scale for _, scale in World(2).run(main)] == [2.0**9, 2.0**9]

@@ -220,7 +220,7 @@ def test_passes_that_others_drive_are_summed_at_the_end_of_the_step(stage: int) 
         for _ in data:
             replica.backward()
             replica.step()
-        return model_state(replica.sharded)
+        return model_state(replica.flat)
 
     for got in World(2).run(main):
         near(got, state.model_state(one), rtol=1e-11)
@@ -228,7 +228,7 @@ def test_passes_that_others_drive_are_summed_at_the_end_of_the_step(stage: int) 
 
 def test_between_steps_a_rank_has_only_its_slices_and_the_rest_reads_as_nan() -> None:
     def look(replica: ModuleReplica) -> Any:
-        flat = replica.sharded
+        flat = replica.flat
         assert flat is not None
         assert all(s.full.untyped_storage().nbytes() == 0 for s in flat.spans)
         for p in flat.module.parameters():
@@ -252,7 +252,7 @@ def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
         mine = spread(
             group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], unit_bytes=10**9
         )
-        flat = mine.sharded
+        flat = mine.flat
         assert flat is not None and flat.gathering is not None
         units = flat.gathering.units
         assert [u.name for u in units] == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]

@@ -180,7 +180,7 @@ def test_a_unit_that_is_left_out_says_nothing_and_learns_nothing_and_a_kept_one_
     loss = thin.backward()
     hidden = net[0](X).sigmoid().detach() * KEPT
     torch.testing.assert_close(loss, net[2](hidden).square().mean().detach())
-    grads = {p.name: p.grad for p in thin.inner.flat.pieces}
+    grads = {p.name: p.grad for p in thin.inner.flat.views}
     assert (
         not grads["0.weight"][[1, 3]].any()
         and not grads["0.bias"][[1, 3]].any()
@@ -195,7 +195,7 @@ def test_gradients_of_scaled_units_are_as_large_as_if_they_were_not() -> None:
     thin.backward()
     hidden = net[0](X).sigmoid() * KEPT
     net[2](hidden).square().mean().backward()
-    for p in thin.inner.flat.pieces:
+    for p in thin.inner.flat.views:
         scaled = p.parameter.grad
         assert scaled is not None
         shrink = {
@@ -240,7 +240,7 @@ def test_a_step_changes_chosen_elements_only_and_what_is_remembered_of_them(kind
             assert turn or torch.equal(v[elements[k]], plain.inner.flat.values[k][elements[k]])
         for i, (p, (name, m)) in enumerate(
             (p, item)
-            for p in flat.pieces
+            for p in flat.views
             for item in thin.moments.items()
             if item[0].startswith(p.name + "/")
         ):

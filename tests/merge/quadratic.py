@@ -167,7 +167,7 @@ class Rank:
         values = self.replica.params if values is None else values
         parts = [
             values[p.vector][p.start : p.start + p.parameter.numel()]
-            for p in self.replica.flat.pieces
+            for p in self.replica.flat.views
         ]
         return torch.cat(parts).clone()
 

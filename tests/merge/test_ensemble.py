@@ -162,7 +162,7 @@ def test_the_loss_is_that_of_the_labels_and_for_a_share_also_the_distance_from_t
     each = torch.cat([weight * hard[:taught] + (1 - weight) * soft[:taught], hard[taught:]])
     each.mean().backward()
     near(loss, each.mean().detach())
-    for piece, p in zip(w.flat.pieces, twin.parameters(), strict=True):
+    for piece, p in zip(w.flat.views, twin.parameters(), strict=True):
         assert p.grad is not None and piece.parameter.grad is not None
         near(piece.parameter.grad, p.grad)
 

@@ -66,7 +66,7 @@ class Worker:
             p.name: torch.as_strided(
                 vectors[p.vector], p.value.shape, p.value.stride(), p.start
             ).clone()
-            for p in self.flat.pieces
+            for p in self.flat.views
         }
 
 

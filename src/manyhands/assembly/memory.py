@@ -25,8 +25,8 @@ from manyhands.observe.memory_peak import (
 from manyhands.parallel.zero.memory_use import held
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.plan import memory_forecast
-from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
+from manyhands.replica.parameters import ReplicaParameters
 from manyhands.task import Callback, Task
 
 LARGE_BYTES = (
@@ -50,7 +50,7 @@ class MemoryWatch(Callback):
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        flat: FlatParameters | ShardedParameters,
+        flat: ReplicaParameters,
         state: Tensors,
     ) -> None:
         """From here on rounds are measured."""

@@ -49,8 +49,7 @@ from manyhands.parallel.trace.program import TracedProgram, trace
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import forward
-from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Inside
+from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
 from manyhands.split import features
 from manyhands.split import stages as schedules
@@ -80,7 +79,7 @@ class ModelPart:
     pipeline: PipelineExecutor | None = None
     watched: MemoryWatch | None = None  # on rank 0: what memory it will need
 
-    def inside(self, context: RankContext, flat: FlatParameters | ShardedParameters) -> Inside:
+    def replica_group(self, context: RankContext, flat: ReplicaParameters) -> ReplicaGroup:
         """For sums over the whole model, where each element counts once."""
         copies = lambda name: (
             (context.plan.layout.tensor if self._part(name).dim is None else 1)
@@ -98,14 +97,14 @@ class ModelPart:
 
         whole = Resharding(self.parts, context.link, self.aliases, context.device)
         gather = lambda held: {k: v for k, v in whole.gather(held).items() if k not in self.aliases}
-        return Inside(total, [1 / copies(piece.name) for piece in flat.pieces], gather)
+        return ReplicaGroup(total, [1 / copies(view.name) for view in flat.views], gather)
 
     def held(
         self,
         context: RankContext,
         module: nn.Module,
-        flat: FlatParameters | ShardedParameters,
-        update: Update | ShardUpdate,
+        flat: ReplicaParameters,
+        update: Update,
     ) -> tuple[Resharding, RankState]:
         """What this rank holds, and how that lies in the whole: for checkpoints."""
         local: RankState
@@ -115,7 +114,6 @@ class ModelPart:
             return Resharding(
                 local.regions(self.parts), context.link, self.aliases, context.device
             ), local
-        assert not isinstance(update, ShardUpdate)
         local = WholeTensorState(
             module, update, lambda values: context.merging.all_reduce(values).wait()
         )

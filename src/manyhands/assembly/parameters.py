@@ -15,6 +15,7 @@ from manyhands.exchange.shared import SharedGroup
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica.flat import FlatParameters
+from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.update import (
     PartUpdate,
     Update,
@@ -30,7 +31,7 @@ def lay_out(
     module: nn.Module,
     optimizer: Optimizer,
     one_copy: bool,
-) -> tuple[FlatParameters | ShardedParameters, Update | ShardUpdate]:
+) -> tuple[ReplicaParameters, Update]:
     """Lay the parameters out and decide who updates what: over a shard axis, every rank its slices. On one host, replicas that
     always agree need only one copy of the parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)

@@ -239,7 +239,7 @@ def assemble(
         ended=lambda: trainer.block_ends(), steps_alone=not _agree(plan),
         on_window=None if rows is None else lambda: rows.push(_row_scale(plan, plain, walk, size), _rate(optimizer)),
         passes=None if pipeline is None else lambda scaled: _piped(context, pipeline, scaled, walk),
-        inside=None if division is None else division.inside(context, flat),
+        replica_group=None if division is None else division.replica_group(context, flat),
         schedule_at=None if dealer is None or not shares_steps(plan) else lambda: dealer.latest.steps // size, scheduled=at.steps // size,
     )  # fmt: skip
     context.closing += [walk.close, plain.close]

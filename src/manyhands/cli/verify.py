@@ -37,6 +37,7 @@ from manyhands.errors import PlanError
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.stale_sync import StaleSync
 from manyhands.parallel.zero.full_state import gradient_state, parameter_state
+from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.plan import words as plan_words
 from manyhands.task import Callback, Task
 
@@ -79,9 +80,9 @@ class Record(Callback):
         with run.trainer.merged():
             replica = run.trainer.replica
             values = (
-                {p.name: p.value for p in replica.flat.pieces}
-                if replica.sharded is None
-                else parameter_state(replica.flat)
+                parameter_state(replica.flat)
+                if isinstance(replica.flat, ShardedParameters)
+                else {p.name: p.value for p in replica.flat.views}
             )
             self._keep(run, "parameter", values)
         save_file(self.kept, f"{self.folder}/rank-{run.rank}.safetensors")
@@ -93,25 +94,23 @@ class Record(Callback):
         )
         if replica.updates_part:
             run.trainer.merging.all_gather(replica.flat.grads).wait()
-        if replica.sharded is not None:
+        if isinstance(replica.flat, ShardedParameters):
             self._keep(run, f"gradient/{round}", gradient_state(replica.flat))
             return
         grads: Tensors = {}
-        for piece, used in zip(replica.flat.pieces, replica.flat.used.tolist(), strict=True):
+        for view, used in zip(replica.flat.views, replica.flat.used.tolist(), strict=True):
             if (
                 used
-                and (grad := piece.grad if replica.updates_part else piece.parameter.grad)
-                is not None
+                and (grad := view.grad if replica.updates_part else view.parameter.grad) is not None
             ):
-                grads[piece.name] = grad
+                grads[view.name] = grad
         self._keep(run, f"gradient/{round}", grads)
 
     def _keep(self, run: Any, kind: str, values: Tensors) -> None:
-        inside = run.trainer.replica.inside
+        group = run.trainer.replica.replica_group
         values = {k: v.detach().contiguous() for k, v in values.items()}
-        values = (
-            values if inside is None else inside.gather(values)
-        )  # of a model that is split, all ranks bring their parts
+        if group is not None:  # of a model that is split, all ranks bring their slices
+            values = group.gather(values)
         if run.rank == 0:
             self.kept |= {f"{kind}/{k}": v.clone() for k, v in values.items()}
 

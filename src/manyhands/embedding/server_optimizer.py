@@ -80,19 +80,19 @@ def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
 def flat_state(flat: FlatParameters, vector: str, optimizer: Optimizer) -> Tensors:
     """What the optimizer remembers of the parameters in one flat vector; {}: nothing yet."""
     rule, _ = served_rule(optimizer)
-    pieces = [p for p in flat.pieces if p.vector == vector]
-    if not any(optimizer.state.get(p.parameter) for p in pieces):
+    views = [p for p in flat.views if p.vector == vector]
+    if not any(optimizer.state.get(p.parameter) for p in views):
         return {}
     found: Tensors = {}
     for name in STATE[rule]:
         whole = torch.zeros_like(flat.values[vector], device="cpu")
-        for piece in pieces:
-            kept = optimizer.state.get(piece.parameter, {}).get(name)
+        for view in views:
+            kept = optimizer.state.get(view.parameter, {}).get(name)
             if isinstance(kept, Tensor):  # else it has had no gradient yet
-                _view(whole, piece.value, piece.start).copy_(kept)
+                _view(whole, view.value, view.start).copy_(kept)
         found[name] = whole
     if rule in COUNTS:
-        steps = [float(optimizer.state.get(p.parameter, {}).get("step", 0)) for p in pieces]
+        steps = [float(optimizer.state.get(p.parameter, {}).get("step", 0)) for p in views]
         found[STEP] = torch.tensor([max(steps, default=0.0)], dtype=torch.float64)
     return found
 
@@ -103,26 +103,24 @@ def named_state(
     """The servers' state of every flat vector as torch's optimizer would have it: "<parameter>/<key>"."""
     rule, _ = served_rule(optimizer)
     found: Tensors = {}
-    for piece in flat.pieces:
-        kept = moments[piece.vector]
+    for view in flat.views:
+        kept = moments[view.vector]
         for name in STATE[rule]:
-            whole = kept[name].view(-1).to(piece.value.dtype)
-            found[f"{piece.name}/{name}"] = (
-                _view(whole, piece.value, piece.start).contiguous().clone()
-            )
+            whole = kept[name].view(-1).to(view.value.dtype)
+            found[f"{view.name}/{name}"] = _view(whole, view.value, view.start).contiguous().clone()
         if rule in COUNTS:
-            found[f"{piece.name}/step"] = kept[STEP].view(-1)[0].float().clone()
+            found[f"{view.name}/step"] = kept[STEP].view(-1)[0].float().clone()
     return found
 
 
 def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> Tensors:
     """What servers keep of every flat vector that no optimizer of torch's does: "served/<key>/<parameter>"."""
     return {
-        f"{SERVED}{key}/{piece.name}": _view(kept.view(-1), piece.value, piece.start)
+        f"{SERVED}{key}/{view.name}": _view(kept.view(-1), view.value, view.start)
         .contiguous()
         .clone()
-        for piece in flat.pieces
-        for key, kept in moments[piece.vector].items()
+        for view in flat.views
+        for key, kept in moments[view.vector].items()
         if key.startswith(COMPENSATION)
     }
 
@@ -130,14 +128,14 @@ def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> 
 def flat_compensation(flat: FlatParameters, vector: str, saved: Tensors) -> Tensors:
     """The other way round: of one flat vector, out of the state of a snapshot."""
     found: Tensors = {}
-    for piece in (p for p in flat.pieces if p.vector == vector):
-        end = f"/{piece.name}"
+    for view in (p for p in flat.views if p.vector == vector):
+        end = f"/{view.name}"
         for name in (
             n for n in saved if n.startswith(f"{SERVED}{COMPENSATION}") and n.endswith(end)
         ):
             key = name.removeprefix(SERVED).removesuffix(end)
             whole = found.setdefault(key, torch.zeros_like(flat.values[vector], device="cpu"))
-            _view(whole, piece.value, piece.start).copy_(saved[name])
+            _view(whole, view.value, view.start).copy_(saved[name])
     return found
 
 

@@ -84,8 +84,8 @@ class CapturedReplica:
             return self.inner.backward(on_ready)
         self._index.copy_(self._batches.next_indices())
         self._forward.replay()
-        for piece, grad in zip(self.inner.flat.pieces, self._grads, strict=True):
-            piece.parameter.grad = grad
+        for view, grad in zip(self.inner.flat.views, self._grads, strict=True):
+            view.parameter.grad = grad
         self._replayed = True
         self.inner.own_count = self._count
         return self._static_loss.clone()  # the next replay writes over it
@@ -134,7 +134,7 @@ class CapturedReplica:
             share = count / inner.nominal
             (loss if share == 1 else loss * share).backward()
             self._static_loss = loss.detach()
-        self._grads = [p.parameter.grad for p in inner.flat.pieces]
+        self._grads = [p.parameter.grad for p in inner.flat.views]
         inner._end_window(count)
         self._count = count
         self._forward = graph

@@ -8,42 +8,24 @@ Gradients are cut into buckets from the back, the order in which backward makes 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.core import Tensors
+from manyhands.replica.parameters import Allocate, Bucket, ParameterView
 
-Allocate = Callable[[int, torch.dtype], Tensor]
 ALIGN_BYTES = 64
-
-
-@dataclass(frozen=True)
-class ParameterView:
-    """One parameter's place in the flat vectors."""
-
-    name: str
-    parameter: nn.Parameter
-    value: Tensor
-    grad: Tensor
-    vector: str  # which flat vector, by its key
-    start: int  # first element there
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A run of neighbouring pieces that travel together."""
-
-    name: str
-    pieces: tuple[int, ...]  # indices into FlatParameters.pieces
-    grad: Tensor
 
 
 class FlatParameters:
     """`allocate` says where the vectors live: private memory, a device, or memory shared with other ranks. Values may be
     `allocate_values`d in memory that all ranks have in common; then only one of them `writes` its weights there."""
+
+    collects_gradients = False
+    replica_group = None  # this rank holds the whole replica
 
     def __init__(
         self,
@@ -57,14 +39,14 @@ class FlatParameters:
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.values: Tensors = {}
         self.grads: Tensors = {}
-        self.pieces: list[ParameterView] = []
+        self.views: list[ParameterView] = []
         self.buckets: list[Bucket] = []
         for dtype in dict.fromkeys(p.dtype for _, p in named):
             self._lay_out(
                 [(n, p) for n, p in named if p.dtype == dtype], dtype, allocate, bucket_bytes
             )
-        # the samples behind the gradient, then for each piece how many ranks used it
-        self.count = allocate(1 + len(self.pieces), torch.float32)
+        # the samples behind the gradient, then for each view how many ranks used it
+        self.count = allocate(1 + len(self.views), torch.float32)
 
     @property
     def used(self) -> Tensor:
@@ -85,7 +67,7 @@ class FlatParameters:
         key = str(dtype).removeprefix("torch.")
         values, grads = self._allocate_values(end, dtype), allocate(end, dtype)
         self.values[key], self.grads[key] = values, grads
-        first = len(self.pieces)
+        first = len(self.views)
         for (name, p), start in zip(named, starts, strict=True):
             # keep the memory format (channels_last) where the parameter fills its memory without holes
             stride = p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride()
@@ -93,7 +75,7 @@ class FlatParameters:
             if self._writes:
                 value.copy_(p.data)
             p.data = value
-            self.pieces.append(
+            self.views.append(
                 ParameterView(
                     name, p, value, torch.as_strided(grads, p.shape, stride, start), key, start
                 )
@@ -118,18 +100,38 @@ class FlatParameters:
     def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
         """Which parameters lie where in each vector and in each bucket, by name."""
         whole: dict[str, list[tuple[slice, torch.Size]]] = {k: [] for k in self.values}
-        for piece in self.pieces:
-            whole[piece.vector].append(
-                (slice(piece.start, piece.start + piece.parameter.numel()), piece.parameter.shape)
+        for view in self.views:
+            whole[view.vector].append(
+                (slice(view.start, view.start + view.parameter.numel()), view.parameter.shape)
             )
         for bucket in self.buckets:
-            first = self.pieces[bucket.pieces[0]].start
-            inside = [self.pieces[i] for i in bucket.pieces]
+            first = self.views[bucket.views[0]].start
+            inside = [self.views[i] for i in bucket.views]
             whole[bucket.name] = [
                 (slice(p.start - first, p.start - first + p.parameter.numel()), p.parameter.shape)
                 for p in inside
             ]
         return whole
+
+    # -- window hooks: one rank holds the whole replica, so there is nothing to exchange inside it --
+
+    def start_window(self, overlap: bool) -> None:
+        pass
+
+    def before_backward(self, last: bool) -> None:
+        pass
+
+    def after_backward(self, ran: bool) -> None:
+        pass
+
+    def end_window(self, total: Tensor, count: int) -> tuple[Tensor, int, None]:
+        return total, count, None
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _cut(
         self, first: int, bounds: list[int], key: str, grads: Tensor, bucket_bytes: int
@@ -137,9 +139,9 @@ class FlatParameters:
         stop = len(bounds) - 1
         for i in reversed(range(len(bounds) - 1)):
             if (bounds[stop] - bounds[i]) * grads.element_size() >= bucket_bytes or i == 0:
-                pieces = tuple(range(first + i, first + stop))
+                views = tuple(range(first + i, first + stop))
                 self.buckets.append(
-                    Bucket(f"{key}[{len(self.buckets)}]", pieces, grads[bounds[i] : bounds[stop]])
+                    Bucket(f"{key}[{len(self.buckets)}]", views, grads[bounds[i] : bounds[stop]])
                 )
                 stop = i
 

@@ -21,9 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.core import OnReady, Rows, Tensors
 from manyhands.errors import TaskError
-from manyhands.parallel.zero.sharded_parameters import ShardedParameters
-from manyhands.parallel.zero.sharded_update import ShardUpdate
-from manyhands.replica.flat import FlatParameters
+from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update, moments
 
 
@@ -41,26 +39,13 @@ NextLoss = Callable[[], Micro]
 Passes = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
 
 
-@dataclass(frozen=True)
-class Inside:
-    """The other ranks of this replica, where a model is split over ranks: what is summed over all of them is of the whole model."""
-
-    sum: Callable[[Tensor], None]  # in place
-    weights: Sequence[
-        float
-    ]  # of each piece: 1 / how many ranks of the replica hold the same elements
-    gather: Callable[[Tensors], Tensors] = (
-        dict  # tensors by the names of parameters -> those of the whole model, on the first rank
-    )
-
-
 class ModuleReplica:
     """`next_loss` is the only source of work: it draws a batch and runs the forward pass, or asks the user's loop."""
 
     def __init__(
         self,
-        flat: FlatParameters | ShardedParameters,
-        update: Update | ShardUpdate,
+        flat: ReplicaParameters,
+        update: Update,
         next_loss: NextLoss,
         *,
         nominal: int,
@@ -76,12 +61,9 @@ class ModuleReplica:
         schedule_at: Callable[[], int] | None = None,
         scheduled: int = 0,
         passes: Passes | None = None,
-        inside: Inside | None = None,
+        replica_group: ReplicaGroup | None = None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
-        self.sharded = (
-            flat if isinstance(flat, ShardedParameters) else None
-        )  # then the replica is more than this rank
         self.optimizer = update.optimizer
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
         self.overlap, self._left_out = overlap, left_out
@@ -97,39 +79,39 @@ class ModuleReplica:
             schedule_at,
             scheduled,
         )  # where ranks share steps: how far the schedule is to be
-        if self.sharded is not None and inside is None:
-            inside = Inside(self.sharded.sum, [1.0] * len(flat.pieces))
-        self._passes, self.inside = passes, inside
+        self._passes = passes
+        # the ranks over which this replica is split; None: this rank holds all of it
+        self.replica_group = replica_group or flat.replica_group
         self._on_window = on_window  # when a step's last backward pass is over
         self.closing = False  # what comes is no step of the run any more, it only ends a block
         self._square_norm: Tensor | None = None
-        self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.pieces}
+        self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.views}
         self._on_ready: OnReady | None = None
-        self._used = [False] * len(flat.pieces)  # by this rank, in this window
+        self._used = [False] * len(flat.views)  # by this rank, in this window
         self._in_flat = [False] * len(
-            flat.pieces
+            flat.views
         )  # the gradient has left the parameter for the flat vector
-        self._missing: list[int] = []  # pieces each bucket still waits for
+        self._missing: list[int] = []  # views each bucket still waits for
         self._launched = 0
         self._is_mean = False  # the flat vector holds the mean gradient of this window, clipped
         if scaler is not None:
             scaler.scale(
                 torch.zeros((), device=self.device)
             )  # it exists from here on, also where the first round has no samples
-        if self.sharded is not None:
-            self.sharded.overlap, self._hooks = overlap, []  # it has hooks of its own
-        else:
-            self._hooks = [
+        self._hooks = (
+            []
+            if flat.collects_gradients
+            else [
                 p.parameter.register_post_accumulate_grad_hook(self._hook(i))
-                for i, p in enumerate(flat.pieces)
+                for i, p in enumerate(flat.views)
             ]
+        )
 
     def close(self) -> None:
         """Let go of the module: a hook that knows this replica and is known to its parameter keeps both alive."""
         for hook in self._hooks:
             hook.remove()
-        if self.sharded is not None:
-            self.sharded.close()
+        self.flat.close()
 
     @property
     def updates_part(self) -> bool:
@@ -168,7 +150,7 @@ class ModuleReplica:
             raise ValueError(
                 "each rank holds the moments of its own part only; nobody has all of them"
             )
-        return moments(self.flat.pieces, self.optimizer)
+        return moments(self.flat.views, self.optimizer)
 
     def reset_moments(self) -> None:
         self.optimizer.state.clear()
@@ -200,11 +182,10 @@ class ModuleReplica:
         total, count = (
             self._one_by_one(on_ready) if self._passes is None else self._passes(self._scaled)
         )
-        if (
-            self.sharded is not None
-        ):  # from here on loss, count and gradient are those of the whole replica
-            total, count, self._used = self.sharded.end_window(total, count)
-            self._in_flat = [True] * len(self._used)
+        # from here on loss, count and gradient are those of the whole replica
+        total, count, used = self.flat.end_window(total, count)
+        if used is not None:
+            self._used, self._in_flat = used, [True] * len(used)
         self._end_window(count)
         if self._on_window is not None:
             self._on_window()
@@ -219,16 +200,14 @@ class ModuleReplica:
         while not last:
             micro = self.next_loss()
             last = micro.last
-            if self.sharded is not None:
-                self.sharded.before_backward(last)
+            self.flat.before_backward(last)
             if micro.loss is not None:
                 self._on_ready = on_ready if last else None
                 self._scaled(micro.loss, micro.count).backward()
                 self._on_ready = None
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
-            if self.sharded is not None:
-                self.sharded.after_backward(micro.loss is not None)
+            self.flat.after_backward(micro.loss is not None)
         return total, count
 
     def _scaled(self, loss: Tensor, count: int) -> Tensor:
@@ -246,9 +225,9 @@ class ModuleReplica:
         """The squared norm of gradients of the whole model, as far as ranks of this replica hold them."""
         # float64 also where this rank owns nothing: ranks must bring the same dtype
         squares = [g.square().sum(dtype=torch.float64) for g in grads]
-        if self.inside is not None:
+        if self.replica_group is not None:
             squares = [
-                square * self.inside.weights[i]
+                square * self.replica_group.weights[i]
                 for square, i in zip(squares, self.update.placed, strict=True)
             ]
         total = (
@@ -256,8 +235,8 @@ class ModuleReplica:
             .sum()
             .view(1)
         )
-        if self.inside is not None:
-            self.inside.sum(total)
+        if self.replica_group is not None:
+            self.replica_group.sum(total)
         return total
 
     def step(self) -> None:
@@ -270,8 +249,7 @@ class ModuleReplica:
         grads = self._place()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            if self.sharded is not None:
-                self.sharded.agree_on_overflow(self.scaler, self.optimizer)
+            self.flat.agree_on_overflow(self.scaler, self.optimizer)
         self._normalise(grads)
         if self.scaler is None:
             self.optimizer.step()
@@ -283,11 +261,7 @@ class ModuleReplica:
         if not self._is_mean:
             self._gather()
             self._normalise(
-                [
-                    piece.grad
-                    for piece, used in zip(self.flat.pieces, self._used, strict=True)
-                    if used
-                ]
+                [view.grad for view, used in zip(self.flat.views, self._used, strict=True) if used]
             )
             self._is_mean = True
         return self.flat.grads
@@ -327,7 +301,7 @@ class ModuleReplica:
             factor = self.nominal / max(1.0, float(self.flat.count[0]))
         else:  # stay on the device: reading the count would make the host wait for the GPU
             factor = self.nominal / self.flat.count[0].clamp(min=1.0)
-        if self.clip is not None and self.inside is not None and self._square_norm is None:
+        if self.clip is not None and self.replica_group is not None and self._square_norm is None:
             self._square_norm = self._squared(
                 grads
             )  # also where this rank has no gradient: all of the replica take part
@@ -353,17 +327,16 @@ class ModuleReplica:
                 "a parameter that was frozen when training started wants a gradient now; start with requires_grad=True and "
                 "give it a learning rate of 0 until it is to move"
             )
-        for i, piece in enumerate(self.flat.pieces):
-            piece.parameter.grad = None
+        for i, view in enumerate(self.flat.views):
+            view.parameter.grad = None
             self._used[i] = self._in_flat[i] = False
-        if self.sharded is not None:
-            self.sharded.start_window()
-        self._missing = [len(b.pieces) for b in self.flat.buckets]
+        self.flat.start_window(self.overlap)
+        self._missing = [len(b.views) for b in self.flat.buckets]
         self._launched = 0
         self._is_mean = False
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
-        piece, bucket = self.flat.pieces[i], self._bucket_of[i]
+        view, bucket = self.flat.views[i], self._bucket_of[i]
 
         def hook(parameter: Tensor) -> None:
             if self._on_ready is None:
@@ -371,10 +344,10 @@ class ModuleReplica:
             assert parameter.grad is not None
             if self._in_flat[i]:
                 raise TaskError(
-                    f"{piece.name} got its gradient twice in one backward pass, after the first part was sent; "
+                    f"{view.name} got its gradient twice in one backward pass, after the first part was sent; "
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
-            piece.grad.copy_(parameter.grad)
+            view.grad.copy_(parameter.grad)
             parameter.grad = None
             self._used[i] = self._in_flat[i] = True
             self._missing[bucket] -= 1
@@ -390,8 +363,8 @@ class ModuleReplica:
         return hook
 
     def _end_window(self, count: int) -> None:
-        for i, piece in enumerate(self.flat.pieces):
-            self._used[i] = self._used[i] or piece.parameter.grad is not None
+        for i, view in enumerate(self.flat.views):
+            self._used[i] = self._used[i] or view.parameter.grad is not None
         self.own_count = count
         self.flat.count[0].fill_(count)
         if all(self._used):
@@ -400,19 +373,19 @@ class ModuleReplica:
             self.flat.used.copy_(torch.tensor(self._used, dtype=torch.float32))
         if self.on_unused is not None and count:
             if unused := [
-                p.name for p, used in zip(self.flat.pieces, self._used, strict=True) if not used
+                p.name for p, used in zip(self.flat.views, self._used, strict=True) if not used
             ]:
                 self.on_unused(unused)
             self.on_unused = None
 
     def _gather(self) -> None:
-        for i, piece in enumerate(self.flat.pieces):
+        for i, view in enumerate(self.flat.views):
             if not self._in_flat[i]:
-                if piece.parameter.grad is None:
-                    piece.grad.zero_()
+                if view.parameter.grad is None:
+                    view.grad.zero_()
                 else:
-                    piece.grad.copy_(piece.parameter.grad)
-                    piece.parameter.grad = None
+                    view.grad.copy_(view.parameter.grad)
+                    view.parameter.grad = None
                 self._in_flat[i] = True
 
     def _place(self) -> list[Tensor]:

@@ -76,38 +76,38 @@ def find(module: nn.Module, flat: FlatParameters, forward: Callable[[], Tensor])
     with _marked(layers), _undisturbed(module), torch.enable_grad():
         loss = forward()
     graph = _Graph(loss)
-    pieces = {id(p.parameter): p for p in flat.pieces}
+    views = {id(p.parameter): p for p in flat.views}
     sides: dict[int, dict[int, tuple[int, int]]] = {}  # parameter -> dimension -> (layer, repeat)
     sizes: list[int] = []
     gates: list[Gate] = []
     names: list[str] = []
     for name, layer in layers.items():
         way = _way(layer, graph)
-        if way is None or id(layer.weight) not in pieces:
+        if way is None or id(layer.weight) not in views:
             continue
         readers, between = way
-        if any(id(r.weight) not in pieces or not graph.used_once(r.weight) for r, _ in readers):
+        if any(id(r.weight) not in views or not graph.used_once(r.weight) for r, _ in readers):
             continue
         index, n = len(sizes), layer.weight.shape[0]
         sizes.append(n)
         names.append(name)
         for p in [layer.weight, layer.bias, *between]:
-            if p is not None and id(p) in pieces:
+            if p is not None and id(p) in views:
                 sides.setdefault(id(p), {})[0] = (index, 1)
         for reader, repeat in readers:
             sides.setdefault(id(reader.weight), {})[1] = (index, repeat)
             gates.append(Gate(reader, index, repeat, -1 if isinstance(reader, nn.Linear) else 1))
     places = []
     for key, dims in sides.items():
-        piece = pieces[key]
+        view = views[key]
         where = tuple((dim, index, repeat) for dim, (index, repeat) in sorted(dims.items()))
         places.append(
             UnitParameter(
-                piece.name,
-                piece.vector,
-                piece.start,
-                tuple(piece.value.shape),
-                tuple(piece.value.stride()),
+                view.name,
+                view.vector,
+                view.start,
+                tuple(view.value.shape),
+                tuple(view.value.stride()),
                 where,
             )
         )
@@ -216,7 +216,7 @@ class ThinnedReplica:
             hook.remove()
 
     def _remembered(self, elements: Tensors) -> Iterator[tuple[tuple[int, str], Tensor, Tensor]]:
-        for i, p in enumerate(self.inner.flat.pieces):
+        for i, p in enumerate(self.inner.flat.views):
             chosen = torch.as_strided(elements[p.vector], p.value.shape, p.value.stride(), p.start)
             for key, m in self.inner.optimizer.state.get(p.parameter, {}).items():
                 if isinstance(m, Tensor) and m.ndim and m.shape == p.value.shape:

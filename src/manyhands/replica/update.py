@@ -1,7 +1,7 @@
 """Applying the merged gradient: every rank all of it, or every rank only the part it owns.
 
 `WholeUpdate` leaves the user's optimizer on the module's parameters. `PartUpdate` gives it, instead of each parameter,
-the pieces of it that this rank owns; for optimizers that treat every element by itself that changes no bit of the
+the slices of it that this rank owns; for optimizers that treat every element by itself that changes no bit of the
 result, but each of M ranks does 1/M of the work and keeps 1/M of the optimizer's state. Both speak of state by
 parameter name, so a checkpoint does not know which of them wrote it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,23 @@ PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 Sum = Callable[[Tensors], None]  # over ranks, in place
 
 
+class Update(Protocol):
+    """Applies the merged gradient with the user's optimizer, and saves and loads the optimizer's state by parameter name."""
+
+    optimizer: Optimizer
+    part_only: bool  # each rank updates only the slices that it owns
+    placed: list[int]  # the views whose gradients the last `place` returned
+
+    def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
+        """Hand merged gradients to the optimizer's parameters and return them. A parameter that no rank used gets none,
+        as in plain torch. `in_flat`: the gradients are in the flat vectors, not at the parameters."""
+        ...
+
+    def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]: ...
+
+    def load(self, tensors: Tensors, meta: dict[str, Any]) -> None: ...
+
+
 class WholeUpdate:
     part_only = False
 
@@ -42,14 +59,14 @@ class WholeUpdate:
         if not has_sparse_gradients(module):
             fuse(optimizer, flat.count.device)
 
-    def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
-        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch. `placed`: of which pieces."""
+    def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
+        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch. `placed`: of which views."""
         grads, self.placed = [], []
-        for i, (piece, is_used) in enumerate(zip(self.flat.pieces, used, strict=True)):
+        for i, (view, is_used) in enumerate(zip(self.flat.views, used, strict=True)):
             if in_flat and is_used:
-                piece.parameter.grad = piece.grad
-            if piece.parameter.grad is not None:
-                grads.append(piece.parameter.grad)
+                view.parameter.grad = view.grad
+            if view.parameter.grad is not None:
+                grads.append(view.parameter.grad)
                 self.placed.append(i)
         return grads
 
@@ -64,10 +81,10 @@ class WholeUpdate:
 class _Slice:
     """The run of elements of one parameter, in memory order, that this rank owns."""
 
-    piece: int
+    view: int
     parameter: nn.Parameter  # a view of the values
     grad: Tensor
-    start: int  # within the piece
+    start: int  # within the view
     stop: int
 
 
@@ -94,64 +111,64 @@ class PartUpdate:
                 self._cut(key, owned)
         by_parameter: dict[int, list[nn.Parameter]] = {}
         for s in self._slices:
-            by_parameter.setdefault(id(flat.pieces[s.piece].parameter), []).append(s.parameter)
+            by_parameter.setdefault(id(flat.views[s.view].parameter), []).append(s.parameter)
         for group, whole in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [s for p in whole for s in by_parameter.get(id(p), [])]
         fuse(optimizer, flat.count.device)
 
     def _cut(self, key: str, owned: slice) -> None:
-        for i, piece in enumerate(self.flat.pieces):
-            if piece.vector != key:
+        for i, view in enumerate(self.flat.views):
+            if view.vector != key:
                 continue
             first, last = (
-                max(owned.start, piece.start),
-                min(owned.stop, piece.start + piece.parameter.numel()),
+                max(owned.start, view.start),
+                min(owned.stop, view.start + view.parameter.numel()),
             )
             if first < last:
-                view = nn.Parameter(self.flat.values[key][first:last])
+                own = nn.Parameter(self.flat.values[key][first:last])
                 self._slices.append(
                     _Slice(
                         i,
-                        view,
+                        own,
                         self.flat.grads[key][first:last],
-                        first - piece.start,
-                        last - piece.start,
+                        first - view.start,
+                        last - view.start,
                     )
                 )
 
-    def place(self, used: Sequence[bool], in_flat: bool) -> list[Tensor]:
+    def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
         for s in self._slices:
-            s.parameter.grad = s.grad if used[s.piece] else None
-        self.placed = [s.piece for s in self._slices if used[s.piece]]
-        return [s.grad for s in self._slices if used[s.piece]]
+            s.parameter.grad = s.grad if used[s.view] else None
+        self.placed = [s.view for s in self._slices if used[s.view]]
+        return [s.grad for s in self._slices if used[s.view]]
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
-        pieces = self.flat.pieces
-        present = torch.zeros(len(PER_ELEMENT) + 1, len(pieces), dtype=torch.float64)
+        views = self.flat.views
+        present = torch.zeros(len(PER_ELEMENT) + 1, len(views), dtype=torch.float64)
         for s in self._slices:
             entries = self.optimizer.state.get(s.parameter, {})
             for k, key in enumerate(PER_ELEMENT):
-                present[k, s.piece] = float(isinstance(entries.get(key), Tensor))
+                present[k, s.view] = float(isinstance(entries.get(key), Tensor))
             if s.start == 0:  # one rank speaks for the parameter
-                present[-1, s.piece] = float(entries["step"]) if "step" in entries else -1.0
+                present[-1, s.view] = float(entries["step"]) if "step" in entries else -1.0
         sum_over_ranks({"present": present})
         found: Tensors = {}
         for k, key in enumerate(PER_ELEMENT):
             whole = {
                 i: torch.zeros(p.parameter.numel(), dtype=p.value.dtype)
-                for i, p in enumerate(pieces)
+                for i, p in enumerate(views)
                 if present[k, i] > 0
             }
             for s in self._slices:
-                if s.piece in whole:
-                    whole[s.piece][s.start : s.stop] = self.optimizer.state[s.parameter][key]
+                if s.view in whole:
+                    whole[s.view][s.start : s.stop] = self.optimizer.state[s.parameter][key]
             sum_over_ranks({str(i): v for i, v in whole.items()})
             for i, values in whole.items():
-                p = pieces[i]
+                p = views[i]
                 found[f"{p.name}/{key}"] = torch.as_strided(
                     values, p.value.shape, p.value.stride()
                 ).contiguous()
-        for i, p in enumerate(pieces):
+        for i, p in enumerate(views):
             if present[-1, i] >= 0:
                 found[f"{p.name}/step"] = present[-1, i].float()
         return found, {
@@ -162,32 +179,29 @@ class PartUpdate:
     def load(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         mine: Tensors = {}
         for n, s in enumerate(self._slices):
-            piece = self.flat.pieces[s.piece]
+            view = self.flat.views[s.view]
             for key in (*PER_ELEMENT, "step"):
-                if (whole := tensors.get(f"{piece.name}/{key}")) is None:
+                if (whole := tensors.get(f"{view.name}/{key}")) is None:
                     continue
                 if key != "step":
-                    memory = torch.empty(piece.parameter.numel(), dtype=whole.dtype)
-                    torch.as_strided(memory, piece.value.shape, piece.value.stride()).copy_(whole)
+                    memory = torch.empty(view.parameter.numel(), dtype=whole.dtype)
+                    torch.as_strided(memory, view.value.shape, view.value.stride()).copy_(whole)
                     whole = memory[s.start : s.stop]
                 mine[f"{n}/{key}"] = whole.clone()  # each slice counts its own steps
         names = {id(s.parameter): str(n) for n, s in enumerate(self._slices)}
         state.load_named(self.optimizer, names, mine, meta)
 
 
-Update = WholeUpdate | PartUpdate
-
-
-def moments(pieces: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
+def moments(views: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
     """The optimizer's own tensors of a parameter's shape, the same names on all ranks."""
     prime(optimizer)
     return {
-        f"{piece.name}/{key}": value
-        for piece in pieces
-        for key, value in optimizer.state.get(piece.parameter, {}).items()
+        f"{view.name}/{key}": value
+        for view in views
+        for key, value in optimizer.state.get(view.parameter, {}).items()
         if isinstance(value, Tensor)
         and value.is_floating_point()
-        and value.shape == piece.parameter.shape
+        and value.shape == view.parameter.shape
         and value.ndim
     }
 

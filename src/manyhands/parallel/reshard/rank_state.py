@@ -93,7 +93,7 @@ class SlicedState:
     def optimizer(self) -> tuple[Tensors, dict[str, Any]]:
         update = self.update
         tensors, numbers = _as_it_is(
-            update.optimizer, {id(piece.parameter): piece.name for piece in self.flat.pieces}
+            update.optimizer, {id(view.parameter): view.name for view in self.flat.views}
         )
         return tensors, {
             "groups": state.plain_groups(self.flat.module, update.optimizer, update._groups),
@@ -101,7 +101,7 @@ class SlicedState:
         }
 
     def load_optimizer(self, local: Tensors, meta: dict[str, Any]) -> None:
-        held = {piece.name: piece.parameter for piece in self.flat.pieces if piece.value.numel()}
+        held = {view.name: view.parameter for view in self.flat.views if view.value.numel()}
         mine = {k: v for k, v in local.items() if k.rpartition("/")[0] in held}
         numbers = {n: v for n, v in meta["numbers"].items() if n in held}
         state.load_named(

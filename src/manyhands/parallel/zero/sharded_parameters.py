@@ -32,7 +32,7 @@ from manyhands.parallel.zero.spans import (
     buckets,
     units,
 )
-from manyhands.replica.flat import Allocate, Bucket, ParameterView
+from manyhands.replica.parameters import Allocate, Bucket, ParameterView, ReplicaGroup
 
 STAGES = (1, 2, 3)
 
@@ -42,6 +42,8 @@ class ShardedParameters:
     that all its ranks share; every rank starts from weights that are already the same. `short` is the type that stage 3 gathers
     the weights of matrix layers in, for use under autocast to it. `ahead`: how many blocks are gathered, and how many sums are under
     way, beside the one at work; 0 waits for each and holds least."""
+
+    collects_gradients = True
 
     def __init__(
         self,
@@ -54,20 +56,13 @@ class ShardedParameters:
         bucket_bytes: int = 8 << 20,
         unit_bytes: int = 1 << 20,
         short: torch.dtype | None = None,
-        overlap: bool = True,
         ahead: int = 1,
     ):
         if stage not in STAGES:
             raise PlanError(
                 f"zero={stage}; needed: 1 (optimizer state), 2 (gradients too) or 3 (parameters too)"
             )
-        self.module, self.group, self.stage, self.overlap, self.ahead = (
-            module,
-            group,
-            stage,
-            overlap,
-            ahead,
-        )
+        self.module, self.group, self.stage, self.ahead = module, group, stage, ahead
         self.watch: Callable[[], None] | None = None  # called when memory is at a local peak
         self._named = [
             (i, n, p)
@@ -90,7 +85,7 @@ class ShardedParameters:
         self._sending = self._sent_any = False
         self._marked = False  # passes of this step are told of one by one
         self._used = [False] * len(self._named)
-        self._dirty = False
+        self._dirty, self._overlap = False, True
         self.frozen: list[Span] = []
         if self.gathers:
             numbers = {id(p): i for i, _, p in self._named}
@@ -116,14 +111,13 @@ class ShardedParameters:
             for dtype in dict.fromkeys(s.dtype for s in self.spans):
                 longest = max(s.length for s in self.spans if s.dtype == dtype)
                 self.pool[dtype] = [allocate(longest, dtype) for _ in range(ahead + 1)]
-        self.pieces = self._pieces()
+        self.views = self._views()
         self.buckets = [
-            Bucket(
-                key, tuple(i for i, piece in enumerate(self.pieces) if piece.vector == key), grad
-            )
+            Bucket(key, tuple(i for i, view in enumerate(self.views) if view.vector == key), grad)
             for key, grad in self._grads.items()
         ]
-        self.count = torch.zeros(1 + len(self.pieces), device=self.device)
+        self.count = torch.zeros(1 + len(self.views), device=self.device)
+        self.replica_group = ReplicaGroup(self._sum, [1.0] * len(self.views))
         self._hooks: list[Any] = [
             p.parameter.register_post_accumulate_grad_hook(self._hook(s, p))
             for s in self.spans
@@ -179,7 +173,7 @@ class ShardedParameters:
                 s.buffer, s.grad = buffer, buffer[s.own]
                 self._grads[s.key] = s.grad
 
-    def _pieces(self) -> list[ParameterView]:
+    def _views(self) -> list[ParameterView]:
         """This rank's slice of every parameter, as the optimizer and merge rules know it."""
         found: dict[int, ParameterView] = {}
         at: dict[str, int] = {}
@@ -218,9 +212,9 @@ class ShardedParameters:
     def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
         """What lies where in each vector, and in each bucket, which is one: slices have no shape but their length."""
         found: dict[str, list[tuple[slice, torch.Size]]] = {k: [] for k in self._values}
-        for piece in self.pieces:
-            if n := piece.value.numel():
-                found[piece.vector].append((slice(piece.start, piece.start + n), piece.value.shape))
+        for view in self.views:
+            if n := view.value.numel():
+                found[view.vector].append((slice(view.start, view.start + n), view.value.shape))
         return found
 
     @contextlib.contextmanager
@@ -254,7 +248,7 @@ class ShardedParameters:
                 self.gathering.release_all()
             self._dirty = False
 
-    def sum(self, values: Tensor) -> None:
+    def _sum(self, values: Tensor) -> None:
         """Over the ranks of the axis, in place."""
         self.group.all_reduce({"inside": values}).wait()
 
@@ -276,7 +270,8 @@ class ShardedParameters:
 
     # -- one step of the replica: any number of backward passes, then one sum of what they counted --
 
-    def start_window(self) -> None:
+    def start_window(self, overlap: bool) -> None:
+        self._overlap = overlap
         self.refresh()
         if self.gathering is not None:
             self.gathering.start()
@@ -365,7 +360,7 @@ class ShardedParameters:
             if s.buffer is not None:
                 self._fill(s, place)
             while (
-                self._sending and self.overlap and not self.gathers
+                self._sending and self._overlap and not self.gathers
                 and self._launched < len(self.spans) and len(self.spans[self._launched].seen) == len(self.spans[self._launched].places)
             ):  # fmt: skip  # in order on every rank
                 self._send(self.spans[self._launched])

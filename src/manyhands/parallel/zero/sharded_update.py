@@ -64,7 +64,7 @@ class ShardUpdate:
                 before: dict[str, Any] = optimizer.state.pop(place.parameter, {})
                 if start == stop:
                     continue
-                mine = slices[id(place.parameter)] = flat.pieces[place.index].parameter
+                mine = slices[id(place.parameter)] = flat.views[place.index].parameter
                 for key, value in before.items():  # Adagrad has state from the start
                     alike = (
                         isinstance(value, Tensor) and value.shape == place.shape and key not in ONCE
@@ -74,36 +74,36 @@ class ShardUpdate:
                     )
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [slices[id(p)] for p in parameters if id(p) in slices]
-        self.placed: list[int] = []  # the pieces whose gradients `place` gave last
+        self.placed: list[int] = []  # the views whose gradients `place` gave last
         fuse(optimizer, flat.count.device)
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
         """Hand this rank's slices of the merged gradient to the optimizer; what no rank used gets none, as in plain torch."""
-        for piece, is_used in zip(self.flat.pieces, used, strict=True):
-            piece.parameter.grad = piece.grad if is_used and piece.grad.numel() else None
+        for view, is_used in zip(self.flat.views, used, strict=True):
+            view.parameter.grad = view.grad if is_used and view.grad.numel() else None
         self.placed = [
-            i for i, piece in enumerate(self.flat.pieces) if piece.parameter.grad is not None
+            i for i, view in enumerate(self.flat.views) if view.parameter.grad is not None
         ]
-        return [self.flat.pieces[i].grad for i in self.placed]
+        return [self.flat.views[i].grad for i in self.placed]
 
     def save(self, sum_over_ranks: Sum | None = None) -> tuple[Tensors, dict[str, Any]]:
         """Whole tensors, on every rank of the shard axis, which all call this; the axis sums by itself."""
         flat, held = self.flat, self.optimizer.state
         told = torch.full(
-            (len(PER_ELEMENT) + len(ONCE), len(flat.pieces)),
+            (len(PER_ELEMENT) + len(ONCE), len(flat.views)),
             -1.0,
             dtype=torch.float64,
             device=flat.device,
         )
-        for i, piece in enumerate(flat.pieces):
-            entries = held.get(piece.parameter, {})
+        for i, view in enumerate(flat.views):
+            entries = held.get(view.parameter, {})
             for k, key in enumerate(PER_ELEMENT):
                 told[k, i] = 1.0 if isinstance(entries.get(key), Tensor) else -1.0
             for k, key in enumerate(ONCE, len(PER_ELEMENT)):
                 told[k, i] = float(entries[key]) if key in entries else -1.0
         flat.group.all_reduce({"told": told}, "max").wait()
         found: Tensors = {}
-        number = {piece.name: i for i, piece in enumerate(flat.pieces)}
+        number = {view.name: i for i, view in enumerate(flat.views)}
         for k, key in enumerate(PER_ELEMENT):
             if not bool((told[k] > 0).any()):
                 continue
@@ -112,7 +112,7 @@ class ShardUpdate:
                 mine = torch.zeros_like(s.value)
                 for place in s.places:
                     start, stop = s.run(place)
-                    kept = held.get(flat.pieces[place.index].parameter, {}).get(key)
+                    kept = held.get(flat.views[place.index].parameter, {}).get(key)
                     if isinstance(kept, Tensor) and start < stop:
                         lo = place.start + start - s.own.start
                         mine[lo : lo + stop - start] = kept
@@ -122,7 +122,7 @@ class ShardUpdate:
         for k, key in enumerate(ONCE, len(PER_ELEMENT)):
             found |= {
                 f"{p.name}/{key}": told[k, i].float().cpu()
-                for i, p in enumerate(flat.pieces)
+                for i, p in enumerate(flat.views)
                 if told[k, i] >= 0
             }
         return found, {
@@ -133,13 +133,11 @@ class ShardUpdate:
     def load(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         runs = self.flat.runs()
         mine: Tensors = {}
-        for piece in self.flat.pieces:
+        for view in self.flat.views:
             for key in (*PER_ELEMENT, *ONCE):
-                if (
-                    found := tensors.get(f"{piece.name}/{key}")
-                ) is not None and piece.value.numel():
-                    mine[f"{piece.name}/{key}"] = (
-                        found.reshape(-1)[slice(*runs[piece.name])].clone()
+                if (found := tensors.get(f"{view.name}/{key}")) is not None and view.value.numel():
+                    mine[f"{view.name}/{key}"] = (
+                        found.reshape(-1)[slice(*runs[view.name])].clone()
                         if key not in ONCE
                         else found.clone()
                     )
@@ -148,5 +146,5 @@ class ShardUpdate:
             for n, v in meta["numbers"].items()
             if runs.get(n, (0, 0))[0] < runs.get(n, (0, 0))[1]
         }
-        names = {id(piece.parameter): piece.name for piece in self.flat.pieces}
+        names = {id(view.parameter): view.name for view in self.flat.views}
         state.load_named(self.optimizer, names, mine, {**meta, "numbers": numbers})
