@@ -1,4 +1,4 @@
-"""What is compiled is read from the disk next time, and compiled anew when another file that is part of it has changed."""
+"""Compiled kernels are cached on disk, and compile again when any file they were made of changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import manyhands
 import manyhands.kernels.compile
 
 CONSTANT = "from manyhands.kernels.compile import compiled\nNUMBER = {number}\n@compiled\ndef unused(x):\n    return x\n"
@@ -47,3 +48,4 @@ def test_all_files_that_compile_are_looked_at() -> None:
     assert not [path for path, text in sources.items() if "njit" in text], (
         "use manyhands.kernels.compile"
     )
+    assert Path(manyhands.__file__).parent == manyhands.kernels.compile.PACKAGE

@@ -266,7 +266,7 @@ def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
     name, options = ("sum", {}) if rule.on_server == "sum" else served_rule(me.update.optimizer)
     for key, vector in me.replica.params.items():
         store.create(
-            Table(key, length=vector.numel(), dtype="float64", rule=name, options=options), vector
+            Table(key, length=vector.numel(), dtype="float64", optimizer=name, options=options), vector
         )
         if key in saved and store.rank == 0:
             store.restore(key, saved[key])

@@ -1,12 +1,13 @@
-"""Loops that numba compiles: without the interpreter's lock, once, and then read from the disk.
+"""Compilation of kernels by numba: without the GIL, cached on disk, stamped with our sources.
 
-    @compiled      a loop that Python calls
-    @inlined       a part of such loops
-    compiling()    the same with options of one's own
+    @compiled      a kernel that Python calls
+    @inlined       a function that kernels call; always inlined, so a constant argument is folded
+    compiling()    a decorator like these two, with options of its own
 
-numba keeps machine code for as long as the file of its function is the same. But constants and inlined functions of other files are
-in that code too, and `__pycache__` outlives an upgrade: a table could be read with what the version before knew of its layout. So all
-that is compiled here is compiled anew when any file that compiles something has changed.
+numba keeps cached machine code while the file of the function is the same. But constants and
+inlined functions of other files are in that code too, and `__pycache__` outlives an upgrade: a
+kernel could read a table by the layout of an older version. So the cache's stamp also covers the
+content of every file of the package that compiles something: when one changes, all compile again.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import caching
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
+MARKS = (b"@compiled", b"@inlined", b"compiling(", b"@intrinsic")
+
+# Kernels compute offsets in these: a signed index costs a check for negative numbers per access.
+U64, U32 = np.uint64, np.uint32
 
 
 @functools.cache
 def _sources() -> str:
-    """One word for the content of all files of the package that have to do with compiled code."""
+    """Digest of all files of the package that compile something."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_bytes()
-        if any(word in text for word in (b"@compiled", b"compiling(", b"@intrinsic")):
+        if any(mark in text for mark in MARKS):
             digest.update(text)
     return digest.hexdigest()
 
@@ -37,10 +43,8 @@ def _sources() -> str:
 class _Cache(caching.FunctionCache):
     def __init__(self, function: Any):
         super().__init__(function)
-        stamp = (
-            self._impl.locator.get_source_stamp(),
-            _sources(),
-        )  # numba's own, of the function's file, and ours
+        # numba's own stamp, of the function's file, and ours
+        stamp = (self._impl.locator.get_source_stamp(), _sources())
         self._cache_file = caching.IndexDataCacheFile(
             self._cache_path, self._impl.filename_base, stamp
         )

@@ -56,7 +56,7 @@ def made(
 ) -> tuple[CachedStore, Asked]:
     inner = store or Asked()
     cached = CachedStore(inner, rows, age)
-    cached.create(Table("t", DIM, rule=rule, options={"lr": 0.5, **options}))
+    cached.create(Table("t", DIM, optimizer=rule, options={"lr": 0.5, **options}))
     return cached, inner
 
 
@@ -116,7 +116,7 @@ def test_without_rows_or_without_age_it_is_not_there(rows: int, age: int) -> Non
 def test_a_synchronous_run_is_the_same_with_it_and_without(rule: str) -> None:
     def run(cache: int) -> Tensor:
         store = CachedStore(LocalStore(0, 1), cache, 8)
-        store.create(Table("t", DIM, rule=rule, options={"lr": 0.5}))
+        store.create(Table("t", DIM, optimizer=rule, options={"lr": 0.5}))
         dice = torch.Generator().manual_seed(0)
         for _ in range(20):
             some = torch.randint(0, 10, (6,), generator=dice).unique()

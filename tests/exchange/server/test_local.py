@@ -114,7 +114,7 @@ def test_one_worker_is_serial_sgd_to_the_bit(
     served = {"decay" if k == "weight_decay" else k: float(v) for k, v in options.items()}
     rule = "momentum" if "momentum" in options else "sgd"
     store.create(
-        Table("w", length=5000, dtype=n, rule=rule, options={"lr": 0.05, **served}),
+        Table("w", length=5000, dtype=n, optimizer=rule, options={"lr": 0.05, **served}),
         w.detach().clone(),
     )  # type: ignore[arg-type]
     for step in range(5):
@@ -178,8 +178,8 @@ def test_ids_that_repeat_are_summed_before_the_rule_sees_them() -> None:
 def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
     def train(shards: int) -> list[Tensor]:
         store, random = store_of(shards), torch.Generator().manual_seed(3)
-        store.create(Table("rows", dim=4, rule=rule, options={"lr": 0.1}))
-        store.create(Table("w", length=3000, rule=rule, options={"lr": 0.1}), torch.ones(3000))
+        store.create(Table("rows", dim=4, optimizer=rule, options={"lr": 0.1}))
+        store.create(Table("w", length=3000, optimizer=rule, options={"lr": 0.1}), torch.ones(3000))
         for _ in range(6):
             ids = torch.randint(-20, 20, (7,), generator=random)
             updates = {
@@ -202,8 +202,8 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
 )
 def test_a_restored_store_goes_on_to_the_bit(shards: int, rule: str) -> None:
     tables = [
-        Table("rows", dim=4, rule=rule, options={"lr": 0.1}),
-        Table("w", dim=4, length=4096, rule=rule, options={"lr": 0.1}),
+        Table("rows", dim=4, optimizer=rule, options={"lr": 0.1}),
+        Table("w", dim=4, length=4096, optimizer=rule, options={"lr": 0.1}),
     ]
     random = torch.Generator().manual_seed(4)
 

@@ -35,7 +35,7 @@ def dense_run(
     rule: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float
 ) -> DenseTable:
     lr = options.pop("lr", 0.05)
-    spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, rule=rule, options=options)  # type: ignore[arg-type]
+    spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, optimizer=rule, options=options)  # type: ignore[arg-type]
     table = DenseTable(spec, 0, w.size, w)
     for t, g in enumerate(grads):
         table.push(g.copy(), lr / (t + 1))  # a schedule: the push brings its own rate
@@ -45,7 +45,7 @@ def dense_run(
 def sparse_run(rule: str, w: np.ndarray, grads: list[np.ndarray], **options: float) -> np.ndarray:
     """The same numbers as rows under scattered ids."""
     lr = options.pop("lr", 0.05)
-    table = SparseTable(Table("t", dim=w.shape[1], dtype=w.dtype.name, rule=rule, options=options))  # type: ignore[arg-type]
+    table = SparseTable(Table("t", dim=w.shape[1], dtype=w.dtype.name, optimizer=rule, options=options))  # type: ignore[arg-type]
     ids = dice(7).integers(-(2**63), 2**63 - 1, w.shape[0], dtype=np.int64)
     table.pull(ids, out := np.empty_like(w))
     _, _, state, _ = table.items()  # what rows start with is the same in all of them
@@ -140,7 +140,7 @@ def test_lazy_adam_counts_the_pushes_of_a_row_and_adam_those_of_the_table() -> N
         table = SparseTable(
             Table(
                 "t",
-                rule=rule,
+                optimizer=rule,
                 dtype="float64",
                 init="zeros",
                 options={"beta1": 0.9, "beta2": 0.999},
@@ -233,7 +233,7 @@ def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> Non
     w, g = dice().standard_normal(8), gradients(8, "float64", 1)[0]
     options = {"lr": 0.3} if "lr" in RULES[rule].defaults else {}
     tables = [
-        DenseTable(Table("t", length=8, dtype="float64", rule=rule, options=o), 0, 8, w.copy())
+        DenseTable(Table("t", length=8, dtype="float64", optimizer=rule, options=o), 0, 8, w.copy())
         for o in (options, {})
     ]
     tables[0].push(g.copy())
@@ -362,7 +362,7 @@ def test_options_that_cannot_be_are_refused(
     rule: str, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):
-        SparseTable(Table("t", rule=rule, options=options))
+        SparseTable(Table("t", optimizer=rule, options=options))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])

@@ -654,7 +654,7 @@ def test_threads_that_push_at_once_lose_nothing() -> None:
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_a_table_goes_on_from_its_dump_to_the_bit(rule: str, kind: str) -> None:
     table = Table(
-        "t", dim=2, length=64 if kind == "dense" else None, rule=rule, options={"lr": 0.1}
+        "t", dim=2, length=64 if kind == "dense" else None, optimizer=rule, options={"lr": 0.1}
     )
     shard, generator = shard_with(table), np.random.default_rng(5)
 
