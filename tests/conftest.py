@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from manyhands.exchange import segments
 
+pytest.register_assert_rewrite("support")  # its assertions show their values too
 torch.set_num_threads(1)
 
 GRACE_S = 3.0  # a process or thread that was told to end may need a moment

@@ -20,8 +20,7 @@ from manyhands import datasets
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
 from manyhands.split.data import part
-
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from support.paths import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,17 @@ import pytest
 
 import manyhands
 from manyhands.merge import STRATEGIES
+from support.paths import REPOSITORY
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with pre-commit, of the extra `dev`")
-ROOT = Path(__file__).parents[1]
 
 
 def read(path: str) -> Any:
-    return yaml.safe_load((ROOT / path).read_text())
+    return yaml.safe_load((REPOSITORY / path).read_text())
 
 
 def project() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     return found
 
 
@@ -35,7 +35,9 @@ def test_the_citation_is_of_this_version_and_licence() -> None:
 
 def test_hooks_run_the_tools_of_make_check() -> None:
     loop = re.search(
-        r"^check:.*?for tool in (.*?);", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL
+        r"^check:.*?for tool in (.*?);",
+        (REPOSITORY / "Makefile").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert loop is not None
     tools = [quoted or word for quoted, word in re.findall(r'"([^"]+)"|(\S+)', loop[1])]
@@ -57,7 +59,9 @@ def test_the_workflow_runs_every_python_that_the_package_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml")), ids=lambda path: path.stem
+    "form",
+    sorted((REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*_*.yml")),
+    ids=lambda path: path.stem,
 )
 def test_forms_have_what_github_asks_for(form: Path) -> None:
     content = yaml.safe_load(form.read_text())
@@ -69,14 +73,16 @@ def test_forms_have_what_github_asks_for(form: Path) -> None:
 
 
 def test_the_changelog_has_a_place_for_what_comes_next() -> None:
-    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == "Unreleased"
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)
 def test_every_rule_has_its_paper(rule: str) -> None:
     rows = [
-        line for line in (ROOT / "docs/papers.md").read_text().splitlines() if line.startswith("|")
+        line
+        for line in (REPOSITORY / "docs/papers.md").read_text().splitlines()
+        if line.startswith("|")
     ]
     assert any(f"`merge={rule}" in row for row in rows), (
         f"add a row with `merge={rule}` to docs/papers.md"
@@ -84,7 +90,7 @@ def test_every_rule_has_its_paper(rule: str) -> None:
 
 
 def test_pins_are_sorted_and_hold_every_tool_of_dev() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     names = [plain(line.split("==")[0]) for line in lines if not line.startswith("#")]
     assert names == sorted(set(names))
     extras = project()["optional-dependencies"]

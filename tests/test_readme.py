@@ -22,8 +22,8 @@ from manyhands.exchange.compression import CODECS
 from manyhands.merge import STRATEGIES
 from manyhands.plan import words
 from manyhands.split.data import SPLITS
+from support.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = REPOSITORY / "src" / "manyhands"
 README = (REPOSITORY / "README.md").read_text()
 BENCHMARKS = {

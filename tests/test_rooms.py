@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from support.paths import REPOSITORY
+
 SOURCE = REPOSITORY / "src" / "manyhands"
 FILES = sorted(SOURCE.rglob("*.py"))
 

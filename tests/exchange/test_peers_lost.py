@@ -11,10 +11,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from test_links import TIMEOUT_S, Case, place, start
 
 from manyhands.errors import PeerLost
 from manyhands.exchange import collective, segments
+from support.group_checks import TIMEOUT_S, Case, place
+from support.processes import start
 
 
 def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connection) -> None:

@@ -12,7 +12,7 @@ from manyhands.errors import LaunchError
 from manyhands.launch.environment import (
     ServedBy,
     own_address,
-    place,
+    process_info,
     served,
     store,
 )
@@ -60,7 +60,7 @@ TORCHRUN = {**HOST, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WO
     ],
 )
 def test_every_launcher_is_understood(env: dict[str, str], expected: ProcessInfo) -> None:
-    assert place(env) == expected
+    assert process_info(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_launcher_is_understood(env: dict[str, str], expected: ProcessInfo
 )
 def test_variables_that_cannot_be_are_refused(env: dict[str, str], says: str) -> None:
     with pytest.raises(LaunchError, match=says):
-        place(env)
+        process_info(env)
 
 
 def test_alone_no_port_is_opened_and_with_others_the_rendezvous_must_be_named() -> None:

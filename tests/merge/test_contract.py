@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from quadratic import BATCH, Make, Outcome, Point, Problem, Rank, momentum, run, sgd
 from torch import Tensor
 
 from manyhands.core import Group, Store, Tensors
@@ -18,6 +17,7 @@ from manyhands.merge import STRATEGIES
 from manyhands.merge.admm import ADMM
 from manyhands.merge.easgd import EASGD
 from manyhands.plan.words import parse
+from support.quadratic import BATCH, Make, Outcome, Point, Problem, Rank, momentum, run, sgd
 
 
 @dataclass(frozen=True)

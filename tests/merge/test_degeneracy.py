@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from quadratic import Counts, Outcome, Problem, Rank, full, momentum, run, sgd
 from torch import Tensor
 
 from manyhands.core import Group, Tensors
@@ -20,6 +19,7 @@ from manyhands.merge.easgd import EASGD
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.model_average import ModelAverage
 from manyhands.merge.streaming_diloco import StreamingDiLoCo
+from support.quadratic import Counts, Outcome, Problem, Rank, full, momentum, run, sgd
 
 NOISY = Problem(4, mixed=1.0, noise=0.3)
 VECTOR_BYTES = 16 * 8  # both parameters of the bench, each padded to 64 bytes

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from quadratic import Outcome, Problem, Rank, run, sgd
 from torch import Tensor
 
 from manyhands.core import Group, Tensors
@@ -20,6 +19,7 @@ from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.d_psgd import DPSGD
 from manyhands.merge.sgp import SGP
 from manyhands.merge.topology import Turn
+from support.quadratic import Outcome, Problem, Rank, run, sgd
 
 LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]
 GOSSIP = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from quadratic import BATCH, Counts, Make, Outcome, Problem, Rank, full, hold, momentum, run, sgd
 from torch import Tensor
 
 from manyhands.core import Store, Table, Tensors
@@ -24,6 +23,19 @@ from manyhands.merge.stale_sync import StaleSync
 from manyhands.server.clock import Clock
 from manyhands.server.inproc_store import InprocStore
 from manyhands.server.shard import Shard
+from support.quadratic import (
+    BATCH,
+    Counts,
+    Make,
+    Outcome,
+    Problem,
+    Rank,
+    full,
+    hold,
+    momentum,
+    run,
+    sgd,
+)
 
 NOISY = Problem(4, mixed=1.0, noise=0.3)
 INF = float("inf")

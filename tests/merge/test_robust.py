@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from quadratic import Problem, Rank
 from torch import Tensor
 
 from manyhands.core import Group, Tensors, Work
@@ -17,6 +16,7 @@ from manyhands.exchange.inproc import World
 from manyhands.merge import aggregate
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.robust import How, Robust
+from support.quadratic import Problem, Rank
 
 HOWS = get_args(How)
 Lie = Callable[[Tensor], Tensor]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from thin import BATCH, Make, Trained, Worker, accuracy, adam, mlp, momentum, train, worker
 from torch import Tensor
 
 from manyhands.core import EXACT, Group, Tensors
@@ -17,6 +16,18 @@ from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.skeleton import Skeleton
 from manyhands.plan.words import parse
+from support.skeleton_networks import (
+    BATCH,
+    Make,
+    Trained,
+    Worker,
+    accuracy,
+    adam,
+    mlp,
+    momentum,
+    train,
+    worker,
+)
 
 
 def uneven(rank: int, step: int) -> int:

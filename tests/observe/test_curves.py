@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from observed_runs import PLAN, ZERO_S, progress, record, whole_run
 from PIL import Image
 
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
 from manyhands.observe.curves import collect, draw, smooth
 from manyhands.observe.events import read
+from support.recorded_runs import PLAN, ZERO_S, progress, record, whole_run
 
 
 def evaluate(time_s: float, **value: float) -> Event:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from observed_runs import record, whole_run
 
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
 from manyhands.observe.events import Recorder, read
+from support.recorded_runs import record, whole_run
 
 
 class Keep:

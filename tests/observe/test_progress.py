@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
-from observed_runs import PLAN, ZERO_S, progress
 
 from manyhands.core import Event
 from manyhands.observe.progress import Progress
@@ -20,6 +19,7 @@ from manyhands.observe.text import (
     size,
     took,
 )
+from support.recorded_runs import PLAN, ZERO_S, progress
 
 START = Event(ZERO_S, 0, 0, "start", value=PLAN)
 EVALUATE = Event(ZERO_S + 3, 0, 100, "evaluate", 0.8, value={"accuracy": 0.9712, "epoch": 1.0})

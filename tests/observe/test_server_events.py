@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from observed_runs import ZERO_S, progress, record, whole_run
 
 from manyhands.core import Event, Table
 from manyhands.observe import curves
@@ -19,6 +18,7 @@ from manyhands.observe.progress import Progress, describe, fit
 from manyhands.observe.server_events import figures, server_event
 from manyhands.observe.text import rate
 from manyhands.server.local_store import LocalStore
+from support.recorded_runs import ZERO_S, progress, record, whole_run
 
 STATS = {
     "pulled_rows": 2e6, "pushed_rows": 5e5, "pulled_bytes": 5e8, "pushed_bytes": 1.4e8, "server_requests": 100.0,

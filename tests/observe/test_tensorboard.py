@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from observed_runs import PLAN, ZERO_S, progress
 
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
 from manyhands.observe.tensorboard import TensorBoard
+from support.recorded_runs import PLAN, ZERO_S, progress
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

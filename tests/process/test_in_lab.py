@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import (
+
+import manyhands as mh
+from manyhands.errors import LaunchError
+from manyhands.launch import environment, lab, namespaces
+from manyhands.recover.checkpoint import Checkpoints
+from support.commands import (
     CLI,
     ENDLESS,
     STOPPED_S,
@@ -26,11 +31,6 @@ from jobs import (
     gone,
     wait_until_gone,
 )
-
-import manyhands as mh
-from manyhands.errors import LaunchError
-from manyhands.launch import environment, lab, namespaces
-from manyhands.recover.checkpoint import Checkpoints
 
 ORDER = dict(rtol=1e-5, atol=1e-6)  # sums of the same numbers in another order
 RATE_BITS = 200e6

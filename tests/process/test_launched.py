@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import (
+from torch import Tensor, nn
+
+import manyhands as mh
+from manyhands.recover.checkpoint import Checkpoints
+from support.commands import (
     CLI,
     ENDLESS,
     STOPPED_S,
@@ -24,10 +28,6 @@ from jobs import (
     run,
     wait_until_gone,
 )
-from torch import Tensor, nn
-
-import manyhands as mh
-from manyhands.recover.checkpoint import Checkpoints
 
 RUN = [*CLI, "run", "job.py"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import CLI, command, run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
 from manyhands.api import _joined
 from manyhands.recover.checkpoint import Checkpoints
+from support.commands import CLI, command, run
 
 N = 38
 G = torch.Generator().manual_seed(0)

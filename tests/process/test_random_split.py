@@ -14,7 +14,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
-from manyhands.launch.environment import place
+from manyhands.launch.environment import process_info
 from manyhands.recover.checkpoint import Checkpoints
 
 G = torch.Generator().manual_seed(0)
@@ -60,7 +60,7 @@ def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any
     for name, said in RUNS.items():
         here = Options(quiet=True, directory=f"{folder}/{name}")
         found[name] = work(task, {**words, **said, "epochs": 4, "save": "off"}, here)["metrics"]
-    if place().rank == 0:
+    if process_info().rank == 0:
         Path(folder, "results.json").write_text(json.dumps(found))
     return {}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import CLI, command, descendants, wait_until_gone
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
 from manyhands.cli.export import export
 from manyhands.recover.checkpoint import Checkpoints
+from support.commands import CLI, command, descendants, wait_until_gone
 
 N = 53  # and 2 ranks x 4: seven steps an epoch, the last of five samples
 G = torch.Generator().manual_seed(0)

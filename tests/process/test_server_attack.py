@@ -24,8 +24,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import environ
-from soak import Footprint
 
 from manyhands.core import ProcessInfo, Table
 from manyhands.errors import ServerLost, StoreError
@@ -33,6 +31,8 @@ from manyhands.launch.servers import Servers, start
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.protocol import frame, handshake
 from manyhands.server.protocol import messages as m
+from support.commands import environ
+from support.soak import Footprint
 
 LIMIT_S = 60.0
 SUM = Table("sum", dim=4, dtype="float64", optimizer="sum", init="zeros")
@@ -157,7 +157,7 @@ def sent_away(sock: socket.socket) -> str:
             return answer.reason
 
 
-def frame(
+def raw_frame(
     kind: int = 2,
     message: bytes = b"",
     version: int = frame.VERSION,
@@ -181,20 +181,23 @@ KIND = frame.KIND_OF[m.Proof]
     ("sent", "reason"),
     [
         (b"GET / HTTP/1.1\r\nHost: there\r\n\r\n" + b" " * 64, "garbage"),
-        (frame(KIND, magic=b"nope"), "garbage"),
+        (raw_frame(KIND, magic=b"nope"), "garbage"),
         (bytes(frame.HEADER_BYTES), "garbage"),
-        (frame(KIND)[:-1] + b"\xff", "garbage"),  # a wrong checksum
-        (frame(60000), "garbage"),  # no such kind
-        (frame(KIND, b"\xc1" * 100), "garbage"),  # no msgpack
-        (frame(KIND, msgspec.msgpack.encode([1, 2, 3])), "garbage"),  # not the message of its kind
+        (raw_frame(KIND)[:-1] + b"\xff", "garbage"),  # a wrong checksum
+        (raw_frame(60000), "garbage"),  # no such kind
+        (raw_frame(KIND, b"\xc1" * 100), "garbage"),  # no msgpack
         (
-            frame(frame.KIND_OF[m.Exchange], msgspec.msgpack.encode([0, 0, [], []])),
+            raw_frame(KIND, msgspec.msgpack.encode([1, 2, 3])),
+            "garbage",
+        ),  # not the message of its kind
+        (
+            raw_frame(frame.KIND_OF[m.Exchange], msgspec.msgpack.encode([0, 0, [], []])),
             "garbage",
         ),  # asks before it proves
-        (frame(KIND, version=frame.VERSION + 1), "version"),
-        (frame(KIND, sizes=(2**32 - 1, 0)), "size"),
-        (frame(KIND, sizes=(10, 2**63)), "size"),
-        (frame(KIND, sizes=(frame.STRANGER_BYTES + 1, 0)), "size"),  # allowed to friends only
+        (raw_frame(KIND, version=frame.VERSION + 1), "version"),
+        (raw_frame(KIND, sizes=(2**32 - 1, 0)), "size"),
+        (raw_frame(KIND, sizes=(10, 2**63)), "size"),
+        (raw_frame(KIND, sizes=(frame.STRANGER_BYTES + 1, 0)), "size"),  # allowed to friends only
         (frame.encode(PROOF), "token"),
     ],
 )
@@ -440,7 +443,7 @@ def test_random_messages_of_one_who_knows_the_token_do_no_harm(
                     chance.choice([0, -1, 2**40, "x", b"\0", [], None, True, 1e300, {}])
                     for _ in range(chance.randrange(12))
                 ]
-                channel.sock.sendall(frame(kind, msgspec.msgpack.encode(values)))
+                channel.sock.sendall(raw_frame(kind, msgspec.msgpack.encode(values)))
                 channel.sock.settimeout(0.02)
                 try:
                     channel.sock.recv(1 << 16)
@@ -454,7 +457,9 @@ def test_a_frame_larger_than_any_is_refused_before_memory_is_made_for_it(
 ) -> None:
     before = Footprint.of(servers.children[0].process.pid)
     with let_in(servers) as channel:
-        channel.sock.sendall(frame(frame.KIND_OF[m.Exchange], sizes=(100, frame.PAYLOAD_BYTES + 1)))
+        channel.sock.sendall(
+            raw_frame(frame.KIND_OF[m.Exchange], sizes=(100, frame.PAYLOAD_BYTES + 1))
+        )
         assert sent_away(channel.sock) == "size"
     assert Footprint.of(servers.children[0].process.pid).rss_bytes < before.rss_bytes + (64 << 20)
     assert witness.refused() == {"size": 1.0}

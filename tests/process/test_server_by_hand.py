@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import CLI, Command, command, environ
 
 from manyhands.core import Table
 from manyhands.errors import ServerLost, StoreError
 from manyhands.server.client.server_store import ServerStore
+from support.commands import CLI, Command, command, environ
 
 pytestmark = pytest.mark.slow  # processes by the dozen: run by hand, -m slow
 

@@ -1,9 +1,10 @@
-"""A short soak; `python tests/process/soak.py --minutes 10` is the long one."""
+"""A short soak; `python tests/support/soak.py --minutes 10` is the long one."""
 
 from __future__ import annotations
 
 import pytest
-from soak import possible, soak
+
+from support.soak import possible, soak
 
 pytestmark = pytest.mark.slow  # processes by the dozen: run by hand, -m slow
 

@@ -11,8 +11,7 @@ import pytest
 from manyhands import api as running
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from support.paths import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

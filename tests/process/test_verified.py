@@ -24,8 +24,8 @@ from manyhands.cli.verify import Record, verify
 from manyhands.core import Layout
 from manyhands.plan import words as plan_words
 from manyhands.task import Task
+from support.paths import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 4
 LINKS = {"shared": "aaaa", "gloo": "aaaa", "hierarchical": "aabb"}  # and each rank's host
 HOSTS_OF_TWO = {**LINKS, "hierarchical": "ab"}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.core import Position, Snapshot
+from manyhands.core import Snapshot
 from manyhands.errors import CheckpointError
 from manyhands.recover import checkpoint
 from manyhands.recover.checkpoint import (
@@ -26,33 +26,8 @@ from manyhands.recover.checkpoint import (
     Checkpoints,
     load,
 )
-
-
-def snapshot(round: int, seed: int = 0, numel: int = 64) -> Snapshot:
-    g = torch.Generator().manual_seed(seed + round)
-    return Snapshot(
-        round,
-        params={
-            "a.weight": torch.randn(numel, generator=g),
-            "b": torch.randn(3, 4, generator=g, dtype=torch.float64),
-            "empty": torch.zeros(0, 2),
-        },
-        optimizer={
-            "a.weight/exp_avg": torch.randn(numel, generator=g).to(torch.bfloat16),
-            "a.weight/step": torch.tensor(float(round)),
-        },
-        state={"anchor/x": torch.arange(5)},
-        position=Position(round // 10, round * 3, round),
-        rng={
-            "0/torch": torch.arange(7, dtype=torch.uint8),
-            "1/torch": torch.arange(7, dtype=torch.uint8),
-        },
-        meta={
-            "global_batch": 32,
-            "schedule": {"last_epoch": round, "rates": [0.1, None]},
-            "plan": "data=2",
-        },
-    )
+from support.paths import TESTS
+from support.snapshots import snapshot
 
 
 def assert_equal(a: Snapshot, b: Snapshot) -> None:
@@ -264,7 +239,7 @@ CRASH = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_checkpoint import snapshot
+from support.snapshots import snapshot
 from manyhands.recover import checkpoint
 at = {at!r}
 real = getattr(os, at)
@@ -284,7 +259,7 @@ checkpoints.wait()
 def test_a_process_that_dies_while_saving_loses_nothing_that_was_saved(
     tmp_path: Path, at: str, match: str
 ) -> None:
-    code = CRASH.format(tests=str(Path(__file__).parent), at=at, match=match, folder=str(tmp_path))
+    code = CRASH.format(tests=str(TESTS), at=at, match=match, folder=str(tmp_path))
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     got = Checkpoints(tmp_path).latest()
     assert got is not None

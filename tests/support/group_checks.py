@@ -1,0 +1,433 @@
+"""Checks of a group: one list for every kind of group, bare, observed and of every all-reduce algorithm."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core import (
+    Group,
+    Op,
+    ReduceScatterGroup,
+    Tensors,
+)
+from manyhands.exchange import collective, hierarchical
+from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
+from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
+
+TIMEOUT_S = 30.0
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
+NUMELS = (0, 1, 1023, 20_011)  # nothing, one, odd and owned by one rank, odd and cut into parts
+LARGE = STAGING_BYTES // 4 + 1003  # float32: one staging buffer and a bit
+LONG = SLOTS * PIECE_BYTES // 4 + 40_003  # float32: one mailbox and a bit
+OPS: tuple[Op, ...] = ("sum", "mean", "max")
+
+
+# -- the table of links --
+
+
+@dataclass(frozen=True)
+class Case:
+    link: str
+    hosts: str  # the host of every rank, one letter each
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def connect(self, rank: int, store: dist.Store) -> Group:
+        if self.link == "shared":
+            return SharedGroup(rank, self.size, store, timeout_s=TIMEOUT_S)
+        if self.link == "gloo":
+            return collective.connect(rank, self.size, store, "gloo", TIMEOUT_S)
+        return hierarchical.connect(rank, self.size, list(self.hosts), store, TIMEOUT_S)
+
+    def __str__(self) -> str:
+        return f"{self.link}-{self.hosts if self.link == 'hierarchical' else self.size}"
+
+
+# -- what links are checked for: each returns tensors that must have the same bits on all ranks --
+
+Check = Callable[[Group], list[Tensor]]
+CHECKS: dict[str, Check] = {}
+
+
+def check(f: Check) -> Check:
+    CHECKS[f.__name__] = f
+    return f
+
+
+@functools.cache
+def _given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    dice = torch.Generator().manual_seed(7919 * rank + numel)
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=dice).to(dtype)
+    return torch.randint(-1000, 1000, (numel,), generator=dice, dtype=dtype)
+
+
+def given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings: every rank knows what all bring, and so the answer."""
+    return _given(rank, numel, dtype).clone()
+
+
+def assert_reduced(got: Tensor, size: int, op: Op) -> None:
+    dtype, numel = got.dtype, got.numel()
+    needed = _given(0, numel, dtype).to(torch.float64 if dtype.is_floating_point else dtype)
+    for rank in range(1, size):
+        needed = (
+            torch.maximum(needed, _given(rank, numel, dtype))
+            if op == "max"
+            else needed + _given(rank, numel, dtype)
+        )
+    if op == "mean":
+        needed = needed / size if dtype.is_floating_point else needed // size
+    # each addition may round once, at the size that the sum has by then
+    slack = 8 * size * torch.finfo(dtype).eps if dtype.is_floating_point and op != "max" else 0.0
+    assert ((got.reshape(-1) - needed).abs() <= slack * (1 + needed.abs())).all(), (
+        f"{op} of {numel} {dtype}: {got} is not {needed}"
+    )
+
+
+def place(link: Group, numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory that the link reduces in place, where it has such memory."""
+    allocate: Callable[[int, torch.dtype], Tensor] = getattr(
+        link, "allocate", lambda n, t: torch.zeros(n, dtype=t)
+    )
+    return allocate(numel, dtype)
+
+
+def reduces(op: Op, dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]) -> Check:
+    def reduced(link: Group) -> list[Tensor]:
+        got = []
+        for dtype, numel in itertools.product(dtypes, numels):
+            mine = given(link.rank, numel, dtype)
+            for into in (mine.clone(), place(link, numel, dtype).copy_(mine)):
+                link.all_reduce({"x": into}, op).wait()
+                got.append(into)
+        for x in got:
+            assert_reduced(x, link.size, op)
+        return got
+
+    return reduced
+
+
+for _op in OPS:
+    CHECKS[f"all_reduce_{_op}"] = reduces(_op, DTYPES, NUMELS)
+CHECKS["all_reduce_mean_of_more_than_the_staging_buffer"] = reduces(
+    "mean", (torch.float32,), (LARGE,)
+)
+CHECKS["all_reduce_sum_of_more_than_the_staging_buffer"] = reduces("sum", (torch.int64,), (LARGE,))
+
+
+@check
+def all_reduce_takes_many_names_dtypes_and_shapes_at_once(link: Group) -> list[Tensor]:
+    mine: Tensors = {
+        "matrix": given(link.rank, 1023, torch.float32).view(31, 33),
+        "nothing": torch.empty(0, 5),
+        "scalar": given(link.rank, 1, torch.float64).view(()),
+        "columns": given(link.rank, 420, torch.float32)
+        .view(20, 21)
+        .t()
+        .contiguous()
+        .t(),  # not contiguous
+        "every_second": torch.zeros(30, dtype=torch.int64)[::2].copy_(
+            given(link.rank, 15, torch.int64)
+        ),
+        "placed": place(link, 5000, torch.float32).copy_(given(link.rank, 5000, torch.float32)),
+        "leaf": torch.nn.Parameter(given(link.rank, 77, torch.float32)),
+    }
+    link.all_reduce(mine, "sum").wait()
+    for k, v in mine.items():
+        if k != "nothing":
+            assert_reduced(v.detach().contiguous(), link.size, "sum")
+    return list(mine.values())
+
+
+@check
+def all_reduce_leaves_the_neighbouring_memory_alone(link: Group) -> list[Tensor]:
+    whole = place(link, 3 * 9001, torch.float32).fill_(link.rank + 1.0)
+    whole[9001 : 2 * 9001].copy_(given(link.rank, 9001, torch.float32))
+    link.all_reduce({"middle": whole[9001 : 2 * 9001]}, "mean").wait()
+    assert_reduced(whole[9001 : 2 * 9001], link.size, "mean")
+    assert (whole[:9001] == link.rank + 1).all() and (whole[2 * 9001 :] == link.rank + 1).all()
+    return [whole[9001 : 2 * 9001]]
+
+
+@check
+def several_calls_may_be_under_way_and_be_waited_for_in_any_order_and_twice(
+    link: Group,
+) -> list[Tensor]:
+    numels = (5, 6000, 1, 70_001, 300)
+    for make in (lambda n, t: torch.zeros(n, dtype=t), functools.partial(place, link)):
+        mine = [make(n, torch.float32).copy_(given(link.rank, n, torch.float32)) for n in numels]
+        works = [link.all_reduce({"x": x}, OPS[i % 3]) for i, x in enumerate(mine)]
+        for work in (works[3], *works, works[1]):
+            work.wait()
+        for i, x in enumerate(mine):
+            assert_reduced(x, link.size, OPS[i % 3])
+    return mine
+
+
+@check
+def the_same_memory_can_be_reduced_again_and_again(link: Group) -> list[Tensor]:
+    x = place(link, 4099, torch.float64)
+    for turn in range(20):
+        x.fill_(link.rank + turn)
+        link.all_reduce({"x": x}).wait()
+        assert (x == sum(range(link.size)) + link.size * turn).all()
+    return [x]
+
+
+@check
+def reduce_scatter_and_all_gather_make_an_all_reduce(link: Group) -> list[Tensor]:
+    if not isinstance(getattr(link, "group", link), SharedGroup):
+        return []
+    parts = cast(ReduceScatterGroup, link)
+    got = []
+    for dtype, op in itertools.product(DTYPES, OPS):
+        whole = place(link, 100_003, dtype).copy_(mine := given(link.rank, 100_003, dtype))
+        parts.reduce_scatter({"x": whole}, op).wait()
+        owned = parts.own(whole)
+        kept = torch.ones(100_003, dtype=torch.bool)
+        for part in owned:
+            kept[part] = False
+        assert torch.equal(whole[kept], mine[kept]), "what others own keeps what it had"
+        parts.all_gather({"x": whole}).wait()
+        assert_reduced(whole, link.size, op)
+        owners = torch.zeros(100_003, dtype=torch.int64)
+        for part in owned:
+            owners[part] += 1
+        link.all_reduce({"owners": owners}).wait()
+        assert (owners == 1).all(), "every element has one owner"
+        got.append(whole)
+    return got
+
+
+def assert_swapped(link: Group, mine: Tensors, peers: list[int], got: list[Tensors]) -> None:
+    assert len(got) == len(peers)
+    for peer, theirs in zip(peers, got, strict=True):
+        assert list(theirs) == list(mine)
+        for k, v in theirs.items():
+            assert v.shape == mine[k].shape and v.dtype == mine[k].dtype
+            assert torch.equal(v.reshape(-1), given(peer, v.numel(), v.dtype)), (
+                f"{k} of rank {peer}"
+            )
+
+
+def to_swap(link: Group) -> Tensors:
+    return {
+        "a": given(link.rank, 1023, torch.float32).view(31, 33),
+        "nothing": torch.empty(0, dtype=torch.float64),
+        "b": given(link.rank, 7, torch.bfloat16),
+        "c": given(link.rank, 20_011, torch.int64),
+        "columns": given(link.rank, 1, torch.float32).expand(1, 1).t(),
+    }
+
+
+@check
+def swap_round_a_ring(link: Group) -> list[Tensor]:
+    peers = [
+        (link.rank - 1) % link.size,
+        (link.rank + 1) % link.size,
+    ]  # twice the same of two ranks, oneself when alone
+    for _ in range(3):
+        assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def swap_with_all_and_with_nobody(link: Group) -> list[Tensor]:
+    peers = [r for r in reversed(range(link.size)) if r != link.rank]
+    assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    assert link.swap(to_swap(link), []) == []
+    return []
+
+
+@check
+def swap_in_pairs_while_one_rank_sits_out(link: Group) -> list[Tensor]:
+    for first in (0, 1, 0):
+        peer = link.rank + 1 if (link.rank - first) % 2 == 0 else link.rank - 1
+        peers = [peer] if 0 <= peer < link.size else []
+        assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def swap_of_more_than_the_staging_buffer(link: Group) -> list[Tensor]:
+    peers = [(link.rank - 1) % link.size, (link.rank + 1) % link.size]
+    mine = {"x": given(link.rank, LARGE, torch.float32)}
+    assert_swapped(link, mine, peers, link.swap(mine, peers))
+    return []
+
+
+@check
+def what_was_swapped_belongs_to_the_receiver(link: Group) -> list[Tensor]:
+    peers = [r for r in range(link.size) if r != link.rank]
+    mine = {"x": given(link.rank, 33, torch.float32)}
+    for theirs in link.swap(mine, peers):
+        theirs["x"].fill_(-1.0)
+    mine["x"].mul_(2.0)
+    again = link.swap(mine, peers)
+    for peer, theirs in zip(peers, again, strict=True):
+        assert torch.equal(theirs["x"], given(peer, 33, torch.float32) * 2)
+    return []
+
+
+@check
+def a_swap_may_overtake_an_all_reduce(link: Group) -> list[Tensor]:
+    x = place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32))
+    work = link.all_reduce({"x": x}, "mean")
+    peers = [r for r in range(link.size) if r != link.rank]
+    assert_swapped(link, mine := to_swap(link), peers, link.swap(mine, peers))
+    work.wait()
+    assert_reduced(x, link.size, "mean")
+    return [x]
+
+
+def around(link: Group) -> tuple[int, int]:
+    return (link.rank - 1) % link.size, (link.rank + 1) % link.size
+
+
+def assert_came(got: Tensor, peer: int) -> None:
+    assert torch.equal(got.detach().reshape(-1), given(peer, got.numel(), got.dtype)), (
+        f"{got.numel()} {got.dtype} of rank {peer}"
+    )
+
+
+@check
+def transfer_round_a_ring_of_all_lengths_and_dtypes(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    for dtype, numel in itertools.product(DTYPES, NUMELS):
+        into = torch.empty(numel, dtype=dtype)
+        link.transfer({right: given(link.rank, numel, dtype)}, {left: into}).wait()
+        assert_came(into, left)
+    return []
+
+
+@check
+def transfer_keeps_shapes_and_takes_parts_of_larger_tensors(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    mine, into = torch.zeros(50, 33), place(link, 50 * 33, torch.float32).view(50, 33)
+    mine[10:41] = given(link.rank, 1023, torch.float32).view(31, 33)
+    link.transfer({right: mine[10:41]}, {left: into[10:41]}).wait()
+    assert_came(into[10:41], left)
+    assert (into[:10] == 0).all() and (into[41:] == 0).all(), "the rest of it is left alone"
+    weight = torch.nn.Parameter(torch.zeros(7))
+    link.transfer(
+        {right: torch.nn.Parameter(given(link.rank, 7, torch.float32))}, {left: weight}
+    ).wait()
+    assert_came(weight, left)
+    return []
+
+
+@check
+def transfer_of_more_than_a_mailbox_both_ways_at_once(link: Group) -> list[Tensor]:
+    """More than any buffer between the ranks holds, so that somebody must receive while it sends."""
+    left, right = around(link)
+    mine = given(link.rank, LONG, torch.float32)
+    for give, take in ((right, left), (left, right)):
+        into = torch.empty(LONG)
+        link.transfer({give: mine}, {take: into}).wait()
+        assert_came(into, take)
+    peers = [r for r in range(link.size) if r != link.rank][:3] if link.size <= 4 else []
+    got = {r: torch.empty(LONG) for r in peers}
+    link.transfer(dict.fromkeys(peers, mine), got).wait()
+    for r, x in got.items():
+        assert_came(x, r)
+    return []
+
+
+@check
+def a_ring_in_which_everybody_sends_first_goes_round(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    if left == link.rank:
+        return []  # who writes to itself names both ends in one call
+    for numel in (1, LONG):
+        into = torch.empty(numel)
+        sent = link.transfer({right: given(link.rank, numel, torch.float32)}, {})
+        got = link.transfer({}, {left: into})
+        sent.wait()
+        got.wait()
+        assert_came(into, left)
+    return []
+
+
+@check
+def messages_between_two_ranks_arrive_in_order_however_they_are_waited_for(
+    link: Group,
+) -> list[Tensor]:
+    left, right = around(link)
+    if left == link.rank:
+        return []
+    numels = (1, 300, 70_001, 0, 5)
+    into = [torch.empty(n) for n in numels]
+    sent = [link.transfer({right: given(link.rank, n, torch.float32)}, {}) for n in numels]
+    got = [link.transfer({}, {left: x}) for x in into]
+    for work in (got[3], got[1], *sent, *got, sent[0]):
+        work.wait()
+    for x in into:
+        assert_came(x, left)
+    return []
+
+
+@check
+def a_transfer_concerns_only_the_ranks_it_names(link: Group) -> list[Tensor]:
+    """Rank 0 writes to the last rank and hears from it; the others make no call at all."""
+    last, x = link.size - 1, torch.zeros(3)
+    if link.rank == 0 and last:
+        link.transfer({last: given(0, 3, torch.float32)}, {last: x}).wait()
+        assert_came(x, last)
+    elif link.rank == last and last:
+        link.transfer({}, {0: x}).wait()
+        assert_came(x, 0)
+        link.transfer({0: given(last, 3, torch.float32)}, {}).wait()
+    link.transfer({}, {}).wait()
+    return []
+
+
+@check
+def transfers_swaps_and_all_reduces_may_be_under_way_together(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    x, into = (
+        place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32)),
+        torch.empty(LONG),
+    )
+    transfer = link.transfer({right: given(link.rank, LONG, torch.float32)}, {left: into})
+    reduction = link.all_reduce({"x": x}, "mean")
+    assert_swapped(link, mine := to_swap(link), [left, right], link.swap(mine, [left, right]))
+    reduction.wait()
+    transfer.wait()
+    assert_came(into, left)
+    assert_reduced(x, link.size, "mean")
+    return [x]
+
+
+@check
+def what_was_transferred_belongs_to_the_receiver(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    mine, into = given(link.rank, 33, torch.float32), torch.empty(33)
+    link.transfer({right: mine}, {left: into}).wait()
+    mine.fill_(-1.0)
+    assert_came(into, left)
+    return []
+
+
+@check
+def transfers_to_nobody_and_of_stripes_are_refused(link: Group) -> list[Tensor]:
+    for give in (
+        {link.size: torch.ones(1)},
+        {-1: torch.ones(1)},
+        {link.rank: torch.ones(4)[::2]},
+        {link.rank: torch.ones(1)},
+    ):
+        with pytest.raises(ValueError, match=rf"rank {link.rank} transfers"):
+            link.transfer(give, {})
+    return []

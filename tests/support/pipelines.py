@@ -1,0 +1,140 @@
+"""A model in a pipeline and the same model in one process: what tests of both kinds of ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core import Group
+from manyhands.data.batches import Batch
+from manyhands.parallel.pipeline.executor import PipelineExecutor, Stage
+from manyhands.parallel.pipeline.stage_modules import cut
+from manyhands.parallel.trace.program import trace
+from manyhands.split.stages import actions
+from support.paths import zoo_task
+
+NOMINAL = 16.0
+Make = Callable[[], nn.Module]
+
+
+@dataclass
+class Dealt:
+    """A walk through given micro-batches: one step after the other."""
+
+    batches: list[Batch]
+
+    def next(self) -> Batch:
+        return self.batches.pop(0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage written by hand: `call(module, inputs, values)`."""
+
+    module: nn.Module
+    call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+    tied: dict[str, list[int]] = field(default_factory=dict)
+
+    def forward(self, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        return self.call(self.module, inputs, values)
+
+
+def chain(layers: Sequence[nn.Module], count: int) -> list[Part]:
+    """`layers` in a row, cut evenly: one value crosses every cut."""
+
+    def call(module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        x = module(values["x"] if values else inputs[0])
+        return {"output" if module.get_buffer("last") else "x": x}
+
+    stages = []
+    for k in range(count):
+        module = nn.Sequential(*layers[len(layers) * k // count : len(layers) * (k + 1) // count])
+        module.register_buffer("last", torch.tensor(k == count - 1), persistent=False)
+        stages.append(Part(module, call))
+    return stages
+
+
+def step(values: tuple[Any, ...], sizes: Sequence[int]) -> list[Batch]:
+    """The rows of `values` as the micro-batches of one step; of 0 rows: an empty one."""
+    cuts, at = [], 0
+    for i, n in enumerate(sizes):
+        rows = tuple(v[at : at + n] for v in values) if n else None
+        cuts.append(Batch(rows, n, i == len(sizes) - 1))
+        at += n
+    return cuts
+
+
+def share(loss: Tensor, count: int) -> Tensor:
+    return loss * (count / NOMINAL)
+
+
+def alone(
+    model: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Batch]
+) -> tuple[float, int]:
+    """One process that accumulates the same micro-batches."""
+    total, count = 0.0, 0
+    for batch in batches:
+        if batch.values is not None:
+            *inputs, target = batch.values
+            one = loss(model(*inputs), target)
+            share(one, batch.count).backward()
+            total, count = total + float(one.detach()) * batch.count, count + batch.count
+    return total, count
+
+
+def piped(
+    group: Group,
+    schedule: str,
+    chunks: int,
+    stages: Sequence[Stage],
+    loss: Callable[..., Tensor] | None = None,
+    **more: Any,
+) -> PipelineExecutor:
+    """The pipeline of this rank, of all stages."""
+    p = group.size
+
+    def listed(rank: int, micros: int) -> Any:
+        return actions(schedule, p, rank, micros, chunks)
+
+    return PipelineExecutor(
+        [stages[c * p + group.rank] for c in range(chunks)], group, listed, loss=loss, **more
+    )
+
+
+def in_zoo(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]:
+    """A model of the zoo in float64 and without dropout, its loss and its data."""
+    task = zoo_task(name)
+    model = task.model.double()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "dropout") and isinstance(part.dropout, float):
+            part.dropout = 0.0
+    return model, task.loss, tuple(v.double() if v.is_floating_point() else v for v in task.train)
+
+
+def traced(model: nn.Module, inputs: tuple[Tensor, ...], count: int) -> list[Any]:
+    """Cut into so many stages, each with a share of what has parameters."""
+    found = trace(model, inputs, pieces=count)
+    heavy = [i for i, weighty in enumerate(found.weighty) if weighty]
+    return cut(found, [heavy[len(heavy) * k // count] for k in range(1, count)])
+
+
+def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
+    return {name: w.grad for stage in stages for name, w in stage.module.named_parameters()}
+
+
+def assert_same(
+    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], rtol: float = 1e-12
+) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        got = ours[name]
+        assert (got is None) == (expected is None), name
+        if got is not None and expected is not None:
+            wrong = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
+            assert wrong <= rtol or float(expected.norm()) < 1e-15, f"{name} is {wrong:.1e} off"
