@@ -34,7 +34,8 @@ from manyhands.assembly import trainer
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
 from manyhands.assembly.tables import PREFIX
 from manyhands.core import Event, Job, ProcessInfo
-from manyhands.data import batches as data
+from manyhands.data.batches import Batch, BatchIterator
+from manyhands.data.sources import source
 from manyhands.embedding.modules import load_rows
 from manyhands.errors import (
     LaunchError,
@@ -232,7 +233,7 @@ class Run:
         self._ended: Result | None = None  # how, where the loop was told to stop
         self._outside: Any = None
         self._micro: Micro | None = None
-        self._batch: data.Batch | None = None
+        self._batch: Batch | None = None
 
     def prepare(
         self,
@@ -253,7 +254,7 @@ class Run:
                 "give it as a task() with its loss, or use data= alone in a loop of your own"
             )
         model = model.to(context.device)
-        train = data.source(dataset, context.device, "the training data", context.plan.loaders)
+        train = source(dataset, context.device, "the training data", context.plan.loaders)
         plan = dataclasses.replace(
             context.plan,
             batch=context.plan.batch or batch or trainer.loader_batch(dataset),
@@ -369,7 +370,7 @@ class Run:
 class LoopData:
     """This rank's batches of one epoch at a time. Epochs that a resumed run has behind it are over at once."""
 
-    def __init__(self, run: Run, walk: data.BatchIterator):
+    def __init__(self, run: Run, walk: BatchIterator):
         self._run, self._walk, self._started = run, walk, 0
 
     def __iter__(self) -> Iterator[Any]:

@@ -201,7 +201,7 @@ class Trainer:
             self.steps = self.position().steps
         else:
             self._ending = True
-            self.dealer.rest()
+            self.dealer.stop_claiming()
 
     def block_ends(self) -> bool:
         """Whether a block of steps that a rule takes without its peers is to end here."""
@@ -214,7 +214,7 @@ class Trainer:
             return
         self._fold()
         if self.stop_requested() or self._folded[2]:
-            dealer.call()
+            dealer.request_sync()
         own = self._folded[0] / self._folded[1] if self._folded[1] else self._loss
         self._loss = own if math.isfinite(own) else self._loss
         self._progress(now, now - self._looked, dealer.latest)
@@ -223,12 +223,14 @@ class Trainer:
         """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
         self._settle()
         reached = torch.tensor(
-            [dealer.drawn(), self.round, int(self._ending)], dtype=torch.int64, device=self.device
+            [dealer.claimed_steps(), self.round, int(self._ending)],
+            dtype=torch.int64,
+            device=self.device,
         )
         self.link.all_reduce({"meeting": reached}, op="max").wait()
         steps, self.round, self._ending = reached.tolist()
         self.link.round = self.round
-        dealer.meet(steps)
+        dealer.sync(steps)
         self.steps = steps if self._ending else self.steps
         self.look()
 

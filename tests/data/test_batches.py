@@ -13,15 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.core import Position
-from manyhands.data import batches
-from manyhands.data.batches import (
-    DatasetSource,
-    IndexedBatches,
-    StreamedBatches,
-    StreamSource,
-    TensorSource,
-    source,
-)
+from manyhands.data import sources
+from manyhands.data.batches import IndexedBatches, StreamedBatches
+from manyhands.data.sources import DatasetSource, StreamSource, TensorSource, source
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit, shuffled
 
@@ -78,7 +72,7 @@ FORMS: dict[str, Callable[[], Any]] = {
 }
 
 
-def walk(
+def batches_of(
     data: Any,
     rank: int,
     size: int,
@@ -92,7 +86,7 @@ def walk(
     if isinstance(found, StreamSource):
         return StreamedBatches(
             found,
-            lambda n: DataSplit(n, n, batch, rank, size).take(Position()),
+            lambda n: DataSplit(n, n, batch, rank, size).step_samples(Position()),
             total,
             at,
             **options,
@@ -106,13 +100,13 @@ def walk(
     )
 
 
-def take(
-    walked: IndexedBatches | StreamedBatches, epochs: int = 1, steps: int | None = None
+def read(
+    batches: IndexedBatches | StreamedBatches, epochs: int = 1, steps: int | None = None
 ) -> list[Any]:
     """What a rank gets to the end of `epochs` or for `steps` optimizer steps."""
     got, done = [], 0
-    while walked.position.epoch < epochs if steps is None else done < steps:
-        batch = walked.next()
+    while batches.position.epoch < epochs if steps is None else done < steps:
+        batch = batches.next()
         done += batch.last
         if batch.count:
             assert len(batches_first(batch.values)) == batch.count
@@ -125,9 +119,11 @@ def batches_first(values: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_data_is_walked_exactly_once_by_any_number_of_ranks(form: str) -> None:
+def test_every_form_of_data_is_read_exactly_once_by_any_number_of_ranks(form: str) -> None:
     for size in (1, 2, 4):
-        got = [values for rank in range(size) for values in take(walk(FORMS[form](), rank, size))]
+        got = [
+            values for rank in range(size) for values in read(batches_of(FORMS[form](), rank, size))
+        ]
         x, y = torch.cat([v[0] for v in got]), torch.cat([v[1] for v in got])
         assert torch.equal(x.flatten().sort().values, X.flatten()), "once each"
         assert torch.equal((x.flatten() ** 2).long(), y), "inputs and targets belong together"
@@ -135,20 +131,20 @@ def test_every_form_of_data_is_walked_exactly_once_by_any_number_of_ranks(form: 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_batches(form: str) -> None:
-    ours = take(walk(FORMS[form](), 1, 2), epochs=2)
-    for (x, y), (x0, y0) in zip(ours, take(walk((X, Y), 1, 2), epochs=2), strict=True):
+    ours = read(batches_of(FORMS[form](), 1, 2), epochs=2)
+    for (x, y), (x0, y0) in zip(ours, read(batches_of((X, Y), 1, 2), epochs=2), strict=True):
         assert torch.equal(x, x0) and torch.equal(y, y0) and x.dtype == x0.dtype
 
 
 def test_dict_batches_keep_their_names() -> None:
-    got = [v for rank in range(2) for v in take(walk({"x": X, "y": Y.numpy()}, rank, 2))]
+    got = [v for rank in range(2) for v in read(batches_of({"x": X, "y": Y.numpy()}, rank, 2))]
     assert all(set(v) == {"x", "y"} for v in got)
     assert torch.cat([v["y"] for v in got]).sort().values.tolist() == Y.tolist()
 
 
 def test_named_tuples_stay_named_tuples_and_a_collate_function_is_used() -> None:
     rows = [Row(torch.tensor([float(i)]), i) for i in range(N)]
-    (values, *_) = take(walk(rows, 0, 1))
+    (values, *_) = read(batches_of(rows, 0, 1))
     assert isinstance(values, Row) and torch.equal(values.x.flatten().long(), values.i)
     loader = DataLoader(
         Squares(),
@@ -164,7 +160,7 @@ def test_batches_are_placed_and_cast_where_asked_and_integers_stay_integers() ->
         found = source(data, CPU, "Task.train")
         found.cast(torch.float64)
         values = (
-            found.place([{"x": torch.ones(1), "y": 3}])
+            found.to_device([{"x": torch.ones(1), "y": 3}])
             if isinstance(found, StreamSource)
             else found.fetch(torch.arange(2))
         )
@@ -184,7 +180,7 @@ def test_batches_are_placed_and_cast_where_asked_and_integers_stay_integers() ->
     [Squares, lambda: (X, Y), lambda: Lines(), lambda: Lines(longer_by=5)],
     ids=["dataset", "tensors", "stream", "stream that grows"],
 )
-def test_a_resumed_walk_goes_on_where_it_stopped_on_any_number_of_ranks(
+def test_resumed_batches_go_on_where_it_stopped_on_any_number_of_ranks(
     data: Callable[[], Any],
 ) -> None:
     def flat(got: list[Any]) -> list[int]:
@@ -192,19 +188,19 @@ def test_a_resumed_walk_goes_on_where_it_stopped_on_any_number_of_ranks(
 
     length = N if not isinstance(data(), Lines) else len(list(data()))
     for before, after, steps in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
-        first = [walk(data(), r, before, batch=2, global_batch=6) for r in range(before)]
-        seen = [i for w in first for i in flat(take(w, steps=steps))]
+        first = [batches_of(data(), r, before, batch=2, global_batch=6) for r in range(before)]
+        seen = [i for w in first for i in flat(read(w, steps=steps))]
         (at,) = {w.position for w in first}
-        rest = [walk(data(), r, after, at, batch=2, global_batch=6) for r in range(after)]
-        seen += [i for w in rest for i in flat(take(w))]
+        rest = [batches_of(data(), r, after, at, batch=2, global_batch=6) for r in range(after)]
+        seen += [i for w in rest for i in flat(read(w))]
         assert sorted(seen) == list(range(length)), (before, after, steps)
         assert {w.position for w in rest} == {Position(1, 0, -(-length // 6))}
 
 
 def test_every_epoch_of_a_stream_is_told_its_number_and_may_have_its_own_length() -> None:
     for size in (1, 3):
-        ranks = [walk(Lines(5, longer_by=4), r, size) for r in range(size)]
-        got = [v for w in ranks for v in take(w, epochs=3)]
+        ranks = [batches_of(Lines(5, longer_by=4), r, size) for r in range(size)]
+        got = [v for w in ranks for v in read(w, epochs=3)]
         pairs = sorted(
             (int(e), int(i)) for v in got for e, i in zip(v["epoch"], v["i"], strict=True)
         )
@@ -215,7 +211,7 @@ def test_all_ranks_of_a_stream_make_the_same_number_of_micro_batches() -> None:
     for n in range(1, 20):
         ends = []
         for rank in range(3):
-            w, flags = walk(Lines(n), rank, 3, batch=2, global_batch=12), []
+            w, flags = batches_of(Lines(n), rank, 3, batch=2, global_batch=12), []
             while w.position.epoch == 0:
                 flags.append(w.next().last)
             ends.append(flags)
@@ -224,7 +220,7 @@ def test_all_ranks_of_a_stream_make_the_same_number_of_micro_batches() -> None:
 
 def test_a_stream_without_samples_says_so() -> None:
     with pytest.raises(TaskError, match="the training stream gave no sample in epoch 0"):
-        walk(Lines(0), 0, 1).next()
+        batches_of(Lines(0), 0, 1).next()
 
 
 @pytest.mark.parametrize(
@@ -235,15 +231,15 @@ def test_a_stream_without_samples_says_so() -> None:
 def test_a_rank_without_samples_borrows_one_that_does_not_count_where_the_model_must_run(
     data: Callable[[], Any],
 ) -> None:
-    """SyncBatchNorm inside the model exchanges: a rank with nothing left must walk through it too."""
-    w = walk(
+    """SyncBatchNorm inside the model exchanges: a rank with no samples left must run it too."""
+    w = batches_of(
         data(), 3, 4, batch=2, global_batch=22, borrow=True
     )  # 23 samples: the last one goes to rank 0
     last = None
     while w.position.epoch == 0:
         last = w.next()
     assert last is not None and last.count == 0 and not w.counts
-    full = batches_first(walk(data(), 0, 4).next().values)
+    full = batches_first(batches_of(data(), 0, 4).next().values)
     assert (
         batches_first(last.values).shape == (1, *full.shape[1:])
         and batches_first(last.values).dtype == full.dtype
@@ -251,7 +247,7 @@ def test_a_rank_without_samples_borrows_one_that_does_not_count_where_the_model_
 
 
 def test_without_such_a_model_nothing_is_fetched_for_no_samples() -> None:
-    w = walk((X, Y), 3, 4, batch=2, global_batch=22)
+    w = batches_of((X, Y), 3, 4, batch=2, global_batch=22)
     while w.position.epoch == 0:
         last = w.next()
     assert (last.values, last.count, last.last) == (None, 0, True)
@@ -277,8 +273,8 @@ def loading(data: Dataset[Any], rank: int = 0, size: int = 1, loaders: int = 2) 
 
 def test_loader_processes_give_the_same_batches_over_several_epochs() -> None:
     torch.manual_seed(0)
-    ahead, here = loading(Squares(), 1, 2), walk(Squares(), 1, 2, batch=4)
-    for (x, y), (x0, y0) in zip(take(ahead, epochs=2), take(here, epochs=2), strict=True):
+    ahead, here = loading(Squares(), 1, 2), batches_of(Squares(), 1, 2, batch=4)
+    for (x, y), (x0, y0) in zip(read(ahead, epochs=2), read(here, epochs=2), strict=True):
         assert torch.equal(x, x0) and torch.equal(y, y0)
     ahead.close()
 
@@ -328,4 +324,4 @@ def test_one_tensor_is_a_data_set_of_one_column() -> None:
     assert isinstance(found, TensorSource) and torch.equal(
         found.fetch(torch.tensor([2]))[0], X[2:3]
     )
-    assert batches.move({"a": [X, "text"]}, CPU) == {"a": (X, "text")}
+    assert sources.move({"a": [X, "text"]}, CPU) == {"a": (X, "text")}

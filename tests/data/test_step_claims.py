@@ -1,4 +1,4 @@
-"""Steps that ranks draw: every sample exactly once an epoch, however unevenly the ranks come, and one position at a meeting."""
+"""Step claims: every sample exactly once an epoch, however unevenly ranks claim, and one position at a sync point."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from manyhands.core import Position
-from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.batches import IndexedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit
@@ -19,30 +20,30 @@ class Counter:
     """One counter for all ranks, as a store has it."""
 
     def __init__(self) -> None:
-        self.next, self.called = 0, False
+        self.next, self.requested = 0, False
 
-    def deal(self, limit: int) -> int | None:
-        if self.called or self.next >= limit:
+    def claim_step(self, limit: int) -> int | None:
+        if self.requested or self.next >= limit:
             return None
         self.next += 1
         return self.next - 1
 
-    def call(self) -> None:
-        self.called = True
+    def request_sync(self) -> None:
+        self.requested = True
 
 
-def walks(
+def iterators(
     samples: int, batch: int, ranks: int, at: Position, counter: Counter
 ) -> list[tuple[StepClaims, IndexedBatches]]:
     data = TensorSource((torch.arange(samples),), torch.device("cpu"))
     split = DataSplit(samples, batch, batch, 0, 1)
     made = []
     for _ in range(ranks):
-        dealer = StepClaims(split, at, counter.deal, counter.call)
+        claims = StepClaims(split, at, counter.claim_step, counter.request_sync)
         made.append(
             (
-                dealer,
-                IndexedBatches(data, lambda epoch: torch.arange(samples), split, at, dealer=dealer),
+                claims,
+                IndexedBatches(data, lambda epoch: torch.arange(samples), split, at, claims=claims),
             )
         )
     return made
@@ -54,78 +55,80 @@ def test_every_sample_of_an_epoch_is_computed_once_whoever_comes(
     samples: int, batch: int, start: Position
 ) -> None:
     counter, rng = Counter(), random.Random(samples)
-    ranks = walks(samples, batch, 3, start, counter)
+    ranks = iterators(samples, batch, 3, start, counter)
     for epoch in range(start.epoch, start.epoch + 3):
         begun = ranks[0][0].position
         seen: list[int] = []
         while True:
-            dealer, walk = rng.choice(ranks)
-            if not dealer.claim(dealer.steps_to(epoch + 1)):
+            claims, batches = rng.choice(ranks)
+            if not claims.claim(claims.steps_to(epoch + 1)):
                 break
-            assert dealer.claim(dealer.steps_to(epoch + 1)), "what is claimed is claimed once"
-            got = walk.next()
+            assert claims.claim(claims.steps_to(epoch + 1)), "what is claimed is claimed once"
+            got = batches.next()
             seen += got.values[0].tolist()
-            assert walk.position == begun, "between meetings the position is that of the last one"
+            assert batches.position == begun, (
+                "between sync points the position is that of the last one"
+            )
         assert sorted(seen) == list(range(begun.offset, samples))
-        steps = max(dealer.drawn() for dealer, _ in ranks)
-        for dealer, walk in ranks:
-            assert not dealer.claim(dealer.steps_to(epoch + 1))
-            dealer.meet(steps)
-            assert walk.position == Position(
+        steps = max(claims.claimed_steps() for claims, _ in ranks)
+        for claims, batches in ranks:
+            assert not claims.claim(claims.steps_to(epoch + 1))
+            claims.sync(steps)
+            assert batches.position == Position(
                 epoch + 1, 0, begun.steps + -(-(samples - begun.offset) // batch)
             )
 
 
-def test_a_meeting_that_was_called_goes_on_in_the_middle_of_the_epoch() -> None:
+def test_after_a_requested_sync_ranks_continue_in_the_middle_of_the_epoch() -> None:
     counter = Counter()
-    (a, walk_a), (b, walk_b) = walks(64, 8, 2, Position(), counter)
+    (a, batches_a), (b, batches_b) = iterators(64, 8, 2, Position(), counter)
     seen = []
-    for dealer, walk in ((a, walk_a), (a, walk_a), (b, walk_b)):
-        assert dealer.claim(8)
-        seen += walk.next().values[0].tolist()
-    a.call()
+    for claims, batches in ((a, batches_a), (a, batches_a), (b, batches_b)):
+        assert claims.claim(8)
+        seen += batches.next().values[0].tolist()
+    a.request_sync()
     assert not a.claim(8) and not b.claim(8)
-    for dealer in (a, b):
-        dealer.meet(max(a.drawn(), b.drawn()))
-        assert dealer.position == Position(0, 24, 3)
-    counter.called = False
+    for claims in (a, b):
+        claims.sync(max(a.claimed_steps(), b.claimed_steps()))
+        assert claims.position == Position(0, 24, 3)
+    counter.requested = False
     while b.claim(8):
-        seen += walk_b.next().values[0].tolist()
+        seen += batches_b.next().values[0].tolist()
     assert sorted(seen) == list(range(64))
 
 
 def test_a_part_of_an_epoch_ends_with_the_step_that_reaches_it() -> None:
-    (dealer, _), *_ = walks(100, 8, 1, Position(), Counter())
-    assert dealer.steps_to(1) == 13 and dealer.steps_to(0.5) == 7 and dealer.steps_to(0.08) == 1
-    dealer.meet(13)
-    assert dealer.position == Position(1, 0, 13) and dealer.steps_to(1.5) == 20
+    (claims, _), *_ = iterators(100, 8, 1, Position(), Counter())
+    assert claims.steps_to(1) == 13 and claims.steps_to(0.5) == 7 and claims.steps_to(0.08) == 1
+    claims.sync(13)
+    assert claims.position == Position(1, 0, 13) and claims.steps_to(1.5) == 20
 
 
-def test_who_was_told_to_meet_asks_no_more_before_the_meeting() -> None:
-    """A block of steps ends because there is none left, and then the loop asks again: that is still the same meeting."""
+def test_a_rank_that_must_sync_claims_no_more_before_the_sync_point() -> None:
+    """A block of steps ends because there is none left, and then the loop asks again: that is still the same sync point."""
     asked = []
 
-    def deal(limit: int) -> int | None:
+    def claim_step(limit: int) -> int | None:
         asked.append(limit)
         return None if len(asked) == 2 else len(asked) - 1
 
     split = DataSplit(64, 8, 8, 0, 1)
-    dealer = StepClaims(split, Position(), deal, lambda: None)
-    assert dealer.claim(8)
-    next(dealer.takes())
-    assert not dealer.claim(8) and not dealer.claim(8) and len(asked) == 2
-    dealer.meet(1)
-    assert dealer.claim(8) and len(asked) == 3
+    claims = StepClaims(split, Position(), claim_step, lambda: None)
+    assert claims.claim(8)
+    next(claims.claimed_samples())
+    assert not claims.claim(8) and not claims.claim(8) and len(asked) == 2
+    claims.sync(1)
+    assert claims.claim(8) and len(asked) == 3
 
 
-def test_a_step_that_was_claimed_and_not_begun_is_not_counted_by_who_rests() -> None:
-    (dealer, walk), *_ = walks(64, 8, 1, Position(), Counter())
-    assert dealer.claim(8) and walk.next().count == 8
-    assert dealer.claim(8)
-    dealer.rest()
-    assert not dealer.claim(8) and dealer.drawn() == 1
+def test_a_step_claimed_but_not_begun_is_left_out_when_a_rank_stops_claiming() -> None:
+    (claims, batches), *_ = iterators(64, 8, 1, Position(), Counter())
+    assert claims.claim(8) and batches.next().count == 8
+    assert claims.claim(8)
+    claims.stop_claiming()
+    assert not claims.claim(8) and claims.claimed_steps() == 1
     with pytest.raises(TaskError, match=r"run\.step"):
-        walk.next()
+        batches.next()
 
 
 def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one() -> None:
@@ -137,16 +140,16 @@ def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one()
     )
     split, ranks = DataSplit(1000, 4, 4, 0, 1), []
     for _ in range(size):
-        dealer = StepClaims(split, Position(), counter.deal, counter.call)
+        claims = StepClaims(split, Position(), counter.claim_step, counter.request_sync)
         mine = replica(
-            mlp(), [[rows(4)]] * 20, nominal=4, schedule=halving, schedule_at=lambda d=dealer: d.latest.steps // size,
+            mlp(), [[rows(4)]] * 20, nominal=4, schedule=halving, schedule_at=lambda c=claims: c.latest.steps // size,
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
         )  # fmt: skip
-        ranks.append((dealer, dealer.takes(), mine))
+        ranks.append((claims, claims.claimed_samples(), mine))
     for number, who in enumerate([0, 1, 0, 1, 0, 1, 2, 0, 1, 0, 1, 1, 2, 0]):
-        dealer, takes, mine = ranks[who]
-        assert dealer.claim(1000)
-        next(takes)
+        claims, samples, mine = ranks[who]
+        assert claims.claim(1000)
+        next(samples)
         mine.backward()
         mine.stepped()
         assert mine.lr == 0.5 ** ((number + 1) // size)

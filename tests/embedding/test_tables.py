@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Position, Rows, Tensors
-from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.batches import IndexedBatches
 from manyhands.data.prefetch import PrefetchedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.embedding.modules import Embedding, EmbeddingBag
 from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import TaskError

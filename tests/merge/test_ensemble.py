@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from manyhands.core import Group, Position, Tensors
-from manyhands.data import batches as data
+from manyhands.data import sources
+from manyhands.data.batches import Batch, IndexedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
@@ -49,7 +51,7 @@ class Worker:
     flat: FlatParameters
     task: TaskLoss
     replica: StudentReplica
-    walk: data.IndexedBatches
+    walk: IndexedBatches
 
     @property
     def taught(self) -> DistillationLoss:
@@ -64,11 +66,11 @@ def worker(
     epochs: float = 1e9,
 ) -> Worker:
     model = make()
-    source = data.source(blobs(), CPU, "train")
-    assert isinstance(source, data.TensorSource)
+    source = sources.source(blobs(), CPU, "train")
+    assert isinstance(source, TensorSource)
     samples = source.samples
     flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
-    walk = data.IndexedBatches(
+    walk = IndexedBatches(
         source,
         lambda epoch: SPLITS["shuffled"](samples, 0, epoch),
         DataSplit(samples, BATCH * size, BATCH, rank, size),
@@ -277,7 +279,7 @@ def test_a_rank_that_has_no_samples_left_learns_nothing_and_stands_for_nobody() 
     def main(group: Group) -> tuple[Tensor, Tensor]:
         w = worker(group.rank, 2)
         if group.rank == 1:
-            w.walk.next = lambda: data.Batch(None, 0, True)  # type: ignore[method-assign]
+            w.walk.next = lambda: Batch(None, 0, True)  # type: ignore[method-assign]
         before = torch.cat(list(w.flat.values.values())).clone()
         rule = Ensemble(period=4, distil=2)
         state = rule.init(w.replica)  # type: ignore[arg-type]

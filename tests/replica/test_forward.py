@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from manyhands.data.batches import source
+from manyhands.data.sources import source
 from manyhands.errors import TaskError
 from manyhands.replica import forward
 from manyhands.task import accuracy

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Group, Position
-from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.batches import IndexedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.replica import forward

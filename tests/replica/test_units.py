@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batches import StreamSource, TensorSource
+from manyhands.data.sources import StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss

@@ -39,7 +39,7 @@ def epoch(
     """What every rank takes, step by step, from `at` to the end of its epoch: [step][rank][micro]."""
     steps, start = [], at.epoch
     while at.epoch == start:
-        takes = [r.take(at) for r in ranks]
+        takes = [r.step_samples(at) for r in ranks]
         assert len({t.after for t in takes}) == 1, "ranks must agree on where they stand"
         steps.append([list(t.micros) for t in takes])
         at = takes[0].after
@@ -98,8 +98,8 @@ def test_switching_the_number_of_ranks_in_mid_epoch_keeps_exactly_once(
         batch = micro * before
         ranks, at, seen = splits(samples, micro, before, 1), Position(), []
         for _ in range(switch):
-            seen += offsets([[list(r.take(at).micros) for r in ranks]])
-            at = ranks[0].take(at).after
+            seen += offsets([[list(r.step_samples(at).micros) for r in ranks]])
+            at = ranks[0].step_samples(at).after
         first = at.epoch * samples  # a tiny epoch may be over before the switch
         rest, _ = epoch(splits(samples, micro, after, 1, global_batch=batch), at)
         assert sorted(seen[first:] + offsets(rest)) == list(range(samples))
@@ -109,9 +109,9 @@ def test_switching_the_number_of_ranks_in_mid_epoch_keeps_exactly_once(
 
 def test_walking_from_a_position_is_the_tail_of_walking_from_the_start() -> None:
     split = DataSplit(31, 6, 2, 1, 3)
-    takes = list(itertools.islice(split.walk(Position()), 14))  # over the end of two epochs
+    takes = list(itertools.islice(split.steps_from(Position()), 14))  # over the end of two epochs
     for k in (0, 3, 5, 6, 11):
-        assert list(itertools.islice(split.walk(takes[k].position), 14 - k)) == takes[k:]
+        assert list(itertools.islice(split.steps_from(takes[k].position), 14 - k)) == takes[k:]
 
 
 def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Group, Position
-from manyhands.data.batches import DatasetSource, IndexedBatches, TensorSource
+from manyhands.data.batches import IndexedBatches
+from manyhands.data.sources import DatasetSource, TensorSource
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup

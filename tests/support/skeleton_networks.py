@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.core import Group, Position, Tensors
-from manyhands.data import batches as data
+from manyhands.data.batches import Batch, IndexedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.replica.flat import FlatParameters
@@ -81,19 +82,19 @@ def worker(
 ) -> Worker:
     """`counts`: how many of its samples this rank keeps in each step, where it is not all."""
     given = given or blobs(400)
-    source, model, samples = data.TensorSource(given, CPU), net(), len(given[0])
+    source, model, samples = TensorSource(given, CPU), net(), len(given[0])
     flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
     split = DataSplit(samples, batch * size, batch, rank, size)
-    walk = data.IndexedBatches(
+    walk = IndexedBatches(
         source, lambda epoch: SPLITS["shuffled"](samples, 0, epoch), split, Position()
     )
     if counts is not None:
         whole, keeps = walk.next, counts
 
-        def some() -> data.Batch:
+        def some() -> Batch:
             step = walk.position.steps
             got, n = whole(), keeps(step)
-            return data.Batch(tuple(v[:n] for v in got.values) if n else None, n, got.last)
+            return Batch(tuple(v[:n] for v in got.values) if n else None, n, got.last)
 
         walk.next = some  # type: ignore[method-assign]
     task = TaskLoss(model, walk, nn.functional.cross_entropy, None, "fp32", CPU)

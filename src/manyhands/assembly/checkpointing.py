@@ -27,7 +27,7 @@ from manyhands.core import (
     Snapshot,
     Tensors,
 )
-from manyhands.data import batches as data
+from manyhands.data.batches import BatchIterator
 from manyhands.embedding import server_optimizer
 from manyhands.errors import CheckpointError
 from manyhands.parallel.reshard.rank_state import RankState
@@ -52,7 +52,7 @@ class Checkpointing:
     plan: Plan
     module: nn.Module
     replica: ModuleReplica
-    walk: data.BatchIterator
+    walk: BatchIterator
     global_batch: int
     order: dict[str, Any]
     serving: RunTables | None = None

@@ -12,7 +12,8 @@ from manyhands.core import (
     Snapshot,
     Store,
 )
-from manyhands.data import batches as data
+from manyhands.data.batches import IndexedBatches, StreamedBatches
+from manyhands.data.sources import DatasetSource, Source, StreamSource
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import PlanError
 from manyhands.split.data import SPLITS, DataSplit
@@ -44,19 +45,19 @@ def batch_sizes(context: RankContext, plan: Plan, saved: Snapshot | None) -> tup
 def draw(
     context: RankContext,
     plan: Plan,
-    train: data.Source,
+    train: Source,
     global_batch: int,
     seed: int,
     at: Position,
     serving: RunTables | None,
     borrow: bool,
-) -> tuple[data.IndexedBatches | data.StreamedBatches, StepClaims | None]:
+) -> tuple[IndexedBatches | StreamedBatches, StepClaims | None]:
     rank, size, batch = (
         context.feed,
         context.feeds,
         context.micro_batch(plan.batch or DEFAULT_BATCH),
     )
-    if isinstance(train, data.StreamSource):
+    if isinstance(train, StreamSource):
         if plan.split == "sampled":
             raise PlanError(
                 "split=sampled draws samples by index, but the training data is a stream; leave split out"
@@ -68,35 +69,35 @@ def draw(
         context.notice(
             "the training data is a stream: it is read in its own order by every rank, each keeps its part"
         )
-        cut = lambda n: DataSplit(n, n, batch, rank, size).take(Position())
-        return data.StreamedBatches(train, cut, global_batch, at, borrow=borrow), None
+        cut = lambda n: DataSplit(n, n, batch, rank, size).step_samples(Position())
+        return StreamedBatches(train, cut, global_batch, at, borrow=borrow), None
     if train.samples < size:
         raise PlanError(
             f"data={size} ranks, but only {train.samples} samples: some ranks would never have any; set data={train.samples} or fewer"
         )
     order = SPLITS[plan.split]
-    shares, dealer = shares_steps(plan), None
+    shares, claims = shares_steps(plan), None
     split = DataSplit(
         train.samples, global_batch, batch, 0 if shares else rank, 1 if shares else size
     )
     if plan.strategy.link is Store:
         assert serving is not None
         store = serving.store
-        dealer = StepClaims(split, at, lambda limit: store.deal(limit, shares), store.call)
+        claims = StepClaims(split, at, lambda limit: store.deal(limit, shares), store.call)
         if plan.loaders:
             raise PlanError(
                 f"loaders={plan.loaders} has no effect: merge={plan.merge} draws batches when they are wanted; leave it out"
             )
-        if isinstance(train, data.DatasetSource) and train.loaders:
+        if isinstance(train, DatasetSource) and train.loaders:
             context.notice(
                 f"the DataLoader's {train.loaders} workers are not used: merge={plan.merge} draws batches when they are wanted"
             )
-    found = data.IndexedBatches(
+    found = IndexedBatches(
         train,
         lambda epoch: order(train.samples or 0, seed, epoch),
         split,
         at,
         borrow=borrow,
-        dealer=dealer,
+        claims=claims,
     )
-    return found, dealer
+    return found, claims

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from manyhands.assembly.parameters import updates_parts
 from manyhands.assembly.rank_context import RankContext, micro_batches
 from manyhands.core import Plan, Tensors
-from manyhands.data import batches as data
+from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import PlanError
 from manyhands.observe.memory_peak import (
     Live,
@@ -136,13 +136,13 @@ def _module(loss: TaskLoss, module: nn.Module) -> Iterator[None]:
         loss.module = before
 
 
-def example(context: RankContext, plan: Plan, train: data.Source, most: int | None = None) -> Any:
+def example(context: RankContext, plan: Plan, train: Source, most: int | None = None) -> Any:
     """One micro-batch, or at most so many samples of it."""
-    if isinstance(train, data.StreamSource) or not train.samples:
+    if isinstance(train, StreamSource) or not train.samples:
         raise PlanError(
             "a model is split by looking at what it does with a batch, but the training data is a stream; give a Dataset"
         )
     count = min(train.samples, most or context.micro_batch(plan.batch or 1))
     return train.fetch(
-        torch.arange(count, device=train.device if isinstance(train, data.TensorSource) else "cpu")
+        torch.arange(count, device=train.device if isinstance(train, TensorSource) else "cpu")
     )

@@ -25,7 +25,7 @@ from manyhands.assembly.memory import (
 )
 from manyhands.assembly.rank_context import RankContext, micro_batches
 from manyhands.core import Plan, Tensors
-from manyhands.data import batches as data
+from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.observe.graph_picture import draw
 from manyhands.parallel import feature_linear as summed
@@ -124,7 +124,7 @@ class ModelPart:
 
 
 def divide(
-    context: RankContext, plan: Plan, model: nn.Module, train: data.Source, task: Task
+    context: RankContext, plan: Plan, model: nn.Module, train: Source, task: Task
 ) -> ModelPart:
     """Cut the whole model, which every rank has made alike, and keep this rank's part."""
     layout, where = plan.layout, plan.layout.coordinates(context.rank)
@@ -255,11 +255,11 @@ def _dealt(
     return deal
 
 
-def by_feature(context: RankContext, model: nn.Module, sources: list[data.Source]) -> ModelPart:
+def by_feature(context: RankContext, model: nn.Module, sources: list[Source]) -> ModelPart:
     """Columns of the data and of the first matrix dealt out over `tensor`; the rest of the model is on every rank."""
     axis, known = (
         context.axes["tensor"],
-        [s for s in sources if not isinstance(s, data.StreamSource)],
+        [s for s in sources if not isinstance(s, StreamSource)],
     )
     if len(known) < len(sources):
         raise PlanError(

@@ -35,8 +35,9 @@ from manyhands.core import (
     Store,
     Strategy,
 )
-from manyhands.data import batches as data
+from manyhands.data.batches import BatchIterator, IndexedBatches
 from manyhands.data.prefetch import PrefetchedBatches
+from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource, source
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange import algorithms, compression
 from manyhands.exchange.noise_scale import NoiseGauge
@@ -91,21 +92,19 @@ def task_trainer(
         context.notice(
             f"the order comes from split={plan.split}: the DataLoader's own {type(task.train.sampler).__name__} is not used"
         )
-    train = data.source(task.train, context.device, "Task.train", plan.loaders)
+    train = source(task.train, context.device, "Task.train", plan.loaders)
     test = (
-        None
-        if task.test is None
-        else data.source(task.test, context.device, "Task.test", plan.loaders)
+        None if task.test is None else source(task.test, context.device, "Task.test", plan.loaders)
     )
-    if plan.loaders and not isinstance(train, data.DatasetSource):
+    if plan.loaders and not isinstance(train, DatasetSource):
         raise PlanError(
             f"loaders={plan.loaders} has no effect: the training data is in memory already or a stream; leave it out"
         )
     if context.options.float64:
         model = model.double()
-        for source in (train, test):
-            if source is not None:
-                source.cast(torch.float64)
+        for given in (train, test):
+            if given is not None:
+                given.cast(torch.float64)
     has = ["loss", *task.metrics] if test is not None else []
     goals = {
         "best": plan.best and plan.best.lstrip("-"),
@@ -121,7 +120,7 @@ def task_trainer(
     if task.name:
         context.notice(task.name)
 
-    def losses(module: nn.Module, walk: data.BatchIterator) -> NextLoss:
+    def losses(module: nn.Module, walk: BatchIterator) -> NextLoss:
         return forward.TaskLoss(module, walk, task.loss, task.step, plan.precision, context.device)
 
     def evaluate(module: nn.Module) -> dict[str, float]:
@@ -152,7 +151,7 @@ def task_trainer(
             )
         else:
             division = divide(context, plan, model, train, task)  # which moves what is left of it
-    elif train.samples and not isinstance(train, data.StreamSource) and not plan.servers:
+    elif train.samples and not isinstance(train, StreamSource) and not plan.servers:
         watched = watch(context, plan, model, lambda: example(context, plan, train), task)
     return assemble(
         context,
@@ -178,8 +177,8 @@ def assemble(
     model: nn.Module,
     make_optimizer: Callable[[Any], Optimizer],
     make_schedule: Callable[[Optimizer], LRScheduler] | None,
-    train: data.Source,
-    losses: Callable[[nn.Module, data.BatchIterator], NextLoss],
+    train: Source,
+    losses: Callable[[nn.Module, BatchIterator], NextLoss],
     evaluate: Callable[[nn.Module], dict[str, float]] | None,
     stop_requested: Callable[[], int],
     run: Any,
@@ -188,7 +187,7 @@ def assemble(
     ids: Callable[[Any], Mapping[str, Any]] | None = None,
     division: ModelPart | None = None,
     watched: MemoryWatch | None = None,
-) -> tuple[Trainer, data.BatchIterator, nn.Module, Plan]:
+) -> tuple[Trainer, BatchIterator, nn.Module, Plan]:
     """Put one rank's parts together; resume if asked. `one_copy`: the ranks of a host may share their parameters."""
     size, seed = context.feeds, plan.seed or 0
     order = {
@@ -221,7 +220,7 @@ def assemble(
         context, plan, train, global_batch, seed, at, serving, borrow=synced or context.gathers
     )
     rows = None if serving is None else serving.sparse
-    walk: data.BatchIterator = (
+    walk: BatchIterator = (
         own_walk
         if rows is None
         else PrefetchedBatches(
@@ -334,7 +333,7 @@ def _piped(
     context: RankContext,
     pipeline: Any,
     scaled: Callable[[Tensor, int], Tensor],
-    walk: data.BatchIterator,
+    walk: BatchIterator,
 ) -> tuple[Tensor, int]:
     pipeline.round = context.link.round
     passed: tuple[Tensor, int] = pipeline(scaled, walk)
@@ -351,7 +350,7 @@ def _agree(plan: Plan) -> bool:
     return all(rule.replicas_agree for rule in _rules(plan).values())
 
 
-def _row_scale(plan: Plan, replica: ModuleReplica, walk: data.BatchIterator, size: int) -> float:
+def _row_scale(plan: Plan, replica: ModuleReplica, walk: BatchIterator, size: int) -> float:
     """What a gradient of rows, made by a loss times count / nominal, is multiplied by to be this rank's part of a step."""
     if not replica.own_count:
         return 1.0
@@ -491,16 +490,16 @@ def _captured(
     plan: Plan,
     replica: ModuleReplica,
     next_loss: NextLoss,
-    walk: data.BatchIterator,
+    walk: BatchIterator,
 ) -> ModuleReplica | CapturedReplica:
     """Capture the step as CUDA graphs where that is possible; a rule that looks at gradients needs them between the two."""
     possible = (
         plan.capture == "auto" and context.device.type == "cuda" and context.process.size == 1 and replica.scaler is None and _agree(plan)
-        and isinstance(next_loss, forward.TaskLoss) and isinstance(walk, data.IndexedBatches) and isinstance(walk.source, data.TensorSource)
+        and isinstance(next_loss, forward.TaskLoss) and isinstance(walk, IndexedBatches) and isinstance(walk.source, TensorSource)
     )  # fmt: skip
     if not possible:
         return replica
-    assert isinstance(next_loss, forward.TaskLoss) and isinstance(walk, data.IndexedBatches)
+    assert isinstance(next_loss, forward.TaskLoss) and isinstance(walk, IndexedBatches)
     return CapturedReplica(replica, next_loss, walk, context.notice)
 
 

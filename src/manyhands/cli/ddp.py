@@ -32,7 +32,8 @@ from manyhands.core import (
     Position,
     ProcessInfo,
 )
-from manyhands.data import batches as data
+from manyhands.data.batches import BatchIterator, IndexedBatches, StreamedBatches
+from manyhands.data.sources import StreamSource, source
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
@@ -154,7 +155,7 @@ class Peer:
         state.seed_everything(plan.seed or 0, self.rank)
         self.walk = self._walk(batch)
         self.test = (
-            None if task.test is None else data.source(task.test, device, "Task.test", plan.loaders)
+            None if task.test is None else source(task.test, device, "Task.test", plan.loaders)
         )
         given = plan_words.overlay(words)
         self.ddp = DistributedDataParallel(
@@ -188,14 +189,14 @@ class Peer:
         self.metrics: dict[str, float] = {}
         self._announce(given)
 
-    def _walk(self, batch: int) -> data.BatchIterator:
-        train = data.source(self.task.train, self.device, "Task.train", self.plan.loaders)
-        if isinstance(train, data.StreamSource):
-            cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).take(Position())
-            return data.StreamedBatches(train, cut, self.global_batch, Position(), borrow=True)
+    def _walk(self, batch: int) -> BatchIterator:
+        train = source(self.task.train, self.device, "Task.train", self.plan.loaders)
+        if isinstance(train, StreamSource):
+            cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).step_samples(Position())
+            return StreamedBatches(train, cut, self.global_batch, Position(), borrow=True)
         split = DataSplit(train.samples, self.global_batch, batch, self.rank, self.size)
         order, seed, n = SPLITS[self.plan.split], self.plan.seed or 0, train.samples
-        return data.IndexedBatches(
+        return IndexedBatches(
             train, lambda epoch: order(n, seed, epoch), split, Position(), borrow=True
         )
 
@@ -252,7 +253,7 @@ class Peer:
         samples, at = self.walk.samples, self.walk.position
         return (
             None
-            if isinstance(self.walk, data.StreamedBatches) or samples is None
+            if isinstance(self.walk, StreamedBatches) or samples is None
             else min(self.global_batch, samples - at.offset)
         )
 

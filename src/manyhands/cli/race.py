@@ -345,9 +345,9 @@ def look_at(script: Path, goal: Goal) -> Facts:
 
 
 def _samples(train: Any) -> int | None:
-    from manyhands.data import batches
+    from manyhands.data.sources import source
 
-    return batches.source(train, torch.device("cpu"), "Task.train").samples
+    return source(train, torch.device("cpu"), "Task.train").samples
 
 
 # -- one run --

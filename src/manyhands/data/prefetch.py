@@ -1,7 +1,6 @@
-"""A walk that draws batches before they are wanted, so that the rows they will look up travel while others compute.
+"""Prefetched batches: the embedding rows that the next batches look up are pulled while the current batch computes.
 
-What is asked of it (position, samples of the step, whether they count) is that of the batch handed out last: drawing ahead is
-nobody else's business.
+Position, samples of the step and whether they count are those of the current batch, as if nothing were prefetched.
 """
 
 from __future__ import annotations
@@ -15,14 +14,21 @@ from manyhands.data.batches import Batch, IndexedBatches, StreamedBatches
 
 
 class RowPrefetcher(Protocol):
-    """What `embedding.tables.Tables` looks like from here."""
+    """Pulls the embedding rows that a batch looks up (`embedding.tables.EmbeddingTables`)."""
 
-    def prefetch(self, values: Any) -> None: ...
-    def begin(self, values: Any) -> None: ...
+    def prefetch(self, values: Any) -> None:
+        """Begin to pull the rows of a later batch."""
+        ...
+
+    def begin(self, values: Any) -> None:
+        """Have the rows of the current batch."""
+        ...
 
 
 @dataclass
-class _Drawn:
+class _Prefetched:
+    """A batch, and what the batch iterator said when it gave it."""
+
     batch: Batch
     after: Position
     total: int
@@ -31,49 +37,53 @@ class _Drawn:
 
 
 class PrefetchedBatches:
-    """`depth` batches are drawn ahead; with 0 a batch's rows are asked for, all together, when it is handed out."""
+    """A batch iterator that is `depth` batches early; with 0, the rows of a batch are pulled, all together, when it is current."""
 
-    def __init__(self, walk: IndexedBatches | StreamedBatches, rows: RowPrefetcher, depth: int):
-        self.walk, self.source, self.steps_per_epoch = walk, walk.source, walk.steps_per_epoch
+    def __init__(self, batches: IndexedBatches | StreamedBatches, rows: RowPrefetcher, depth: int):
+        self.batches, self.source = batches, batches.source
+        self.steps_per_epoch = batches.steps_per_epoch
         self._rows, self._depth = rows, depth
-        self._drawn: deque[_Drawn] = deque()
-        self._handed: _Drawn | None = None
+        self._waiting: deque[_Prefetched] = deque()
+        self._current: _Prefetched | None = None
 
     @property
     def position(self) -> Position:
-        return self.walk.position if self._handed is None or not self._depth else self._handed.after
+        if self._current is None or not self._depth:
+            return self.batches.position
+        return self._current.after
 
     @property
     def samples(self) -> int | None:
-        return self.walk.samples
+        return self.batches.samples
 
     @property
     def total(self) -> int:
-        return self.walk.total if self._handed is None else self._handed.total
+        return self.batches.total if self._current is None else self._current.total
 
     @property
     def own(self) -> int:
-        return self.walk.own if self._handed is None else self._handed.own
+        return self.batches.own if self._current is None else self._current.own
 
     @property
     def counts(self) -> bool:
-        return self.walk.counts if self._handed is None else self._handed.counts
+        return self.batches.counts if self._current is None else self._current.counts
 
     def next(self) -> Batch:
-        while len(self._drawn) <= self._depth:
-            self._draw()
-        self._handed = self._drawn.popleft()
-        self._rows.begin(self._handed.batch.values)
-        return self._handed.batch
+        while len(self._waiting) <= self._depth:
+            self._prefetch()
+        self._current = self._waiting.popleft()
+        self._rows.begin(self._current.batch.values)
+        return self._current.batch
 
-    def _draw(self) -> None:
-        before = self.walk.position
-        batch = self.walk.next()
-        after = self.walk.position if batch.last else before
-        self._drawn.append(_Drawn(batch, after, self.walk.total, self.walk.own, self.walk.counts))
+    def _prefetch(self) -> None:
+        batches = self.batches
+        before = batches.position
+        batch = batches.next()
+        after = batches.position if batch.last else before
+        self._waiting.append(_Prefetched(batch, after, batches.total, batches.own, batches.counts))
         if self._depth and batch.values is not None:
             self._rows.prefetch(batch.values)
 
     def close(self) -> None:
-        self._drawn.clear()
-        self.walk.close()
+        self._waiting.clear()
+        self.batches.close()

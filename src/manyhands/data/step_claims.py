@@ -1,9 +1,11 @@
-"""Steps that are drawn instead of known beforehand: how a rank walks through the data at its own pace.
+"""Step claims for asynchronous ranks: each rank claims its next step from a shared counter; all stop at sync points.
 
-    number n of a step   ->   the samples from  offset + (n - steps) * global_batch  on          (epoch, offset, steps: the last meeting)
+    step n  ->  the samples from  offset + (n - steps) * global_batch  on
+                epoch, offset, steps: the position at the last sync point
 
-Between two meetings nobody knows who computes what, only that every number below the limit is drawn exactly once; a limit is
-never beyond the end of an epoch. At a meeting all of it is computed, so position is again one thing for all ranks.
+Between two sync points no rank knows which rank computes which step, only that every step below the limit is claimed
+exactly once. A limit is never beyond the end of an epoch. At a sync point all claimed steps are computed, so that all
+ranks have one position again.
 """
 
 from __future__ import annotations
@@ -13,62 +15,68 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from manyhands.core import Position
-from manyhands.data.batches import Take, Walk
 from manyhands.errors import TaskError
+from manyhands.split.data import DataSplit, StepSamples
 
 
 class StepClaims:
-    """`deal(limit)` gives the next number of this run's steps, counted from 0 at its start, or None: time to meet."""
+    """The steps that this rank claims. `claim_step(limit)` returns the next number of the shared counter, which starts
+    at 0 with the run, or None: go to the sync point. `request_sync()` makes it return None for every rank."""
 
     def __init__(
-        self, split: Walk, at: Position, deal: Callable[[int], int | None], call: Callable[[], None]
+        self,
+        split: DataSplit,
+        at: Position,
+        claim_step: Callable[[int], int | None],
+        request_sync: Callable[[], None],
     ):
-        self.position = self.latest = at
-        self.call = call
-        self._split, self._deal, self._first = split, deal, at.steps
+        self.position = self.latest = at  # at the last sync point; after the step claimed last
+        self.request_sync = request_sync
+        self._split, self._claim_step, self._first = split, claim_step, at.steps
         self._claimed: Position | None = None
-        self._drawn = at.steps
-        self._resting = False  # was told to meet, and has not met yet
+        self._claimed_steps = at.steps
+        self._must_sync = False  # the counter said so, and the sync is still to come
 
     def claim(self, limit: float) -> bool:
-        """Whether this rank has a step to compute; it draws one where it has none."""
-        if self._claimed is None and not self._resting:
-            number = self._deal(int(limit) - self._first)
-            self._resting = (
-                number is None
-            )  # asking again would count as a meeting more than the others had
+        """Whether this rank has a step to compute; claims one where it has none."""
+        if self._claimed is None and not self._must_sync:
+            number = self._claim_step(int(limit) - self._first)
+            # claiming again would count as one more sync point than the other ranks had
+            self._must_sync = number is None
             self._claimed = None if number is None else self._at(self._first + number)
         return self._claimed is not None
 
-    def takes(self) -> Iterator[Take]:
-        """What this rank claims, as it is wanted."""
+    def claimed_samples(self) -> Iterator[StepSamples]:
+        """The samples of every claimed step, without end."""
         while True:
             if self._claimed is None:
                 raise TaskError(
-                    "a batch was drawn without run.step(loss) of the one before; call it for every batch, also with a loss of 0"
+                    "a batch was requested without run.step(loss) of the one before; call it for "
+                    "every batch, also with a loss of 0"
                 )
-            take = self._split.take(self._claimed)
-            self._claimed, self.latest, self._drawn = None, take.after, take.after.steps
-            yield take
+            step = self._split.step_samples(self._claimed)
+            self._claimed, self.latest, self._claimed_steps = None, step.after, step.after.steps
+            yield step
 
-    def drawn(self) -> int:
-        """Steps of the run, by the numbers that this rank has computed."""
-        return self._drawn
+    def claimed_steps(self) -> int:
+        """Steps of the run up to the last one that this rank has computed."""
+        return self._claimed_steps
 
-    def meet(self, steps: int) -> None:
-        """All ranks have computed what they drew, `steps` in all."""
+    def sync(self, steps: int) -> None:
+        """At a sync point: all ranks have computed what they claimed, `steps` steps of the run."""
         at = self._at(steps)
         over = at.offset >= self._split.samples
         self.position = self.latest = Position(at.epoch + 1, 0, steps) if over else at
-        self._drawn, self._resting = steps, False
+        self._claimed_steps, self._must_sync = steps, False
 
-    def rest(self) -> None:
-        """Compute no more before the next meeting: what was claimed and not begun is left out."""
+    def stop_claiming(self) -> None:
+        """Compute no more before the next sync point: a step that is claimed and not begun is left out."""
         self._claimed = None
-        self.claim(self._first)  # below no number: nobody waits for this rank from here on
+        # a limit of 0 claims nothing, but the counter no longer waits for this rank
+        self.claim(self._first)
 
     def steps_to(self, epochs: float) -> float:
-        """The number of the step by which so many epochs are over; at most to the end of this one."""
+        """The number of steps after which so many epochs are over; at most to the end of the current one."""
         if math.isinf(epochs):
             return math.inf
         samples = (epochs - self.position.epoch) * self._split.samples - self.position.offset

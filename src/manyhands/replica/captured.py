@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core import OnReady, Rows, Tensors
-from manyhands.data.batches import IndexedBatches, TensorSource
+from manyhands.data.batches import IndexedBatches
+from manyhands.data.sources import TensorSource
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
 

@@ -9,13 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.data.batches import (
-    BatchIterator,
-    DatasetSource,
-    Source,
-    StreamSource,
-    TensorSource,
-)
+from manyhands.data.batches import BatchIterator
+from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.module import Micro
 
@@ -131,16 +126,16 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
             if i % size == rank:
                 rows.append(row)
             if len(rows) == batch:
-                yield data.place(rows), len(rows)
+                yield data.to_device(rows), len(rows)
                 rows = []
         if rows:
-            yield data.place(rows), len(rows)
+            yield data.to_device(rows), len(rows)
         return
     start, stop = data.samples * rank // size, data.samples * (rank + 1) // size
     where = data.device if isinstance(data, TensorSource) else torch.device("cpu")
     if isinstance(data, DatasetSource) and data.loaders:
         cuts = [list(range(i, min(i + batch, stop))) for i in range(start, stop, batch)]
-        for cut, values in zip(cuts, data.ahead(iter(cuts)), strict=True):
+        for cut, values in zip(cuts, data.prefetch(iter(cuts)), strict=True):
             yield values, len(cut)
         return
     for i in range(start, stop, batch):

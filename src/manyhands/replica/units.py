@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import OnReady, Tensors
-from manyhands.data.batches import Source, StreamSource, TensorSource
+from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss

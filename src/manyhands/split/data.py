@@ -70,7 +70,7 @@ class DataSplit:
     rank: int
     size: int
 
-    def take(self, at: Position) -> StepSamples:
+    def step_samples(self, at: Position) -> StepSamples:
         total = min(self.global_batch, self.samples - at.offset)
         # first into micro-batches, then over ranks: every rank makes the same number of them, and the union of the
         # ranks' k-th ones is the k-th of one process, so that BatchNorm over the union lines up
@@ -85,11 +85,11 @@ class DataSplit:
             after = Position(at.epoch + 1, 0, at.steps + 1)
         return StepSamples(at, tuple(micros), after)
 
-    def walk(self, at: Position) -> Iterator[StepSamples]:
+    def steps_from(self, at: Position) -> Iterator[StepSamples]:
         while True:
-            take = self.take(at)
-            yield take
-            at = take.after
+            step = self.step_samples(at)
+            yield step
+            at = step.after
 
     @property
     def steps_per_epoch(self) -> int:
