@@ -15,7 +15,7 @@ from manyhands.assembly import model_parallel
 from manyhands.assembly.memory import room
 from manyhands.errors import PlanError
 from manyhands.parallel.pipeline.stage_modules import NodeCost
-from manyhands.parallel.trace.program import trace
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.plan import words
 
 WIDTHS = (64, 64, 64, 64, 64, 1)

@@ -24,7 +24,7 @@ from manyhands.observe.memory_peak import (
     held_by,
 )
 from manyhands.parallel.pipeline.stage_modules import cut
-from manyhands.parallel.trace.program import trace
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.plan.memory_forecast import (
     Forecast,
     Setting,
@@ -218,7 +218,7 @@ def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -
     made, micros, pipe = case(name, 24), 4, 2
     inputs = made.values[:-1]
     traced = trace(made.model, inputs, pieces=pipe)
-    stages = cut(traced, contiguous([1.0] * len(traced.steps[True]), pipe))
+    stages = cut(traced, contiguous([1.0] * len(traced.nodes[True]), pipe))
     names = [frozenset(n for n, _ in s.module.named_parameters()) for s in stages]
     study = Study(
         made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live

@@ -94,15 +94,15 @@ def deal_of(
     traced = shortened(traced_finely(model, example, ranks))
     numbers: Sequence[int] = [
         n
-        for step, has in zip(traced.steps[True], weighty(traced), strict=True)
+        for step, has in zip(traced.nodes[True], trainable(traced), strict=True)
         for n in (10**6 * has + 10, 8, 8)
     ]
-    assert len(numbers) == FIELDS * len(traced.steps[True])
+    assert len(numbers) == FIELDS * len(traced.nodes[True])
     return dealt(traced, numbers, ranks, micros, **more)
 
 
-def weighty(traced: Any) -> list[bool]:
-    return [traced._has_parameters(step) for step in traced.steps[True]]
+def trainable(traced: Any) -> list[bool]:
+    return [traced.trains_parameters(node) for node in traced.nodes[True]]
 
 
 def graphed(

@@ -13,7 +13,7 @@ from manyhands.core import Group
 from manyhands.data.batches import Batch
 from manyhands.parallel.pipeline.executor import PipelineExecutor, Stage
 from manyhands.parallel.pipeline.stage_modules import cut
-from manyhands.parallel.trace.program import trace
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import actions
 from support.paths import zoo_task
 
@@ -120,7 +120,7 @@ def in_zoo(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, .
 def traced(model: nn.Module, inputs: tuple[Tensor, ...], count: int) -> list[Any]:
     """Cut into so many stages, each with a share of what has parameters."""
     found = trace(model, inputs, pieces=count)
-    heavy = [i for i, weighty in enumerate(found.weighty) if weighty]
+    heavy = [i for i, weighty in enumerate(found.trainable) if weighty]
     return cut(found, [heavy[len(heavy) * k // count] for k in range(1, count)])
 
 

@@ -23,7 +23,7 @@ PRELOAD = [
     "torch.distributed",
     "numpy",
     "manyhands",
-    "manyhands.parallel.trace.program",
+    "manyhands.parallel.trace.trace_model",
     "torch.fx.experimental.validator",
 ]
 TIMEOUT_S = 60.0

@@ -45,7 +45,8 @@ from manyhands.parallel.reshard.rank_state import RankState, SlicedState, WholeT
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.parallel.tensor import shard_module
 from manyhands.parallel.tensor.dry_run import attempt
-from manyhands.parallel.trace.program import TracedProgram, trace
+from manyhands.parallel.trace.program import TracedProgram
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import forward
@@ -224,7 +225,7 @@ def _dealt(
     with forward.autocast(plan.precision, context.device):
         traced = shortened(traced_finely(model, example, plan.layout.pipe, call))
         said = torch.zeros(
-            FIELDS * len(traced.steps[True]) + 2, dtype=torch.int64, device=context.device
+            FIELDS * len(traced.nodes[True]) + 2, dtype=torch.int64, device=context.device
         )
         if context.rank == 0:
             limit, state = room(context, model, task)
@@ -305,7 +306,7 @@ def _stages(
         begins = torch.zeros(number - 1, dtype=torch.int64, device=context.device)
         if context.rank == 0:  # one measures for all: times differ from rank to rank
             begins += torch.tensor(
-                traced.at(names, number)
+                traced.cuts_at(names, number)
                 if names
                 else _balanced(context, plan, traced, example, number, task)
             )
@@ -338,7 +339,7 @@ def _balanced(
     chunks, micros = number // pipe, micro_batches(plan) * plan.accumulate
     limit, state = room(context, traced.model, task)
     cut = partial(
-        schedules.contiguous, [c.seconds for c in costs], number, counts=traced.weighty, crossing=crossing,
+        schedules.contiguous, [c.seconds for c in costs], number, counts=traced.trainable, crossing=crossing,
         memory=[c.parameter_bytes * state for c in costs],
         kept=[0.0 if plan.recompute else c.kept_bytes * _rows(example) / _rows(few) for c in costs],
         in_flight=[max(1, schedules.most_kept(plan.schedule, pipe, s % pipe, micros, chunks) // chunks) for s in range(number)],

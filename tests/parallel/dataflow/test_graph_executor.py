@@ -102,14 +102,14 @@ def test_measured_towers_take_less_than_two_thirds_of_the_time_of_one_rank() -> 
     model, x = Towers(width=256, depth=3), torch.randn(256, 6)
     traced = shortened(traced_finely(model, (x, x), 2))
     numbers = weigh(traced, (x, x), repeats=3)
-    assert len(numbers) == FIELDS * len(traced.steps[True]) and all(type(n) is int for n in numbers)
+    assert len(numbers) == FIELDS * len(traced.nodes[True]) and all(type(n) is int for n in numbers)
     for i, s in enumerate(
-        traced.steps[True]
+        traced.nodes[True]
     ):  # what both towers do is as long, whatever else the machine did while we measured
         twin = next(
             (
                 k
-                for k, o in enumerate(traced.steps[True])
+                for k, o in enumerate(traced.nodes[True])
                 if o.target == str(s.target).replace("right", "left")
             ),
             i,
@@ -155,8 +155,8 @@ def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_block
 ):
     model, _, data = branched("inception")
     traced = traced_finely(model, (data[0][:4],), 2)
-    names = [s.name for s in traced.steps[True]]
-    changed = {(names[a], names[b]) for a, b in traced.together}
+    names = [s.name for s in traced.nodes[True]]
+    changed = {(names[a], names[b]) for a, b in traced.inseparable}
     assert ("blocks_0_three_0", "blocks_0_three_1") in changed and (
         "blocks_1_five_1",
         "blocks_1_five_2",
@@ -167,7 +167,7 @@ def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_block
 def test_how_torch_convolves_a_small_batch_does_not_bind_the_model_to_small_batches() -> None:
     model, _, data = branched("cnn")
     traced = traced_finely(model.float(), (data[0][:4].float(),), 2)
-    for check in traced.check.values():
+    for check in traced.size_guards.values():
         check((data[0][:40].float(),))  # evaluation takes larger ones
 
 
@@ -207,7 +207,7 @@ def test_a_repeated_expression_is_computed_once_and_what_only_looks_repeated_is_
     def count(traced: Any, target: str) -> int:
         return sum(
             str(getattr(s.target, "__name__", s.target)).strip("_") == target
-            for s in traced.steps[True]
+            for s in traced.nodes[True]
         )
 
     assert [count(whole_trace, t) for t in ("a", "tanh", "sigmoid", "norm", "drop")] == [
@@ -218,10 +218,10 @@ def test_a_repeated_expression_is_computed_once_and_what_only_looks_repeated_is_
         2,
     ]
     assert [count(short, t) for t in ("a", "tanh", "sigmoid", "norm", "drop")] == [1, 1, 1, 2, 2]
-    assert len(whole_trace.steps[True]) - len(short.steps[True]) == 2 + 2 + 1, (
+    assert len(whole_trace.nodes[True]) - len(short.nodes[True]) == 2 + 2 + 1, (
         "two a, two products, one tanh"
     )
-    assert len(short.steps[True]) == len(short.steps[False])
+    assert len(short.nodes[True]) == len(short.nodes[False])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -271,8 +271,8 @@ def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -
         torch.randn(8, 6, dtype=torch.float64),
         torch.arange(48).view(8, 6),
     )
-    assert len(shortened(traced_finely(model, (x, ids), 1)).steps[True]) == len(
-        traced_finely(model, (x, ids), 1).steps[True]
+    assert len(shortened(traced_finely(model, (x, ids), 1)).nodes[True]) == len(
+        traced_finely(model, (x, ids), 1).nodes[True]
     )
 
 

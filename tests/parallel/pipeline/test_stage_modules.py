@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from manyhands.errors import PlanError
 from manyhands.parallel.pipeline.stage_modules import Stage, cut, measure
-from manyhands.parallel.trace.program import trace
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import brute_force, contiguous, slowest
 from support.traced_models import QUICK_AND_SLOW, model, through
 
@@ -26,7 +26,7 @@ def names(stage: Stage) -> list[str]:
 def test_every_parameter_and_buffer_has_its_name_in_the_whole_model_and_a_stage(name: str) -> None:
     whole, inputs = model(name)
     traced = trace(whole, inputs, pieces=4)
-    stages = cut(traced, contiguous([1.0] * len(traced.steps[True]), 4, counts=traced.weighty))
+    stages = cut(traced, contiguous([1.0] * len(traced.nodes[True]), 4, counts=traced.trainable))
     order = [n for n, _ in whole.named_parameters()]
     assert {n for s in stages for n in names(s)} == set(order)
     assert {n for s in stages for n, _ in s.module.named_buffers()} == {
@@ -45,7 +45,7 @@ def test_every_parameter_and_buffer_has_its_name_in_the_whole_model_and_a_stage(
 def test_a_tied_weight_stands_under_one_name_in_all_stages_that_use_it() -> None:
     whole, inputs = model("gpt")
     traced = trace(whole, inputs)
-    first, last = cut(traced, traced.at(["h.2"], 2))
+    first, last = cut(traced, traced.cuts_at(["h.2"], 2))
     assert (
         "wte.weight" in names(first)
         and "wte.weight" in names(last)
@@ -58,7 +58,7 @@ def test_a_tied_weight_stands_under_one_name_in_all_stages_that_use_it() -> None
 def test_a_value_needed_later_is_passed_on_by_the_stages_between() -> None:
     whole, inputs = model("skips")
     traced = trace(whole, inputs)
-    stages = cut(traced, traced.at(["b", "c", "d"], 4))
+    stages = cut(traced, traced.cuts_at(["b", "c", "d"], 4))
     (first,) = stages[0].gives
     assert all(first in stage.takes for stage in stages[1:])
     assert [s.inputs for s in stages] == [(0,), (), (), (1,)] or 1 in stages[-1].inputs
@@ -67,7 +67,7 @@ def test_a_value_needed_later_is_passed_on_by_the_stages_between() -> None:
 def test_positions_and_masks_are_made_again_and_not_sent() -> None:
     whole, inputs = model("llama")
     traced = trace(whole, inputs)
-    stages = cut(traced, traced.at(["model.layers.1", "model.layers.2"], 3))
+    stages = cut(traced, traced.cuts_at(["model.layers.1", "model.layers.2"], 3))
     assert all(
         isinstance(v, Tensor) and v.is_floating_point()
         for v in stages[0].forward(inputs, {}).values()
@@ -113,7 +113,7 @@ def test_no_cut_lies_between_a_value_and_what_changes_it_in_place() -> None:
             contiguous(
                 [0.0, 9, 0, 9, 0],
                 3,
-                counts=traced.weighty,
+                counts=traced.trainable,
                 crossing=[c.crossing_bytes for c in costs],
             ),
         )
@@ -146,7 +146,7 @@ def test_more_stages_than_pieces_are_refused_with_both_numbers() -> None:
     whole, inputs = model("mlp")
     traced = trace(whole, inputs, pieces=9)
     with pytest.raises(PlanError, match=r"9 stages are wanted, but no more than 4 can be cut"):
-        contiguous([1.0] * len(traced.steps[True]), 9, counts=traced.weighty)
+        contiguous([1.0] * len(traced.nodes[True]), 9, counts=traced.trainable)
 
 
 @pytest.mark.parametrize(
@@ -163,21 +163,21 @@ def test_the_automatic_cut_is_about_as_good_as_the_best_there_is(name: str, stag
     costs = measure(traced, inputs, repeats=1)
     seconds = [c.seconds for c in costs]
     where = contiguous(
-        seconds, stages, counts=traced.weighty, crossing=[c.crossing_bytes for c in costs]
+        seconds, stages, counts=traced.trainable, crossing=[c.crossing_bytes for c in costs]
     )
     assert all(type(i) is int for i in where)
     able = [
         w
         for w in itertools.combinations(range(1, len(seconds)), stages - 1)
-        if valid(traced.weighty, w)
+        if valid(traced.trainable, w)
     ]
     assert slowest(seconds, where) <= 1.15 * min(slowest(seconds, w) for w in able)
     assert brute_force(seconds, stages) <= min(slowest(seconds, w) for w in able)
 
 
-def valid(weighty: list[bool], where: tuple[int, ...]) -> bool:
-    edges = [0, *where, len(weighty)]
-    return all(any(weighty[a:b]) for a, b in itertools.pairwise(edges))
+def valid(trainable: list[bool], where: tuple[int, ...]) -> bool:
+    edges = [0, *where, len(trainable)]
+    return all(any(trainable[a:b]) for a, b in itertools.pairwise(edges))
 
 
 def test_measuring_counts_bytes_once_and_leaves_everything_as_it_was() -> None:
@@ -194,7 +194,7 @@ def test_measuring_counts_bytes_once_and_leaves_everything_as_it_was() -> None:
         torch.get_rng_state(), chance
     )
     # what a cut sends is what goes into the next step: the image after the first block
-    at = [s.target for s in traced.steps[True]].index("blocks.1")
+    at = [s.target for s in traced.nodes[True]].index("blocks.1")
     assert costs[at].crossing_bytes == 6 * 8 * 8 * 8 * 8
 
 
@@ -211,6 +211,6 @@ def test_activations_are_counted_as_autograd_keeps_them() -> None:
 def test_a_stage_can_be_given_nothing_but_what_it_reads() -> None:
     whole, inputs = model("seq2seq")
     traced = trace(whole, inputs)
-    stages = cut(traced, traced.at(["encoders.1", "decoders.0"], 3))
+    stages = cut(traced, traced.cuts_at(["encoders.1", "decoders.0"], 3))
     assert stages[0].inputs == (0,) and stages[1].inputs == (1,) and stages[2].inputs == ()
     assert torch.equal(through(stages, inputs), whole(*inputs))

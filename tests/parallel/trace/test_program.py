@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.pipeline.stage_modules import cut
-from manyhands.parallel.trace.program import Input, TracedProgram, trace
-from manyhands.parallel.trace.symbolic_sizes import SizeGuard, others
+from manyhands.parallel.trace.program import Input, TracedProgram
+from manyhands.parallel.trace.symbolic_sizes import SizeGuard, other_sizes
+from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import contiguous
 from support.traced_models import QUICK_AND_SLOW, model, same_as_whole, through
 
@@ -23,8 +24,8 @@ HERE = Path(__file__).name
 
 
 def cuts(traced: TracedProgram, stages: int) -> list[int]:
-    crossing = [0.0 if traced.cuttable(i) else math.inf for i in range(len(traced.steps[True]))]
-    return contiguous([1.0] * len(crossing), stages, counts=traced.weighty, crossing=crossing)
+    crossing = [0.0 if traced.cuttable(i) else math.inf for i in range(len(traced.nodes[True]))]
+    return contiguous([1.0] * len(crossing), stages, counts=traced.trainable, crossing=crossing)
 
 
 def line_of(text: str) -> str:
@@ -50,8 +51,8 @@ def test_a_traced_model_gives_what_the_model_gives_in_any_number_of_stages_and_f
 def test_blocks_are_opened_where_they_make_too_few_pieces() -> None:
     whole, inputs = model("gpt")
     coarse, fine = trace(whole, inputs, pieces=4), trace(whole, inputs, pieces=12)
-    assert "h.0" in {s.target for s in coarse.steps[True]}
-    assert "h.0.attn.c_attn" in {s.target for s in fine.steps[True]}
+    assert "h.0" in {s.target for s in coarse.nodes[True]}
+    assert "h.0.attn.c_attn" in {s.target for s in fine.nodes[True]}
     same_as_whole(cut(fine, cuts(fine, 12)), whole, inputs, training=True)
 
 
@@ -72,7 +73,7 @@ class Noisy(nn.Module):
 def test_train_and_eval_matter_after_tracing_outside_of_modules_too() -> None:
     torch.manual_seed(0)
     whole, x = Noisy().double(), torch.randn(6, 4, dtype=torch.float64)
-    stages = cut(trace(whole, (x,)), [len(trace(whole, (x,)).steps[True]) - 2])
+    stages = cut(trace(whole, (x,)), [len(trace(whole, (x,)).nodes[True]) - 2])
     for training in (True, False, True):
         for stage in stages:
             stage.module.train(training)
@@ -127,7 +128,7 @@ def test_the_cut_that_is_offered_works_where_the_model_is_a_chain_of_its_modules
     torch.manual_seed(0)
     whole, x = Branch().double(), torch.randn(3, 4, dtype=torch.float64)
     traced = trace(whole, (x,), cut=["two", "three"])
-    same_as_whole(cut(traced, traced.at(["two", "three"], 3)), whole, (x,), training=True)
+    same_as_whole(cut(traced, traced.cuts_at(["two", "three"], 3)), whole, (x,), training=True)
 
 
 @pytest.mark.parametrize("named", [["branch", "last"], []])
@@ -135,8 +136,8 @@ def test_a_module_that_looks_at_values_runs_as_a_whole(named: list[str]) -> None
     torch.manual_seed(0)
     whole, x = Inside().double(), torch.randn(3, 4, dtype=torch.float64)
     traced = trace(whole, (x,), cut=named, pieces=3)
-    assert "branch" in {s.target for s in traced.steps[True]}
-    made = cut(traced, traced.at(["branch", "last"], 3))
+    assert "branch" in {s.target for s in traced.nodes[True]}
+    made = cut(traced, traced.cuts_at(["branch", "last"], 3))
     same_as_whole(made, whole, (x,), training=True)
     same_as_whole(made, whole, (torch.randn(7, 4, dtype=torch.float64),), training=False)
 
@@ -158,13 +159,13 @@ def test_more_pieces_than_a_model_that_looks_at_values_has_are_refused_with_its_
 def test_a_cut_that_cannot_be_is_refused(names: list[str], stages: int, said: str) -> None:
     whole, inputs = model("gpt")
     with pytest.raises(PlanError, match=said):
-        trace(whole, inputs, cut=names).at(names, stages)
+        trace(whole, inputs, cut=names).cuts_at(names, stages)
 
 
 def test_a_cut_at_a_name_begins_the_stage_there() -> None:
     whole, inputs = model("gpt")
     traced = trace(whole, inputs, cut=["h.1", "h.3"])
-    made = cut(traced, traced.at(["h.1", "h.3"], 3))
+    made = cut(traced, traced.cuts_at(["h.1", "h.3"], 3))
     assert "h.0.ln_1.weight" in dict(made[0].module.named_parameters())
     assert next(iter(dict(made[1].module.named_parameters()))) == "h.1.ln_1.weight"
 
@@ -283,7 +284,7 @@ def test_what_torch_asks_of_sizes_inside_of_a_step_binds_no_later_batch(name: st
     torch.manual_seed(0)
     whole, shape = ASKING[name][0].double(), ASKING[name][1]
     traced = trace(whole, (torch.randn(2, *shape, dtype=torch.float64),), pieces=2)
-    made = cut(traced, traced.at(["last"], 2))
+    made = cut(traced, traced.cuts_at(["last"], 2))
     for training, batch in ((True, 2), (False, 40), (True, 3)):
         same_as_whole(made, whole, (torch.randn(batch, *shape, dtype=torch.float64),), training)
 
@@ -313,7 +314,7 @@ def test_a_name_that_is_like_no_module_is_refused_with_those_there_are() -> None
 def test_sizes_are_found_that_answer_a_question_otherwise() -> None:
     rows, length = sympy.symbols("rows length", positive=True, integer=True)
     left = {sympy.Ne(rows, 48), sympy.Ne(rows * length, 24), sympy.Ne(rows, 1)}
-    tried = list(others({rows: 4, length: 12}, {rows}, lambda: left))
+    tried = list(other_sizes({rows: 4, length: 12}, {rows}, lambda: left))
     assert any(sizes[rows] == 48 for sizes in tried)
     assert any(sizes[rows] * sizes[length] == 24 for sizes in tried)
     assert all(

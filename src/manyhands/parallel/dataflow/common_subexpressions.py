@@ -15,15 +15,15 @@ from torch import nn
 
 from manyhands.parallel.trace.program import (
     Formula,
-    Here,
     Input,
     ParameterRef,
     Ref,
+    StageDevice,
     TracedProgram,
     TraceNode,
     Tree,
-    mentions,
-    names,
+    find_refs,
+    ref_names,
 )
 from manyhands.replica.leaf_modules import PLAIN
 from manyhands.split.graph import common
@@ -65,9 +65,9 @@ STATELESS = (
 
 def shortened(traced: TracedProgram) -> TracedProgram:
     """Without steps that compute again what an earlier step has computed."""
-    steps = traced.steps[True]
+    steps = traced.nodes[True]
     keys = _calls(traced, True)
-    alike = [(s.op, s.target) for s in steps] == [(s.op, s.target) for s in traced.steps[False]]
+    alike = [(s.op, s.target) for s in steps] == [(s.op, s.target) for s in traced.nodes[False]]
     if alike:  # in both ways of running the model, or not at all, so that both keep the same steps
         keys = [
             (None if a is None or b is None else (a, b), t)
@@ -77,9 +77,9 @@ def shortened(traced: TracedProgram) -> TracedProgram:
     gone = {i for i, f in enumerate(first) if f != i}
     if not gone:
         return traced
-    made = dict(traced.steps)
+    made = dict(traced.nodes)
     for mode in (True, False) if alike else (True,):
-        old = traced.steps[mode]
+        old = traced.nodes[mode]
         now = {old[i].name: old[first[i]].name for i in gone}
         made[mode] = [
             replace(s, args=_renamed(s.args, now), kwargs=_renamed(s.kwargs, now))
@@ -88,23 +88,23 @@ def shortened(traced: TracedProgram) -> TracedProgram:
         ]
     at = {i: k for k, i in enumerate(i for i in range(len(steps)) if i not in gone)}
     return replace(
-        traced, steps=made, together=[(at.get(a, -1), at[b]) for a, b in traced.together]
+        traced, nodes=made, inseparable=[(at.get(a, -1), at[b]) for a, b in traced.inseparable]
     )
 
 
 def _calls(traced: TracedProgram, mode: bool) -> list[tuple[Hashable | None, list[int]]]:
     """What each step does, None where it may not be left out, and whose results it takes."""
-    steps, states = traced.steps[mode], moving(traced)
+    steps, states = traced.nodes[mode], moving(traced)
     at = {s.name: i for i, s in enumerate(steps)}
     # what is changed in place before or after, and what goes out, where the loss may change it
-    apart = {i for a, b in traced.together for i in range(max(a, 0), b + 1)} | {
-        at[n] for n in names(traced.output[mode])
+    apart = {i for a, b in traced.inseparable for i in range(max(a, 0), b + 1)} | {
+        at[n] for n in ref_names(traced.output[mode])
     }
     reads: set[int] = set()  # a state that may be another one at the next look
     calls: list[tuple[Hashable | None, list[int]]] = []
     for i, s in enumerate(steps):
-        takes = [at[n] for n in names(s)]
-        if any(h.name in states for h in mentions(s, ParameterRef)) or not reads.isdisjoint(takes):
+        takes = [at[n] for n in ref_names(s)]
+        if any(h.name in states for h in find_refs(s, ParameterRef)) or not reads.isdisjoint(takes):
             reads.add(i)
         does: Hashable | None = None
         if i not in apart and i not in reads and _pure(traced.model, s):
@@ -149,9 +149,12 @@ def _changes(step: TraceNode) -> bool:
 
 def moving(traced: TracedProgram) -> set[str]:
     """Parameters and buffers, by name, that the forward pass may change."""
-    steps = [s for mode in traced.steps.values() for s in mode]
+    steps = [s for mode in traced.nodes.values() for s in mode]
     found = {
-        h.name for s in steps if s.op != "module" and _changes(s) for h in mentions(s, ParameterRef)
+        h.name
+        for s in steps
+        if s.op != "module" and _changes(s)
+        for h in find_refs(s, ParameterRef)
     }
     for path in {s.target for s in steps if s.op == "module"}:
         found |= {f"{path}.{name}" for name, _ in traced.model.get_submodule(path).named_buffers()}
@@ -163,7 +166,7 @@ def _key(value: Any) -> Hashable:
     kind = type(value)
     if kind is Ref:
         return "ref"
-    if kind in (Input, ParameterRef, Here):
+    if kind in (Input, ParameterRef, StageDevice):
         return kind, value
     if kind is Formula:
         return kind, value.text, value.dims, tuple(_key(a) for a in value.args)

@@ -42,7 +42,7 @@ from manyhands.parallel.pipeline.transfers import (
     Values,
 )
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
-from manyhands.parallel.trace.program import resolve, run
+from manyhands.parallel.trace.program import resolve, run_node
 from manyhands.replica.forward import TaskLoss, autocast, inputs_of
 from manyhands.replica.recompute import buffers_stay
 from manyhands.split.graph import SegmentAction, schedule
@@ -304,7 +304,7 @@ def _walk(
 ) -> Values:
     program, known = part.program, dict(values)
     for step, drops in zip(program.steps, program.drops, strict=True):
-        known[step.name] = run(module, step, inputs, known)
+        known[step.name] = run_node(module, step, inputs, known)
         for name in drops:
             del known[name]
     made = {name: known[name] for name in program.gives}

@@ -34,13 +34,14 @@ from manyhands.parallel.trace.program import (
     ParameterRef,
     TracedProgram,
     TraceNode,
-    found,
-    mentions,
-    names,
-    run,
+    attribute_at,
+    find_refs,
+    ref_names,
+    run_node,
     tensors,
-    trace,
 )
+from manyhands.parallel.trace.source_location import Untraceable
+from manyhands.parallel.trace.trace_model import trace, trace_modes
 from manyhands.replica.leaf_modules import smallest
 from manyhands.split.graph import (
     Node,
@@ -59,10 +60,8 @@ def traced_finely(
     model: nn.Module, example: tuple[Any, ...], ranks: int, call: Callable[..., Any] | None = None
 ) -> TracedProgram:
     """Its smallest modules as steps, so that branches inside of blocks are seen; its blocks, where those cannot be opened."""
-    from manyhands.parallel.trace.tracer import Untraceable, record
-
     try:
-        return record(model, example, smallest(model), call)
+        return trace_modes(model, example, smallest(model), call)
     except Untraceable:
         return trace(model, example, call=call, pieces=ranks)
 
@@ -77,8 +76,8 @@ def weigh(traced: TracedProgram, example: tuple[Any, ...], repeats: int = 5) -> 
     numbers: list[int] = []
     known: dict[str, Any] = {}
     with torch.no_grad(), torch.random.fork_rng():
-        for step, cost in zip(traced.steps[True], costs, strict=True):
-            known[step.name] = run(model, step, example, known)
+        for step, cost in zip(traced.nodes[True], costs, strict=True):
+            known[step.name] = run_node(model, step, example, known)
             nbytes = sum(t.nbytes for t in tensors(known[step.name]))
             try:
                 _plain(known[step.name], [], 0)
@@ -143,7 +142,7 @@ def dealt(
     nodes = _nodes(traced, units, numbers, ranks, state)
     placement = place(nodes, ranks, micros, limit=limit, link=link)
     sizes = {
-        s.name: float(max(0, numbers[FIELDS * i + 1])) for i, s in enumerate(traced.steps[True])
+        s.name: float(max(0, numbers[FIELDS * i + 1])) for i, s in enumerate(traced.nodes[True])
     }
     flows = {}
     for mode in (True, False):
@@ -170,12 +169,14 @@ def dealt(
 
 def _units(traced: TracedProgram) -> list[list[int]]:
     """Steps of training that are one node each, in order; without those that are done again wherever they are needed."""
-    steps, states = traced.steps[True], moving(traced)
-    spans = [(max(a, 0), b) for a, b in traced.together]
+    steps, states = traced.nodes[True], moving(traced)
+    spans = [(max(a, 0), b) for a, b in traced.inseparable]
     users: dict[int, list[int]] = {}
     for i, s in enumerate(steps):
         touched = [
-            found(traced.model, h.name) for h in mentions(s, ParameterRef) if h.name in states
+            attribute_at(traced.model, h.name)
+            for h in find_refs(s, ParameterRef)
+            if h.name in states
         ]
         if s.op == "module":
             touched += traced.model.get_submodule(s.target).buffers()
@@ -183,7 +184,7 @@ def _units(traced: TracedProgram) -> list[list[int]]:
             users.setdefault(id(tensor), []).append(i)
     spans += [(some[0], some[-1]) for some in users.values() if len(some) > 1]
     if any(
-        a < 0 for a, _ in traced.together
+        a < 0 for a, _ in traced.inseparable
     ):  # the batch itself may be changed: who reads it later must see that
         spans.append(
             (
@@ -191,13 +192,13 @@ def _units(traced: TracedProgram) -> list[list[int]]:
                 max(
                     i
                     for i, s in enumerate(steps)
-                    if mentions(s, Input) or (-1, i) in traced.together
+                    if find_refs(s, Input) or (-1, i) in traced.inseparable
                 ),
             )
         )
     units: list[list[int]] = []
     for i, s in enumerate(steps):
-        if s.again:
+        if s.recomputable:
             continue
         if units and any(a <= units[-1][-1] and i <= b for a, b in spans):
             units[-1].append(i)
@@ -209,7 +210,7 @@ def _units(traced: TracedProgram) -> list[list[int]]:
 def _nodes(
     traced: TracedProgram, units: list[list[int]], numbers: Sequence[int], ranks: int, state: float
 ) -> list[Node]:
-    steps, model = traced.steps[True], traced.model
+    steps, model = traced.nodes[True], traced.model
     if len(numbers) != FIELDS * len(steps):
         raise PlanError(
             f"{len(numbers)} numbers for {len(steps)} steps, but each has {FIELDS}; weigh the same traced model on rank 0"
@@ -263,8 +264,8 @@ def _needs(steps: Sequence[TraceNode], output: Any, units: list[list[int]]) -> l
     made = []
     for u, some in enumerate(units):
         own = {steps[i].name for i in some}
-        wanted = [n for i in some for n in names(steps[i])] + (
-            names(output) if u == len(units) - 1 else []
+        wanted = [n for i in some for n in ref_names(steps[i])] + (
+            ref_names(output) if u == len(units) - 1 else []
         )
         made.append([n for n in dict.fromkeys(wanted) if n not in own])
     return made
@@ -282,14 +283,14 @@ def _takes(
 def _parameters(model: nn.Module, step: TraceNode) -> Iterator[tuple[str, Tensor]]:
     if step.op == "module":
         yield from ((str(id(p)), p) for p in model.get_submodule(step.target).parameters())
-    for held in mentions(step, ParameterRef):
-        if isinstance(tensor := found(model, held.name), nn.Parameter):
+    for held in find_refs(step, ParameterRef):
+        if isinstance(tensor := attribute_at(model, held.name), nn.Parameter):
             yield str(id(tensor)), tensor
 
 
 def _in_evaluation(traced: TracedProgram, units: list[list[int]]) -> list[list[int]]:
     """The same nodes with the steps of evaluation. What only evaluation does belongs to what it comes after."""
-    train, test = ([(s.op, str(s.target)) for s in traced.steps[mode]] for mode in (True, False))
+    train, test = ([(s.op, str(s.target)) for s in traced.nodes[mode]] for mode in (True, False))
     same = (
         {b: a for a, b in zip(range(len(train)), range(len(test)), strict=False)}
         if train == test
@@ -301,9 +302,9 @@ def _in_evaluation(traced: TracedProgram, units: list[list[int]]) -> list[list[i
     of = {i: u for u, some in enumerate(units) for i in some}
     made: list[list[int]] = [[] for _ in units]
     u = 0
-    for i, s in enumerate(traced.steps[False]):
+    for i, s in enumerate(traced.nodes[False]):
         u = max(u, of.get(same.get(i, -1), u))
-        if not s.again:
+        if not s.recomputable:
             made[u].append(i)
     return made
 
@@ -317,16 +318,16 @@ def _flow(
     link: TransferCost,
     sizes: dict[str, float],
 ) -> Flow:
-    steps, output = traced.steps[mode], traced.output[mode]
+    steps, output = traced.nodes[mode], traced.output[mode]
     own = [replace(n, takes=t) for n, t in zip(nodes, _takes(steps, output, units), strict=True)]
     parts = segments(own, where, link)
     lists = [[steps[i] for u in part.nodes for i in units[u]] for part in parts]
-    again = {s.name: s for s in steps if s.again}
+    again = {s.name: s for s in steps if s.recomputable}
     makes = [[s.name for s in mine] for mine in lists]
     needs = []
     for s, part in enumerate(parts):
-        wanted = [n for step in lists[s] for n in names(step)] + (
-            names(output) if len(units) - 1 in part.nodes else []
+        wanted = [n for step in lists[s] for n in ref_names(step)] + (
+            ref_names(output) if len(units) - 1 in part.nodes else []
         )
         needs.append(
             [n for n in dict.fromkeys(wanted) if n not in again and n not in set(makes[s])]
@@ -347,7 +348,7 @@ def _flow(
         made,
         between,
         [sum(sizes.get(n, 0) for n in w.names) for w in between],
-        traced.check.get(mode),
+        traced.size_guards.get(mode),
     )
 
 
@@ -359,15 +360,15 @@ def _program(
     output: Any,
     last: bool,
 ) -> Program:
-    ends = names(output) if last else []
-    wanted = {n for s in mine for n in names(s)} | {*ends}
+    ends = ref_names(output) if last else []
+    wanted = {n for s in mine for n in ref_names(s)} | {*ends}
     first = []
     for step in reversed(list(again.values())):
         if step.name in wanted:
             first.append(step)
-            wanted.update(names(step))
+            wanted.update(ref_names(step))
     steps = [*first[::-1], *mine]
-    use = {name: i for i, step in enumerate(steps) for name in (*names(step), step.name)}
+    use = {name: i for i, step in enumerate(steps) for name in (*ref_names(step), step.name)}
     drops: list[list[str]] = [[] for _ in steps]
     for name, i in use.items():
         if name not in gives and name not in ends:

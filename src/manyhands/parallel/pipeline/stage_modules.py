@@ -24,11 +24,11 @@ from manyhands.parallel.trace.program import (
     ParameterRef,
     TracedProgram,
     TraceNode,
-    found,
-    mentions,
-    names,
+    attribute_at,
+    find_refs,
+    ref_names,
     resolve,
-    run,
+    run_node,
     tensors,
 )
 
@@ -101,7 +101,7 @@ class StageModule(nn.Module):
             program.check(inputs)
         known = {name: values[name] for name in program.takes}
         for step, drops in zip(program.steps, program.drops, strict=True):
-            known[step.name] = run(self, step, inputs, known)
+            known[step.name] = run_node(self, step, inputs, known)
             for name in drops:
                 del known[name]
         if program.gives == ("output",):
@@ -110,17 +110,17 @@ class StageModule(nn.Module):
 
 
 def cut(traced: TracedProgram, where: Sequence[int]) -> list[Stage]:
-    """The stages that begin at the steps `where` of `traced.steps[True]` (the first begins at 0), as `contiguous` gives them."""
+    """The stages that begin at the steps `where` of `traced.nodes[True]` (the first begins at 0), as `contiguous` gives them."""
     of = len(where) + 1
     programs: list[dict[bool, Program]] = [{} for _ in range(of)]
-    for mode, steps in traced.steps.items():
+    for mode, steps in traced.nodes.items():
         edges = [0, *(where if mode else traced.in_evaluation(where)), len(steps)]
         for k, program in enumerate(_programs(steps, traced.output[mode], edges)):
             programs[k][mode] = program
     for (
         mode,
         check,
-    ) in traced.check.items():  # one stage asks for all: the sizes are the same everywhere
+    ) in traced.size_guards.items():  # one stage asks for all: the sizes are the same everywhere
         programs[0][mode] = replace(programs[0][mode], check=check)
     held = _Holding(traced.model)
     modules = [held.module(p) for p in programs]
@@ -131,7 +131,9 @@ def cut(traced: TracedProgram, where: Sequence[int]) -> list[Stage]:
         tied = {
             name: [i for i, other in enumerate(holds) if name in other] for name in sorted(holds[k])
         }
-        reads = {a.argument for p in by_mode.values() for a in mentions((p.steps, p.output), Input)}
+        reads = {
+            a.argument for p in by_mode.values() for a in find_refs((p.steps, p.output), Input)
+        }
         made.append(
             Stage(
                 module, k, of, tuple(sorted(reads)), by_mode[True].takes, by_mode[True].gives,
@@ -152,7 +154,7 @@ def _programs(steps: Sequence[TraceNode], output: Any, edges: Sequence[int]) -> 
             *steps[edges[k] : edges[k + 1]],
         ]
         gives = ("output",) if last else across[k + 1]
-        ends = {name: i for i, step in enumerate(mine) for name in (*names(step), step.name)}
+        ends = {name: i for i, step in enumerate(mine) for name in (*ref_names(step), step.name)}
         drops: list[list[str]] = [[] for _ in mine]
         for name, i in ends.items():
             if name not in gives and not (last and last_use.get(name) == len(steps)):
@@ -168,8 +170,8 @@ def _programs(steps: Sequence[TraceNode], output: Any, edges: Sequence[int]) -> 
 def _last_use(steps: Sequence[TraceNode], output: Any) -> dict[str, int]:
     found = {step.name: i for i, step in enumerate(steps)}
     for i, step in enumerate(steps):
-        found.update(dict.fromkeys(names(step), i))
-    found.update(dict.fromkeys(names(output), len(steps)))
+        found.update(dict.fromkeys(ref_names(step), i))
+    found.update(dict.fromkeys(ref_names(output), len(steps)))
     return found
 
 
@@ -177,7 +179,7 @@ def _across(steps: Sequence[TraceNode], output: Any, edges: Sequence[int]) -> li
     """The names of values made before an edge and used after it, without those that the next stages make again for themselves."""
     last_use = _last_use(steps, output)
     return [
-        tuple(s.name for s in steps[:edge] if last_use[s.name] >= edge and not s.again)
+        tuple(s.name for s in steps[:edge] if last_use[s.name] >= edge and not s.recomputable)
         for edge in edges
     ]
 
@@ -186,14 +188,14 @@ def _again(
     steps: Sequence[TraceNode], output: Any, begin: int, end: int, last: bool
 ) -> list[TraceNode]:
     """What a stage needs of earlier steps that are made again rather than sent: masks and positions, which follow from the batch."""
-    wanted = {name for step in steps[begin:end] for name in names(step)} | (
-        {*names(output)} if last else set()
+    wanted = {name for step in steps[begin:end] for name in ref_names(step)} | (
+        {*ref_names(output)} if last else set()
     )
     made = []
     for step in reversed(steps[:begin]):
-        if step.again and step.name in wanted:
+        if step.recomputable and step.name in wanted:
             made.append(step)
-            wanted.update(names(step))
+            wanted.update(ref_names(step))
     return made[::-1]
 
 
@@ -218,7 +220,7 @@ class _Holding:
     def module(self, programs: dict[bool, Program]) -> StageModule:
         leaves = {s.target for p in programs.values() for s in p.steps if s.op == "module"}
         held = {
-            a.name for p in programs.values() for a in mentions((p.steps, p.output), ParameterRef)
+            a.name for p in programs.values() for a in find_refs((p.steps, p.output), ParameterRef)
         }
         for path in leaves:
             part = self.model.get_submodule(path)
@@ -243,7 +245,7 @@ class _Holding:
             for name in sorted(
                 (n for n in own if n.rpartition(".")[0] == path), key=self.order.__getitem__
             ):
-                short, tensor = name.rpartition(".")[2], found(self.model, name)
+                short, tensor = name.rpartition(".")[2], attribute_at(self.model, name)
                 if isinstance(tensor, nn.Parameter):
                     holder._parameters[short] = tensor
                 else:
@@ -285,7 +287,7 @@ def measure(
     """Run each step of training, forward and back, on `example`, `repeats` times after a first; the quickest time counts, since
     what else goes on in a machine only adds. Parameters, buffers, gradients and random numbers stay as they were.
     Ranks measure differently: one of them decides for all."""
-    model, steps = traced.model, traced.steps[True]
+    model, steps = traced.model, traced.nodes[True]
     buffers = [(b, b.clone()) for b in model.buffers()]
     device = next(t.device for t in (*tensors(example), *model.parameters()))
     seconds = [inf] * len(steps)
@@ -319,13 +321,13 @@ def _measured(
     clock: Callable[[], float],
 ) -> tuple[dict[str, Any], list[int], list[float]]:
     """One run of all steps: their values, the bytes that each keeps for its way back, and how long it takes there and back."""
-    model, changes = traced.model, {j for _, j in traced.together}
+    model, changes = traced.model, {j for _, j in traced.inseparable}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     known: dict[str, Any] = {}
     seen = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *tensors(example))}
     kept, times = [], []
-    for i, step in enumerate(traced.steps[True]):
-        given = {n: _apart(known[n], i in changes) for n in names(step)}
+    for i, step in enumerate(traced.nodes[True]):
+        given = {n: _apart(known[n], i in changes) for n in ref_names(step)}
         needs = [t for t in (*tensors(given), *_weights(model, step)) if t.requires_grad]
         saved: dict[int, int] = {}
 
@@ -336,7 +338,7 @@ def _measured(
         wait()
         begun = clock()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            got = run(model, step, example, given)
+            got = run_node(model, step, example, given)
         outs = [t for t in tensors(got) if t.requires_grad]
         if outs and needs:
             torch.autograd.grad(outs, needs, [torch.ones_like(t) for t in outs], allow_unused=True)
@@ -361,6 +363,6 @@ def _apart(value: Any, copied: bool) -> Any:
 def _weights(model: nn.Module, step: TraceNode) -> Iterator[nn.Parameter]:
     if step.op == "module":
         yield from model.get_submodule(step.target).parameters()
-    for held in mentions(step, ParameterRef):
-        if isinstance(tensor := found(model, held.name), nn.Parameter):
+    for held in find_refs(step, ParameterRef):
+        if isinstance(tensor := attribute_at(model, held.name), nn.Parameter):
             yield tensor

@@ -1,33 +1,22 @@
-"""Around a recorded forward pass: the model is left as it was, and errors name the line of the user's code."""
+"""Isolation of a traced forward pass: the model and torch's settings are restored afterwards."""
 
 from __future__ import annotations
 
-import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _ONE_AT_A_TIME = Lock()
 
 
-class Untraceable(Exception):
-    """What the forward pass does at some line cannot be written down; `inside` is the path of the module whose code it is."""
-
-    def __init__(self, message: str, inside: str = "", by_value: bool = False):
-        super().__init__(message)
-        self.inside, self.by_value = inside, by_value
-
-
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """All attributes of all modules again as they were: tensors without values must not stay behind in a cache."""
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore all attributes of all modules: no cache may keep a tensor without values."""
     before: list[Any] = [
         (m.__dict__, dict(m.__dict__), [(own, dict(own)) for own in (m._parameters, m._buffers)])
         for m in model.modules()
@@ -39,9 +28,8 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for config in configs:
-            config.use_cache = (
-                False  # a decoder in training has no use for keys and values of earlier tokens
-            )
+            # a decoder in training has no use for keys and values of earlier tokens
+            config.use_cache = False
         yield
     finally:
         for config in configs:
@@ -56,53 +44,31 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def masks_by_sizes(by_sizes: Callable[[Any], bool]) -> Iterator[None]:
-    """transformers makes attention masks for tensors without values, where it asks others whether it needs any; ours it may ask."""
+    """Let transformers skip attention masks that the sizes of the batch make unnecessary.
+
+    It builds every mask while it is being traced, since a tracer usually cannot answer whether the
+    mask is needed. Ours can, for tensors that depend on sizes alone (`by_sizes`)."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    asked = getattr(masks, "is_tracing", None)
-    if asked is None:
+    is_tracing = getattr(masks, "is_tracing", None)
+    if is_tracing is None:
         yield
         return
     with _ONE_AT_A_TIME:
         masks.is_tracing = lambda tensor=None: (
-            not (tensor is not None and by_sizes(tensor)) and asked(tensor)
+            not (tensor is not None and by_sizes(tensor)) and is_tracing(tensor)
         )
         try:
             yield
         finally:
-            masks.is_tracing = asked
-
-
-def is_ours(file: str) -> bool:
-    return file.startswith(LIBRARIES) or "/sympy/" in file or file.endswith("contextlib.py")
-
-
-def frames_of(frame: Any) -> Iterator[tuple[Any, int]]:
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
-
-
-def place(frames: Sequence[tuple[Any, int]]) -> str:
-    """file:line of the innermost code that is neither torch's nor ours, with what stands there."""
-    for frame, number in frames:
-        file = frame.f_code.co_filename
-        if not is_ours(file):
-            text = linecache.getline(file, number).strip()
-            return f"{file}:{number}" + (f" (`{text}`)" if text else "")
-    return "in the forward pass"
-
-
-def line() -> str:
-    for frame, number in frames_of(sys._getframe(1)):
-        if not is_ours(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{number}"
-    return ""
+            masks.is_tracing = is_tracing
 
 
 @contextmanager
-def one_way_to_convolve() -> Iterator[None]:
-    """Which library is to convolve, torch decides by how large a batch is: a question of its own, which must not be taken for one
-    of the model's."""
+def one_convolution_backend() -> Iterator[None]:
+    """Switch off mkldnn and nnpack.
+
+    torch chooses a convolution library by the size of the batch. That guard is torch's own and must
+    not be taken for one of the model's."""
     before = torch._C._get_mkldnn_enabled(), torch._C._get_nnpack_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_nnpack_enabled(False)
@@ -115,7 +81,9 @@ def one_way_to_convolve() -> Iterator[None]:
 
 @contextmanager
 def real_state(module: nn.Module, real: dict[int, Tensor]) -> Iterator[None]:
-    """The module with its parameters and buffers in place of what stands for them (by id); the buffers are as before afterwards."""
+    """The module with its real parameters and buffers, by the id of the fake tensor of each.
+
+    Buffers have their old values afterwards."""
     buffers = [(b, b.clone()) for b in (real[id(b)] for b in module.buffers())]
     owns = [own for m in module.modules() for own in (m._parameters, m._buffers)]
     fakes = [dict(own) for own in owns]

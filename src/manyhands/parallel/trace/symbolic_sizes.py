@@ -1,4 +1,9 @@
-"""Numbers that follow from the sizes of a batch, and whether a batch has sizes for which a recorded forward pass is the right one."""
+"""Symbolic sizes: numbers that follow from the sizes of a batch, and guards on those sizes.
+
+SymbolicSizes   the symbols of one traced forward pass, and every condition on them
+SizeGuard       whether a later batch satisfies those conditions
+Evaluate        a number of the program, computed from the sizes of a batch
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -15,22 +19,27 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from manyhands.errors import TaskError
-from manyhands.parallel.trace.isolation import line
-from manyhands.parallel.trace.program import Input, leaf
+from manyhands.parallel.trace.program import Input, input_leaf
+from manyhands.parallel.trace.source_location import caller_line
+
+TRIES = 12  # of sizes that are chosen to violate a guard
+LARGEST = 4096  # number in a guard from which sizes are chosen
 
 
 @dataclass
 class SizeGuard:
-    """Would a batch of these sizes take the way through the model that was written down?"""
+    """Size guard: raises where the traced program is not what the model does with a batch."""
 
     shapes: dict[Input, tuple[Any, ...]]
-    guards: list[tuple[Any, str]]  # what must hold, and the code that asked for it
-    inside: list[tuple[Any, str]]  # the same, asked by torch inside of steps
+    guards: list[tuple[Any, str]]  # conditions of the model's code, and where it asked
+    inside: list[tuple[Any, str]]  # conditions of torch's code inside of nodes
     plain: dict[tuple[int, int], Any]
     _seen: set[Any] = field(default_factory=set)
 
     def __call__(self, inputs: tuple[Any, ...]) -> None:
-        given = {at: leaf(inputs, at) for at in self.shapes if inputs[at.argument] is not None}
+        given = {
+            at: input_leaf(inputs, at) for at in self.shapes if inputs[at.argument] is not None
+        }
         key = tuple((at, tuple(t.shape)) for at, t in given.items())
         if key in self._seen:
             return
@@ -45,10 +54,11 @@ class SizeGuard:
             if not fits:
                 said = ", ".join("any" if isinstance(s, sympy.Symbol) else str(s) for s in shape)
                 raise TaskError(
-                    f"input {at.argument} of the batch has shape {tuple(tensor.shape)}, but the model was cut into stages for ({said}); "
-                    "give batches of one shape, or pad them"
+                    f"input {at.argument} of the batch has shape {tuple(tensor.shape)}, but the "
+                    f"model was cut into stages for ({said}); give batches of one shape, or pad them"
                 )
-        # no question about a size of 1 is in what was written down, since torch takes that for a constant; inside of a step it asks anew
+        # The trace has no condition on a size of 1, since torch takes 1 for a constant. Inside of a
+        # node torch tests the size again when the node runs.
         several = {symbol: max(2, size) for symbol, size in sizes.items()}
         for guard, asked, which in [(*g, sizes) for g in self.guards] + [
             (*g, several) for g in self.inside
@@ -56,8 +66,10 @@ class SizeGuard:
             if guard.free_symbols <= sizes.keys() and not at_sizes(guard, which):
                 shapes = ", ".join(str(tuple(t.shape)) for t in given.values())
                 raise TaskError(
-                    f"for a batch of shape {shapes} the model does not do what it did when it was cut into stages "
-                    f"({guard} does not hold{asked and ', asked for near ' + asked}); give batches of one shape, or pad them"
+                    f"for a batch of shape {shapes} the model does not do what it did when it was "
+                    f"cut into stages ({guard} does not hold"
+                    f"{asked and ', asked for near ' + asked}); "
+                    "give batches of one shape, or pad them"
                 )
         self._seen.add(key)
 
@@ -77,35 +89,24 @@ def at_sizes(expr: Any, sizes: dict[Any, int]) -> Any:
     return sympy_interp(PythonReferenceAnalysis, sizes, expr)
 
 
-def with_values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
-    """A tensor with some values in it, for these sizes."""
-    shape = [
-        int(at_sizes(s.node.expr, sizes)) if isinstance(s, torch.SymInt) else s
-        for s in tensor.shape
-    ]
-    return (torch.randn if tensor.is_floating_point() else torch.zeros)(
-        shape, dtype=tensor.dtype, device=tensor.device
-    )
+class SymbolicSizes(ShapeEnv):
+    """Symbols for the sizes of a batch, and the conditions that the trace relies on.
 
-
-class Sizes(ShapeEnv):
-    """Symbols for the sizes of a batch. What the model's own code asks of them must hold for later batches too. What torch asks
-    inside of a step (which kernel, which strides) it asks again when the step runs: that is answered for the example, is noted, and
-    makes no symbol a constant."""
+    Conditions of the model's own code must hold for later batches too. torch's conditions inside of a
+    node (which kernel, which strides) are tested again when the node runs: here they are answered for
+    the example and noted, and they make no symbol a constant."""
 
     def __init__(self) -> None:
         super().__init__(
             duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
         )
         self.hints: dict[Any, int] = {}  # the sizes of the example
-        self.inside = False  # of a step
-        self.here: dict[
-            Any, str
-        ] = {}  # what was taken to hold in the step that runs, and the code that called it
-        self.taken: dict[Any, str] = {}  # in the steps that are written down
-        self.needed: dict[
-            Any, str
-        ] = {}  # in questions that were answered with a number: it may be anywhere since
+        self.inside = False  # of a node
+        # conditions, each with the code that called torch:
+        self.here: dict[Any, str] = {}  # in the node that runs
+        self.taken: dict[Any, str] = {}  # in the nodes that are written down
+        # in calls that returned a number, which the model may use anywhere:
+        self.needed: dict[Any, str] = {}
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -124,23 +125,20 @@ class Sizes(ShapeEnv):
         )
         holds = sympy.Not(orig_expr) if value == sympy.false else holds
         if holds not in self.here and holds not in self.needed:
-            self.here[holds] = line()
+            self.here[holds] = caller_line()
         return value
 
     def settle(self, written: bool) -> None:
-        """The step is done."""
+        """The call is over; `written`: as a node, so torch will test the conditions again."""
         (self.taken if written else self.needed).update(self.here)
         self.here = {}
 
 
-TRIES = 12  # of sizes that are chosen so that a question is answered otherwise
-LARGEST = 4096  # number in a question from which sizes are chosen
-
-
-def others(
+def other_sizes(
     hints: dict[Any, int], rows: set[Any], left: Callable[[], Iterable[Any]]
 ) -> Iterator[dict[Any, int]]:
-    """Sizes other than the example's: of its rows, small and large, of the rest, then such that each of `left` does not hold."""
+    """Sizes other than the example's: few and many rows, other lengths, then sizes that violate
+    each of the guards `left`."""
     n = min((hints[s] for s in rows), default=0)
     with_rows = lambda m: {s: m if s in rows and size == n else size for s, size in hints.items()}
     tried = [with_rows(m) for m in (2 * n + 3, 97, 3, 2)]
@@ -151,9 +149,8 @@ def others(
     yield from tried
     for _ in range(TRIES):
         numbers = {int(a) for g in left() for a in g.atoms(sympy.Integer) if 0 < a <= LARGEST}
-        near = sorted(
-            {m for a in numbers for m in (*_divisors(a), a + 1) if m > 1}
-        )  # torch takes a size of 1 for a constant
+        # m > 1: torch takes a size of 1 for a constant
+        near = sorted({m for a in numbers for m in (*_divisors(a), a + 1) if m > 1})
         choices = [with_rows(m) for m in near] + [
             {**hints, s: m} for s in hints if s not in rows for m in near
         ]
@@ -171,11 +168,12 @@ def _divisors(n: int) -> list[int]:
 
 
 def hold(guards: Any, sizes: dict[Any, int]) -> bool:
+    """Whether all guards over these sizes hold."""
     return all(bool(at_sizes(g, sizes)) for g in guards if g.free_symbols <= sizes.keys())
 
 
-def several(rows: Tensor) -> Tensor:
-    """One row is taken twice, since torch takes a size of 1 for a constant."""
+def two_rows(rows: Tensor) -> Tensor:
+    """A single row twice, since torch takes a size of 1 for a constant."""
     if not rows.ndim or rows.shape[0] != 1:
         return rows
     return (
@@ -197,14 +195,3 @@ def resized(
                 flat[j] = item.new_zeros([sizes.get(s, s) for s in shape])
         made.append(pytree.tree_unflatten(flat, spec))
     return tuple(made)
-
-
-def without_values(few: Tensor, many: Tensor, batch: Any) -> Tensor:
-    """What stands for a tensor of which two are known: for the size `batch`, and for one row more."""
-    base = batch.node.hint if isinstance(batch, torch.SymInt) else batch
-    sizes = [
-        a if a == b else a + (b - a) * (batch - base)
-        for a, b in zip(few.shape, many.shape, strict=True)
-    ]
-    made = torch.empty(sizes, dtype=few.dtype, device=few.device)
-    return made.requires_grad_().clone() if few.is_floating_point() else made
