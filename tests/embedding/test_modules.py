@@ -391,7 +391,7 @@ def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"rule": "nesterof"}, "nesterof"), ({"rule": "sgd", "epsilon": 1.0}, "epsilon")],
+    [({"optimizer": "nesterof"}, "nesterof"), ({"optimizer": "sgd", "epsilon": 1.0}, "epsilon")],
 )
 def test_an_unknown_rule_or_option_is_refused_when_the_table_is_made(
     options: dict[str, Any], named: str

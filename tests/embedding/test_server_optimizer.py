@@ -57,7 +57,9 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
     )
     store = LocalStore()
     store.create(
-        Table(key, length=flat.values[key].numel(), dtype="float64", optimizer=rule, options=options),
+        Table(
+            key, length=flat.values[key].numel(), dtype="float64", optimizer=rule, options=options
+        ),
         flat.values[key],
         state,
     )

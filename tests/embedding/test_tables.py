@@ -39,25 +39,10 @@ class Counted(LocalStore):
         return super().push(*args, **how)
 
 
-class Late:
-    """A reply that is read when the rows are wanted, of a request made before."""
-
-    def __init__(self, found: Tensors):
-        self.found = found
-
-    def result(self) -> Tensors:
-        return self.found
-
-
 class InBackground(Counted):
-    def pull_async(self, rows: Rows) -> Late:
-        return Late({k: v.clone() for k, v in self.pull(rows).items()})
+    """Rows are read when they are asked for and handed out later."""
 
-
-class InOneRequest(InBackground):
-    def push_pull(self, rows: Rows, updates: Tensors, *, wants: Rows, lr: float | None) -> Late:
-        self.push(rows, updates, lr=lr).wait()
-        return self.pull_async(wants)
+    background = True
 
 
 class Model(nn.Module):
@@ -172,7 +157,7 @@ def test_ids_that_a_task_got_wrong_are_looked_up_when_they_come() -> None:
     assert losses == expected and tables.stats()["lookups_ahead"] == 0
 
 
-@pytest.mark.parametrize("make", [Counted, InBackground, InOneRequest])
+@pytest.mark.parametrize("make", [Counted, InBackground])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_without_lookahead_the_numbers_are_those_of_modules_on_their_own(
     make: type[Counted], accumulate: int
@@ -182,7 +167,7 @@ def test_without_lookahead_the_numbers_are_those_of_modules_on_their_own(
     assert losses == expected and equal(together, apart)
 
 
-@pytest.mark.parametrize("make", [Counted, InBackground, InOneRequest])
+@pytest.mark.parametrize("make", [Counted, InBackground])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_rows_fetched_ahead_miss_what_was_pushed_since_and_nothing_else(
     make: type[Counted], lookahead: int
@@ -271,7 +256,7 @@ def test_an_evaluation_sees_what_was_pushed_and_never_what_was_fetched_for_train
 def test_a_push_that_waits_for_the_next_request_is_not_forgotten() -> None:
     model = nn.Sequential(Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros"))
     for after in ("flush", "dump", "close", "restore", "evaluate", "push"):
-        store = InOneRequest()
+        store = InBackground()
         tables = EmbeddingTables(model, store)
         tables.attach()
         model(torch.tensor([1])).sum().backward()

@@ -105,7 +105,7 @@ def test_tables_whose_names_begin_alike_come_back_each_its_own(tmp_path: Path) -
 class Rows(nn.Module):
     def __init__(self, rule: str = "sgd") -> None:
         super().__init__()
-        self.rows, self.last = mh.Embedding("rows", 2, rule=rule, lr=0.1), nn.Linear(2, 1)
+        self.rows, self.last = mh.Embedding("rows", 2, optimizer=rule, lr=0.1), nn.Linear(2, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.last(self.rows(ids))

@@ -304,8 +304,10 @@ def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("table", ["users", "weights"])
-@pytest.mark.parametrize("hold", [False, True])
-def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(table: str, hold: bool) -> None:
+@pytest.mark.parametrize("pending", [False, True])
+def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(
+    table: str, pending: bool
+) -> None:
     """Of one shard: the shard finds it, and the client hears of it."""
     with servers() as (server,), joined(server) as store:
         create(store)
@@ -315,7 +317,7 @@ def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(table: str, 
             else ({"weights": None}, (5000,))
         )
         with pytest.raises(NotFinite, match=rf"'{table}'.*not finite"):
-            store.push(rows, {table: torch.full(shape, math.nan)}, hold=hold).wait()
+            store.push(rows, {table: torch.full(shape, math.nan)}, pending=pending).wait()
         with pytest.raises(StoreError) as other:
             store.push(rows, {table: torch.ones(shape)}, lr=-1.0).wait()
         assert type(other.value) is StoreError

@@ -128,7 +128,7 @@ def test_a_commit_comes_at_the_moment_its_quorum_is_there_and_the_late_one_is_to
     def main(store: InprocStore, group: InprocGroup) -> tuple[float, bool, list[float]]:
         store.create(VECTOR)
         store.world.spend(store.rank, (3.0, 9.0, 5.0)[store.rank])
-        store.push({"v": None}, one(4, store.rank), hold=True)
+        store.push({"v": None}, one(4, store.rank), pending=True)
         tick = store.tick(0, quorum=2)
         return group.clock(), tick.counted, store.pull({"v": None})["v"].tolist()
 
@@ -165,7 +165,7 @@ def test_a_table_that_rank_0_never_makes_is_waited_for_by_name() -> None:
 def test_nobody_waits_for_a_rank_that_rests() -> None:
     def main(store: InprocStore, group: InprocGroup) -> int:
         done = 0
-        while store.deal(2 if store.rank else 5, shared=False) is not None:
+        while store.claim_step(2 if store.rank else 5, shared=False) is not None:
             done += 1
             store.tick(0)
         return done

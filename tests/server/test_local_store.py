@@ -186,7 +186,9 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
                 "rows": torch.randn(7, 4, generator=random),
                 "w": torch.randn(3000, generator=random),
             }
-            store.push({"rows": ids, "w": None}, updates, hold=held, weight=2.0 if held else None)
+            store.push(
+                {"rows": ids, "w": None}, updates, pending=held, weight=2.0 if held else None
+            )
             store.tick(0)
         return [x for name in ("rows", "w") for x in store.dump(name).values()]
 
@@ -259,13 +261,12 @@ def test_stats_count_what_happened_since_the_last_call() -> None:
     assert first["now/rows"] == second["now/rows"] == 10
 
 
-def test_deals_and_calls() -> None:
+def test_steps_are_claimed_up_to_a_limit_or_a_requested_sync() -> None:
     store = store_of()
-    store.start(5)
-    assert [store.deal(8, True) for _ in range(4)] == [5, 6, 7, None]
-    store.call()
-    assert store.deal(20, True) is None
-    assert store.deal(20, True) == 8
+    assert [store.claim_step(3, True) for _ in range(4)] == [0, 1, 2, None]
+    store.request_sync()
+    assert store.claim_step(20, True) is None
+    assert store.claim_step(20, True) == 3
 
 
 def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
@@ -274,7 +275,7 @@ def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
     for round in range(3):
         store = LocalStore(0, 1, shards, clock)
         store.create(Table("w", length=2, optimizer="sum"))
-        store.push({"w": None}, {"w": torch.ones(2)}, hold=round == 1)
+        store.push({"w": None}, {"w": torch.ones(2)}, pending=round == 1)
         store.tick(0)
         assert store.pull({"w": None})["w"].tolist() == [round + 1] * 2
         store.close()
@@ -291,7 +292,7 @@ def test_staleness_0_with_held_pushes_applies_the_weighted_mean() -> None:
         )
         for step in range(5):
             g = torch.full((3000,), float(store.rank + step), dtype=torch.float64)
-            store.push({"w": None}, {"w": g}, hold=True, weight=1.0 + store.rank)
+            store.push({"w": None}, {"w": g}, pending=True, weight=1.0 + store.rank)
             assert store.tick(0) == Tick(step + 1)
             store.pull({"w": None})
         return store.pull({"w": None})["w"]
@@ -318,7 +319,9 @@ def test_held_training_is_a_function_of_its_inputs_however_threads_interleave() 
                 "rows": torch.randn(12, 3, generator=random),
                 "w": torch.randn(2000, generator=random),
             }
-            store.push({"rows": ids, "w": None}, updates, hold=True, weight=float(store.rank + 1))
+            store.push(
+                {"rows": ids, "w": None}, updates, pending=True, weight=float(store.rank + 1)
+            )
             store.tick(0)
         store.tick(0)
         return [store.dump("rows")["values"], store.dump("w")["values"]]
@@ -384,7 +387,7 @@ def test_a_rank_that_waits_too_long_says_for_whom() -> None:
 def test_steps_are_shared_out_among_threads() -> None:
     def main(store: LocalStore) -> list[int]:
         found = []
-        while (number := store.deal(300, True)) is not None:
+        while (number := store.claim_step(300, True)) is not None:
             found.append(number)
             store.tick(3)
         return found
@@ -453,20 +456,22 @@ def test_what_does_not_fit_is_refused(
     assert not bad.pull({"w": None})["w"].any()
 
 
-@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("number", [math.nan, -math.inf])
 def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(
-    bad: LocalStore, hold: bool, number: float
+    bad: LocalStore, pending: bool, number: float
 ) -> None:
     before = bad.dump("rows")
     g, w = torch.ones(200, 3), torch.ones(4000)
     g[150, 2] = number
     with pytest.raises(StoreError, match=r"table 'rows'.*ids 150"):
-        bad.push({"rows": torch.arange(200), "w": None}, {"rows": g, "w": w}, hold=hold)
+        bad.push({"rows": torch.arange(200), "w": None}, {"rows": g, "w": w}, pending=pending)
     w[3333] = number
     with pytest.raises(StoreError, match=r"table 'w'.*3333"):
         bad.push(
-            {"rows": torch.arange(200), "w": None}, {"rows": torch.ones(200, 3), "w": w}, hold=hold
+            {"rows": torch.arange(200), "w": None},
+            {"rows": torch.ones(200, 3), "w": w},
+            pending=pending,
         )
     bad.tick(0)
     assert not bad.pull({"w": None})["w"].any()

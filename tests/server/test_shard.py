@@ -97,7 +97,7 @@ def test_a_dump_carries_the_marks_so_that_a_copy_refuses_what_the_original_had()
 
 def test_a_newer_incarnation_replaces_what_the_older_held() -> None:
     shard = shard_with(DENSE)
-    shard.push(0, 0, 0, [vector(5)], How(clock=3, hold=True))
+    shard.push(0, 0, 0, [vector(5)], How(clock=3, pending=True))
     assert shard.push(0, 1, 0, [vector(1)], How())
     shard.commit(1, [(0, 3)])
     assert dense(shard).tolist() == [1] * 6
@@ -113,15 +113,15 @@ def test_a_newer_incarnation_replaces_what_the_older_held() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("turn", [1, -1])
-def test_what_is_not_finite_changes_no_table(bad: float, hold: bool, turn: int) -> None:
+def test_what_is_not_finite_changes_no_table(bad: float, pending: bool, turn: int) -> None:
     shard = shard_with(DENSE, ROWS)
     push(shard, vector(1), block([1, 2], 1), sequence=0)
     poisoned = block([8, 9, 9], 1)
     poisoned.updates[2, 1] = bad
     with pytest.raises(NotFinite, match=r"'rows'.*9"):
-        push(shard, *[vector(1), poisoned][::turn], sequence=1, hold=hold)
+        push(shard, *[vector(1), poisoned][::turn], sequence=1, pending=pending)
     assert dense(shard).tolist() == [1] * 6 and rows(shard, 1, 2, 8).tolist() == [
         [1, 1],
         [1, 1],
@@ -134,7 +134,7 @@ def test_what_is_not_finite_changes_no_table(bad: float, hold: bool, turn: int) 
     wrong = vector(1)
     wrong.updates[4] = bad
     with pytest.raises(NotFinite, match=r"'w'.*4"):
-        push(shard, wrong, hold=hold)
+        push(shard, wrong, pending=pending)
     assert dense(shard).tolist() == [2] * 6
 
 
@@ -181,10 +181,10 @@ def test_parts_that_do_not_fit_are_refused_before_others_are_applied(
     [
         (How(lr=-1.0), "lr=-1.0 of a push"),
         (How(lr=math.nan), "lr=nan"),
-        (How(weight=1.0), "weight=1.0 without hold"),
-        (How(weight=-1.0, hold=True), "weight=-1.0; a finite number"),
-        (How(hold=True, adapt=True), "hold with adapt or compensate"),
-        (How(hold=True, compensate=1.0), "hold with adapt or compensate"),
+        (How(weight=1.0), "weight=1.0 without pending"),
+        (How(weight=-1.0, pending=True), "weight=-1.0; a finite number"),
+        (How(pending=True, adapt=True), "pending with adapt or compensate"),
+        (How(pending=True, compensate=1.0), "pending with adapt or compensate"),
         (How(decay=0.9), "decay=0.9; it belongs to compensate"),
         (How(compensate=1.0, decay=1.0), r"lies in \[0, 1\)"),
         (How(compensate=1.0), "worker 0 has nothing to compare with; pull it with remember=True"),
@@ -236,7 +236,12 @@ def test_a_commit_applies_the_weighted_mean_of_its_members_once() -> None:
     shard = shard_with(DENSE, ROWS)
     for worker, (value, weight) in enumerate([(1.0, 1.0), (2.0, 3.0), (100.0, 5.0)]):
         push(
-            shard, vector(value), block([worker, 7], value), worker=worker, hold=True, weight=weight
+            shard,
+            vector(value),
+            block([worker, 7], value),
+            worker=worker,
+            pending=True,
+            weight=weight,
         )
     assert not dense(shard).any() and shard.stats()["now/held"] == 3
     shard.commit(1, [(0, 0), (1, 0)])
@@ -251,7 +256,7 @@ def test_a_commit_applies_the_weighted_mean_of_its_members_once() -> None:
 def test_without_weights_a_commit_applies_the_sum() -> None:
     shard = shard_with(DENSE)
     for worker in range(3):
-        push(shard, vector(worker + 1), worker=worker, hold=True)
+        push(shard, vector(worker + 1), worker=worker, pending=True)
     shard.commit(1, [(0, 0), (1, 0), (2, 0)])
     assert dense(shard).tolist() == [6] * 6
 
@@ -262,7 +267,7 @@ def test_a_single_member_gives_its_own_bits() -> None:
     table = Table("w", length=1000, optimizer="sum")
     for weight in (None, 0.3, 7.0):
         shard = shard_with(table)
-        shard.push(4, 0, 0, [TableUpdate("w", None, g.copy())], How(hold=True, weight=weight))
+        shard.push(4, 0, 0, [TableUpdate("w", None, g.copy())], How(pending=True, weight=weight))
         shard.commit(1, [(4, 0)])
         assert np.array_equal(dense(shard), g)
 
@@ -273,15 +278,21 @@ def test_a_mean_of_float32_is_rounded_once() -> None:
     shard = shard_with(Table("w", length=n, optimizer="sum"))
     for worker in (3, 1, 4, 0, 2):
         shard.push(
-            worker, 0, 0, [TableUpdate("w", None, parts[worker].copy())], How(hold=True, weight=2.0)
+            worker,
+            0,
+            0,
+            [TableUpdate("w", None, parts[worker].copy())],
+            How(pending=True, weight=2.0),
         )
     shard.commit(1, [(w, 0) for w in range(5)])
     exact = sum(0.2 * p.astype(np.float64) for p in parts)
     assert np.array_equal(dense(shard), exact.astype(np.float32))
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(hold: bool) -> None:
+@pytest.mark.parametrize("pending", [False, True])
+def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(
+    pending: bool,
+) -> None:
     table = Table("rows", dim=3, optimizer="adam", options={"lr": 0.1}, seed=5)
     long = Table("w", length=4096, optimizer="momentum", options={"lr": 0.1})
     generator = np.random.default_rng(2)
@@ -304,7 +315,7 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(ho
             shard.create(table)
             shard.create(long, cut, np.ones(cut[1] - cut[0], np.float32))
         for clock, step in enumerate(steps):
-            for worker in order if hold else range(3):
+            for worker in order if pending else range(3):
                 ids, g, d = step[worker]
                 where = owner[slot_of(ids, seed_of("rows"), SLOTS)]
                 for s, shard in enumerate(shards):
@@ -313,9 +324,9 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(ho
                         "rows", np.ascontiguousarray(ids[mine]), np.ascontiguousarray(g[mine])
                     )
                     parts = [sparse, TableUpdate("w", None, d[slice(*cuts[s])].copy())]
-                    words = How(clock, hold=hold, weight=1.0 + worker if hold else None)
+                    words = How(clock, pending=pending, weight=1.0 + worker if pending else None)
                     assert shard.push(worker, 0, clock, parts, words)
-            if hold:
+            if pending:
                 for shard in shards:
                     shard.commit(clock + 1, [(w, clock) for w in range(3)])
         dumps = [shard.dump("rows") for shard in shards]
@@ -335,9 +346,9 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(ho
 
 def test_the_newest_held_push_of_a_worker_replaces_its_older() -> None:
     shard = shard_with(DENSE)
-    push(shard, vector(1), sequence=0, clock=0, hold=True)
-    push(shard, vector(2), sequence=2, clock=5, hold=True)
-    push(shard, vector(4), sequence=1, clock=0, hold=True)  # overtaken on the way
+    push(shard, vector(1), sequence=0, clock=0, pending=True)
+    push(shard, vector(2), sequence=2, clock=5, pending=True)
+    push(shard, vector(4), sequence=1, clock=0, pending=True)  # overtaken on the way
     shard.commit(1, [(0, 0)])
     assert not dense(shard).any(), "clock 0 was given up"
     shard.commit(2, [(0, 5)])
@@ -346,10 +357,10 @@ def test_the_newest_held_push_of_a_worker_replaces_its_older() -> None:
 
 def test_pushes_of_one_clock_to_several_tables_are_held_together() -> None:
     shard = shard_with(DENSE, ROWS)
-    push(shard, vector(1), hold=True)
-    push(shard, block([3, 3], 2), hold=True)
-    push(shard, vector(10), hold=True)
-    push(shard, block([4], 5), hold=True)
+    push(shard, vector(1), pending=True)
+    push(shard, block([3, 3], 2), pending=True)
+    push(shard, vector(10), pending=True)
+    push(shard, block([4], 5), pending=True)
     shard.commit(1, [(0, 0)])
     assert dense(shard).tolist() == [11] * 6 and rows(shard, 3, 4)[:, 1].tolist() == [4, 5]
 
@@ -361,8 +372,8 @@ def test_each_table_is_committed_with_the_lr_that_its_pushes_gave() -> None:
     ]
     shard = shard_with(*tables)
     for worker in range(2):
-        push(shard, vector(-1), worker=worker, hold=True, lr=0.5, weight=1.0)
-        push(shard, vector(-1, "v"), worker=worker, hold=True, lr=2.0, weight=1.0)
+        push(shard, vector(-1), worker=worker, pending=True, lr=0.5, weight=1.0)
+        push(shard, vector(-1, "v"), worker=worker, pending=True, lr=2.0, weight=1.0)
     shard.commit(1, [(0, 0), (1, 0)])
     assert dense(shard).tolist() == [0.5] * 6 and dense(shard, name="v").tolist() == [2] * 6
 
@@ -370,7 +381,7 @@ def test_each_table_is_committed_with_the_lr_that_its_pushes_gave() -> None:
 def test_held_pushes_are_copies() -> None:
     shard = shard_with(DENSE, ROWS)
     one, two = vector(1), block([3], 1)
-    push(shard, one, two, hold=True)
+    push(shard, one, two, pending=True)
     one.updates[:] = two.updates[:] = 99
     two.ids[:] = 4  # type: ignore[index]
     shard.commit(1, [(0, 0)])
@@ -379,11 +390,11 @@ def test_held_pushes_are_copies() -> None:
 
 def test_members_without_samples_weigh_nothing() -> None:
     shard = shard_with(DENSE)
-    push(shard, vector(3), worker=0, hold=True, weight=2.0)
-    push(shard, vector(0), worker=1, hold=True, weight=0.0)
+    push(shard, vector(3), worker=0, pending=True, weight=2.0)
+    push(shard, vector(0), worker=1, pending=True, weight=0.0)
     shard.commit(1, [(0, 0), (1, 0), (2, 0)])
     assert dense(shard).tolist() == [3] * 6
-    push(shard, vector(0), worker=1, clock=1, hold=True, weight=0.0)
+    push(shard, vector(0), worker=1, clock=1, pending=True, weight=0.0)
     shard.commit(2, [(1, 1)])
     assert dense(shard).tolist() == [3] * 6 and int(shard.dump("w")["version"][0]) == 1, (
         "no push at all"
@@ -393,7 +404,7 @@ def test_members_without_samples_weigh_nothing() -> None:
 def test_a_forgotten_worker_leaves_nothing_but_its_marks() -> None:
     shard = shard_with(DENSE)
     dense(shard, remember=True)
-    push(shard, vector(3), sequence=0, hold=True)
+    push(shard, vector(3), sequence=0, pending=True)
     shard.forget(0)
     shard.commit(1, [(0, 0)])
     assert not dense(shard).any() and not push(shard, vector(3), sequence=0)

@@ -243,7 +243,7 @@ def run(
                 break
             if rule.link is Store and n % (meet_every or mine) == 0:
                 meet(rule, link, group)
-                assert link.deal(ENDLESS, rule.shares_steps) is not None, "all run again"
+                assert link.claim_step(ENDLESS, rule.shares_steps) is not None, "all run again"
             losses.append(rule.round(me.replica, link, state))
             if after_round is not None:
                 after_round(me, link, state)
@@ -266,7 +266,8 @@ def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
     name, options = ("sum", {}) if rule.on_server == "sum" else served_rule(me.update.optimizer)
     for key, vector in me.replica.params.items():
         store.create(
-            Table(key, length=vector.numel(), dtype="float64", optimizer=name, options=options), vector
+            Table(key, length=vector.numel(), dtype="float64", optimizer=name, options=options),
+            vector,
         )
         if key in saved and store.rank == 0:
             store.restore(key, saved[key])
@@ -275,5 +276,5 @@ def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
 def meet(rule: Any, store: Store, group: Group) -> None:
     """Rest, so that nobody waits for this rank, until all do; then everybody is at the same time and place."""
     store.flush()
-    assert store.deal(0, rule.shares_steps) is None
+    assert store.claim_step(0, rule.shares_steps) is None
     group.all_reduce({"met": torch.zeros(1)}).wait()

@@ -77,7 +77,7 @@ def play(store: Store) -> list[Tensors]:
         store.push(rows, updates, lr=0.05)
     store.tick(0)
     rows, updates = batches()[0]
-    store.push(rows, updates, hold=True, weight=2.0)
+    store.push(rows, updates, pending=True, weight=2.0)
     store.tick(0)
     seen.append(store.pull(rows))
     return [*seen, *(store.dump(table.name) for table in TABLES)]

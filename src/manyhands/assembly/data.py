@@ -83,7 +83,9 @@ def draw(
     if plan.strategy.link is Store:
         assert serving is not None
         store = serving.store
-        claims = StepClaims(split, at, lambda limit: store.deal(limit, shares), store.call)
+        claims = StepClaims(
+            split, at, lambda limit: store.claim_step(limit, shares), store.request_sync
+        )
         if plan.loaders:
             raise PlanError(
                 f"loaders={plan.loaders} has no effect: merge={plan.merge} draws batches when they are wanted; leave it out"

@@ -21,6 +21,7 @@ from manyhands.core import (
     Store,
     Strategy,
     Table,
+    TableStore,
     Tensors,
 )
 from manyhands.embedding import server_optimizer
@@ -40,7 +41,7 @@ class RunTables:
     """The store of one rank. `sparse` are the tables of its `Embedding` modules, where it has some."""
 
     def __init__(
-        self, context: RankContext, plan: Plan, store: Store, tables: EmbeddingTables | None
+        self, context: RankContext, plan: Plan, store: TableStore, tables: EmbeddingTables | None
     ):
         self.context, self.plan, self.store, self.sparse = context, plan, store, tables
         self.dense: list[Table] = []
@@ -190,7 +191,7 @@ def open_serving(
         return RunTables(context, plan, store, None)
     from manyhands.server.client.cached_store import CachedStore
 
-    seen: Store = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
+    seen: TableStore = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
     tables = EmbeddingTables(
         module, seen, ids=ids, together=plan.embeddings == "sync", notice=context.notice
     )
@@ -206,8 +207,8 @@ def rows_of_this_process() -> EmbeddingTables:
     return alone(lambda: LocalStore(0, 1))
 
 
-def _connect(context: RankContext, plan: Plan, module: nn.Module) -> Store:
-    from manyhands.server.client.observed_store import observed
+def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
+    from manyhands.server.client.observed_store import ObservedStore
     from manyhands.server.client.server_store import (
         ServerStore,  # these bring numba: only runs with tables need it
     )
@@ -238,7 +239,7 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> Store:
         tls=started.tls,
     )
     context.closing.insert(0, store.close)  # before the servers it talks to
-    return observed(store, context.link, payload)
+    return ObservedStore(store, context.link, payload)
 
 
 def _modules(module: nn.Module) -> list[str]:

@@ -395,7 +395,7 @@ def _rule(
     if strategy.link is Store:
         assert serving is not None
         on_gpu = context.device.type == "cuda"
-        store = cast(Store, DeviceStore(serving.store, context.device)) if on_gpu else serving.store
+        store: Store = DeviceStore(serving.store, context.device) if on_gpu else serving.store
         rule = ActiveStrategy(part, name, strategy, store, strategy.init(replica))
         if saved is not None and snapshots is not None:
             snapshots.restore_rule(saved, rule)

@@ -17,15 +17,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core import (
+    Reply,
     Rows,
-    Store,
     Table,
+    TableStore,
     Tensors,
     Work,
 )
@@ -38,33 +39,13 @@ Ids = Callable[
 ]  # of a batch: table name -> the ids its modules will look up
 
 
-class Reply(Protocol):
-    def result(self) -> Tensors: ...
-
-
-@runtime_checkable
-class Asks(Protocol):
-    """A store that also fetches in the background."""
-
-    def pull_async(self, rows: Rows) -> Reply: ...
-
-
-@runtime_checkable
-class Exchanges(Protocol):
-    """A store that takes a push and, after it, answers a pull of other rows, in one request that nobody waits for."""
-
-    def push_pull(
-        self, rows: Rows, updates: Tensors, *, wants: Rows, lr: float | None
-    ) -> Reply: ...
-
-
 class EmbeddingTables:
     """`model`: all its embeddings, or None: modules come one by one and every backward pass is pushed at once (`alone`)."""
 
     def __init__(
         self,
         model: nn.Module | None,
-        store: Store,
+        store: TableStore,
         *,
         ids: Ids | None = None,
         together: bool = False,
@@ -77,10 +58,8 @@ class EmbeddingTables:
             self._add(module.table, create=False)
         self._by_name = {m.name: m for m in reversed(self.modules)}
         self._alone = model is None
-        self._background = store if isinstance(store, Asks) else None
-        self._exchanges = (
-            store if isinstance(store, Exchanges) and not self._alone and not together else None
-        )
+        # whether a push waits for the next request for rows and goes with it
+        self._defers = store.background and not self._alone and not together
         self._unsent: _Push | None = None  # goes with the next request for rows
         self._ids, self._places = ids, IdColumns() if ids is None and not self._alone else None
         self._coming: list[_Fetch] = []
@@ -170,14 +149,10 @@ class EmbeddingTables:
         return _Fetch(values, asked, self._request(rows))
 
     def _request(self, rows: Rows) -> Reply:
-        if self._unsent is not None and self._exchanges is not None:
+        if self._unsent is not None and self._defers:
             push, self._unsent = self._unsent, None
-            return self._exchanges.push_pull(push.rows, push.updates, wants=rows, lr=push.lr)
-        return (
-            _Now(self.store.pull(rows))
-            if self._background is None
-            else self._background.pull_async(rows)
-        )
+            return self.store.exchange(push.rows, push.updates, wants=rows, lr=push.lr)
+        return self.store.pull_async(rows)
 
     def _lookups(self, values: Any) -> list[tuple[Embedding, Tensor]]:
         """What the modules will look up in a batch, as far as that is known."""
@@ -226,7 +201,7 @@ class EmbeddingTables:
             self._send()
             self._unsent = _Push({n: rows[n] for n in names}, {n: updates[n] for n in names}, lr)
             self._unread = True
-        if self._exchanges is None:
+        if not self._defers:
             self._send()
         if self.together:
             self._wait()
@@ -250,7 +225,7 @@ class EmbeddingTables:
         if self._unsent is not None:
             push, self._unsent = self._unsent, None
             self._sent.append(
-                self.store.push(push.rows, push.updates, lr=push.lr, hold=self.together)
+                self.store.push(push.rows, push.updates, lr=push.lr, pending=self.together)
             )
 
     def drop(self) -> None:
@@ -322,7 +297,7 @@ def embeddings(model: nn.Module) -> list[Embedding]:
     return [m for m in model.modules() if isinstance(m, Embedding)]
 
 
-def alone(open_store: Callable[[], Store]) -> EmbeddingTables:
+def alone(open_store: Callable[[], TableStore]) -> EmbeddingTables:
     """For modules that no run attached: every backward pass is pushed at once."""
     return EmbeddingTables(None, open_store())
 
@@ -343,14 +318,6 @@ class _Push:
     rows: Rows
     updates: Tensors
     lr: float | None
-
-
-@dataclass
-class _Now:
-    rows: Tensors
-
-    def result(self) -> Tensors:
-        return self.rows
 
 
 @dataclass

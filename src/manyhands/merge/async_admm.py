@@ -107,7 +107,7 @@ class AsyncADMM(Strategy[Store]):
             report = x + y[k] / self.rho
             change[k] = (report - state[f"report/{k}"]).div_(link.size)
             state[f"report/{k}"].copy_(report)
-        link.push(replica.rows(), change, hold=True)
+        link.push(replica.rows(), change, pending=True)
         link.tick(0, quorum=self._quorum(link.size), late="keep", delay=self.delay)
         return loss
 

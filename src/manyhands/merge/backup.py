@@ -62,7 +62,11 @@ class Backup(Strategy[Store]):
         link.pull(replica.rows(), into=replica.params)
         loss = replica.backward()
         link.push(
-            replica.rows(), replica.gradient(), hold=True, weight=replica.own_count, lr=replica.lr
+            replica.rows(),
+            replica.gradient(),
+            pending=True,
+            weight=replica.own_count,
+            lr=replica.lr,
         )
         replica.stepped()
         link.tick(0, quorum=self._quorum(link.size), late="drop")

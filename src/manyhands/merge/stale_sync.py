@@ -62,7 +62,7 @@ class StaleSync(Strategy[Store]):
             link.push(
                 replica.rows(),
                 replica.gradient(),
-                hold=True,
+                pending=True,
                 weight=replica.own_count,
                 lr=replica.lr,
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from manyhands.core import (
+    PushOptions,
     Rows,
     Store,
     Tensors,
@@ -31,11 +32,11 @@ class DeviceStore:
             into[name].copy_(values)
         return into
 
-    def push(self, rows: Rows, updates: Tensors, **how: Any) -> Work:
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         return self.store.push(
             {k: _here(v) for k, v in rows.items()},
             {k: v.detach().cpu() for k, v in updates.items()},
-            **how,
+            **options,
         )
 
     def tick(self, *when: Any, **how: Any) -> Tick:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Unpack
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from manyhands.core import (
     Late,
+    PushOptions,
     Rows,
     Table,
     Tensors,
@@ -55,28 +57,9 @@ class InprocStore(LocalStore):
         self._spend("pull", sum(self._nbytes(name, ids) for name, ids in rows.items()))
         return super().pull(rows, into, remember=remember)
 
-    def push(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        lr: float | None = None,
-        hold: bool = False,
-        weight: float | None = None,
-        adapt: bool = False,
-        compensate: float | None = None,
-        decay: float | None = None,
-    ) -> Work:
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         self._spend("push", sum(self._nbytes(name, ids) for name, ids in rows.items()))
-        how = {
-            "lr": lr,
-            "hold": hold,
-            "weight": weight,
-            "adapt": adapt,
-            "compensate": compensate,
-            "decay": decay,
-        }
-        return super().push(rows, updates, **how)  # type: ignore[arg-type]
+        return super().push(rows, updates, **options)
 
     def tick(
         self,
@@ -99,8 +82,8 @@ class InprocStore(LocalStore):
             staleness, quorum, late=late, delay=delay
         )  # asked again, it is answered at once
 
-    def deal(self, limit: int, shared: bool) -> int | None:
-        number = super().deal(limit, shared)
+    def claim_step(self, limit: int, shared: bool) -> int | None:
+        number = super().claim_step(limit, shared)
         self._told_clock()
         return number
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands.core import (
+    CompleteReply,
     Finished,
     Late,
+    PushOptions,
+    Reply,
     Rows,
     Table,
     Tensors,
@@ -43,6 +47,8 @@ from manyhands.server.validate import (
 
 class LocalStore:
     """Ranks that share tables are given the same `shards` and `clock`."""
+
+    background = False
 
     def __init__(
         self,
@@ -140,18 +146,7 @@ class LocalStore:
                 cut.spread(part.reshape(-1), s, part.shape[1], out.detach().numpy().reshape(-1))
         return found
 
-    def push(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        lr: float | None = None,
-        hold: bool = False,
-        weight: float | None = None,
-        adapt: bool = False,
-        compensate: float | None = None,
-        decay: float | None = None,
-    ) -> Work:
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         if rows.keys() != updates.keys():
             raise StoreError(
                 f"rows are of tables {sorted(rows)}, updates of {sorted(updates)}; the same are needed"
@@ -179,12 +174,25 @@ class LocalStore:
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
             if len(self.shards) > 1 and not kernels.finite(array.reshape(-1)):
                 raise not_finite(name, numbers, array)
-        how = How(self._now, lr, hold, weight, adapt, compensate, decay)
+        how = How(self._now, **options)
         for shard, some in zip(self.shards, parts, strict=True):
             shard.push(self.rank, self._incarnation, self._sequence, some, how)
         self._sequence += 1
-        self._holds |= hold
+        self._holds |= how.pending
         return Finished()
+
+    # -- requests that others make in the background: here they are done when they return --
+
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Reply:
+        return CompleteReply(self.pull(rows, into, remember=remember))
+
+    def exchange(
+        self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
+    ) -> Reply:
+        self.push(rows, updates, **options)
+        return CompleteReply(self.pull(wants))
 
     # -- clocks --
 
@@ -209,15 +217,11 @@ class LocalStore:
                 shard.commit(version, members)
             self._version = version
 
-    def start(self, base: int) -> None:
-        """The next number to deal is `base`; every rank says so, after a resume."""
-        self.clock.start(self.rank, base)
-
-    def deal(self, limit: int, shared: bool) -> int | None:
+    def claim_step(self, limit: int, shared: bool) -> int | None:
         self._requests += 1
         return self.clock.deal(self.rank, limit, shared, self._requests)
 
-    def call(self) -> None:
+    def request_sync(self) -> None:
         self.clock.call(self.rank)
 
     def flush(self) -> None: ...

@@ -176,7 +176,7 @@ class Shard:
                     self._held.pop(
                         worker, None
                     )  # only this: what is remembered may be what the new one has pulled
-                if how.hold:
+                if how.pending:
                     self._hold(worker, parts, how)
                 else:
                     self._prepare(worker, parts, tables, how)
@@ -213,7 +213,7 @@ class Shard:
                     f"compensate for table {part.table!r}, but worker {worker} has nothing to compare with; "
                     "pull it with remember=True first"
                 )
-            if how.hold and not kernels.finite(part.updates.reshape(-1)):
+            if how.pending and not kernels.finite(part.updates.reshape(-1)):
                 raise not_finite(part.table, part.ids, part.updates)
         return tables
 
@@ -482,13 +482,13 @@ def _prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> N
 def _check_words(how: How) -> None:
     if how.lr is not None and not 0 <= how.lr < float("inf"):
         raise StoreError(f"lr={how.lr} of a push; a finite number, 0 or more, is needed")
-    if how.hold and (how.adapt or how.compensate is not None):
+    if how.pending and (how.adapt or how.compensate is not None):
         raise StoreError(
-            "hold with adapt or compensate: what is held is applied together with others'; leave one of them out"
+            "pending with adapt or compensate: pending pushes are applied together with others'; leave one of them out"
         )
-    if how.weight is not None and not (how.hold and 0 <= how.weight < float("inf")):
+    if how.weight is not None and not (how.pending and 0 <= how.weight < float("inf")):
         raise StoreError(
-            f"weight={how.weight}{'' if how.hold else ' without hold'}; a finite number, 0 or more, of a held push"
+            f"weight={how.weight}{'' if how.pending else ' without pending=True'}; a finite number, 0 or more, of a pending push"
         )
     if how.decay is not None and (how.compensate is None or not 0 <= how.decay < 1):
         raise StoreError(f"decay={how.decay}; it belongs to compensate, and lies in [0, 1)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,8 @@ from torch import Tensor
 
 from manyhands.core import (
     Rows,
-    Store,
     Table,
+    TableStore,
     Tensors,
 )
 from manyhands.errors import PlanError
@@ -37,14 +35,7 @@ class Asked(LocalStore):
 class InBackground(Asked):
     """Rows are read when they are asked for and handed out later."""
 
-    def pull_async(self, rows: Rows) -> Any:
-        found = self.pull(rows)
-
-        class Reply:
-            def result(self) -> Tensors:
-                return found
-
-        return Reply()
+    background = True
 
 
 def ids(*some: int) -> Tensor:
@@ -52,15 +43,19 @@ def ids(*some: int) -> Tensor:
 
 
 def made(
-    rows: int = 1000, age: int = 8, rule: str = "sgd", store: Asked | None = None, **options: float
+    rows: int = 1000,
+    age: int = 8,
+    optimizer: str = "sgd",
+    store: Asked | None = None,
+    **options: float,
 ) -> tuple[CachedStore, Asked]:
     inner = store or Asked()
     cached = CachedStore(inner, rows, age)
-    cached.create(Table("t", DIM, optimizer=rule, options={"lr": 0.5, **options}))
+    cached.create(Table("t", DIM, optimizer=optimizer, options={"lr": 0.5, **options}))
     return cached, inner
 
 
-def step(store: Store, some: Tensor, grad: float = 1.0) -> Tensor:
+def step(store: TableStore, some: Tensor, grad: float = 1.0) -> Tensor:
     rows = store.pull({"t": some})["t"].clone()
     store.push({"t": some}, {"t": torch.full((len(some), DIM), grad)}).wait()
     return rows
@@ -154,15 +149,15 @@ def test_plain_sgd_steps_are_made_here_too() -> None:
 
 
 def test_what_is_held_or_of_another_rule_is_seen_when_it_is_fetched_again() -> None:
-    for rule, options, hold in (
+    for rule, options, pending in (
         ("adagrad", {}, False),
         ("sgd", {"decay": 0.1}, False),
         ("sgd", {}, True),
     ):
-        cached, _ = made(age=1, rule=rule, **options)
+        cached, _ = made(age=1, optimizer=rule, **options)
         before = cached.pull({"t": ids(1)})["t"].clone()
-        cached.push({"t": ids(1)}, {"t": torch.ones(1, DIM)}, hold=hold).wait()
-        if hold:
+        cached.push({"t": ids(1)}, {"t": torch.ones(1, DIM)}, pending=pending).wait()
+        if pending:
             cached.tick()
         assert torch.equal(cached.pull({"t": ids(1)})["t"], before)
         assert not torch.equal(cached.pull({"t": ids(1)})["t"], before)
@@ -202,37 +197,23 @@ def test_rows_that_come_in_the_background_are_served_and_kept_as_others_are() ->
     ]  # what came after a flush was asked for before it
 
 
-class InOneRequest(InBackground):
-    def push_pull(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        wants: Rows,
-        lr: float | None = None,
-        hold: bool = False,
-    ) -> Any:
-        self.push(rows, updates, lr=lr, hold=hold).wait()
-        return self.pull_async(wants)
-
-
-@pytest.mark.parametrize("store", [Asked, InBackground, InOneRequest])
+@pytest.mark.parametrize("store", [Asked, InBackground])
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_a_push_and_the_pull_after_it_may_go_together(store: type[Asked], rule: str) -> None:
-    cached, inner = made(age=1, rule=rule, store=store())
+    cached, inner = made(age=1, optimizer=rule, store=store())
     cached.pull({"t": ids(1, 2)})
     one = torch.ones(2, DIM)
-    reply = cached.push_pull({"t": ids(1, 2)}, {"t": one.clone()}, wants={"t": ids(2, 3)})
+    reply = cached.exchange({"t": ids(1, 2)}, {"t": one.clone()}, wants={"t": ids(2, 3)})
     assert inner.asked == [[1, 2], [3]]
     fresh = inner.pull({"t": ids(2, 3)})["t"]
     found = reply.result()["t"]
     assert torch.equal(found[1], fresh[1]) and torch.allclose(found[0], fresh[0]) is (rule == "sgd")
-    nothing_missing = cached.push_pull({"t": ids(3)}, {"t": one[:1].clone()}, wants={"t": ids(3)})
+    nothing_missing = cached.exchange({"t": ids(3)}, {"t": one[:1].clone()}, wants={"t": ids(3)})
     assert len(nothing_missing.result()["t"]) == 1 and inner.asked[-1] == [2, 3]
     assert not torch.equal(inner.pull({"t": ids(3)})["t"], fresh[1:])  # it was pushed all the same
 
 
-def test_a_store_that_cannot_ask_ahead_answers_at_once() -> None:
+def test_a_store_without_a_background_answers_at_once() -> None:
     cached, inner = made()
     reply = cached.pull_async({"t": ids(1)})
     assert inner.asked == [[1]] and reply.result()["t"].shape == (1, DIM)
@@ -294,7 +275,7 @@ def test_dense_tables_and_tables_it_does_not_know_pass_through() -> None:
         cached.push({"w": None}, {"w": torch.ones(4)}).wait()
     assert got["w"].tolist() == [-1.0] * 4 and got["u"].shape == (1, 2)
     assert inner.asked == [[1, 1], [1]]
-    assert isinstance(cached, Store)
+    assert isinstance(cached, TableStore)
 
 
 @pytest.mark.parametrize(("rows", "age"), [(-1, 8), (10, -1)])

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from manyhands.core import (
     Event,
-    Rows,
-    Store,
     Table,
-    Tensors,
+    TableStore,
 )
-from manyhands.embedding.tables import Asks, Exchanges
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
-from manyhands.server.client.observed_store import ObservedServers, ObservedStore, observed
+from manyhands.server.client.cached_store import CachedStore
+from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.local_store import LocalStore
 
 W, USERS = (
@@ -29,34 +27,11 @@ W, USERS = (
 IDS = torch.tensor([7, 8, -3])
 
 
-class Later:
-    def __init__(self, found: Tensors):
-        self.found = found
-
-    def result(self) -> Tensors:
-        return self.found
-
-
-class InBackground(LocalStore):
-    def pull_async(
-        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
-    ) -> Later:
-        return Later(self.pull(rows, into, remember=remember))
-
-    def push_pull(
-        self, rows: Rows, updates: Tensors, *, wants: Rows | None = None, **words: Any
-    ) -> Later:
-        self.push(rows, updates, **words).wait()
-        return self.pull_async(rows if wants is None else wants)
-
-
-def watched(
-    store: Store, kind: type[ObservedStore] = ObservedStore, **words: Any
-) -> tuple[Any, ObservedGroup, list[Event]]:
+def watched(store: TableStore, **words: Any) -> tuple[Any, ObservedGroup, list[Event]]:
     """Its clock goes on by one second each time it is read."""
     events: list[Event] = []
     link, ticks = ObservedGroup(SoloGroup(), events.append), itertools.count()
-    made = kind(store, link, clock=lambda: float(next(ticks)), **words)
+    made = ObservedStore(store, link, clock=lambda: float(next(ticks)), **words)
     made.create(W, torch.zeros(300))
     made.create(USERS)
     return made, link, events
@@ -86,7 +61,7 @@ def test_what_is_pulled_and_pushed_is_counted_with_its_ids_and_reported_in_its_r
 
 def test_waiting_for_others_is_time_without_bytes() -> None:
     store, link, events = watched(LocalStore())
-    assert store.deal(5, True) == 0 and store.tick(0).clock == 1
+    assert store.claim_step(5, True) == 0 and store.tick(0).clock == 1
     store.flush()
     assert [(e.name, e.seconds, e.nbytes) for e in events] == [
         ("deal", 1.0, 0),
@@ -104,11 +79,11 @@ def test_numbers_count_as_they_travel(code: str, numbers: int) -> None:
 
 
 def test_what_comes_in_the_background_is_waited_for_when_it_is_wanted() -> None:
-    store, link, _ = watched(InBackground(), ObservedServers)
+    store, link, _ = watched(LocalStore())
     reply = store.pull_async({"w": None})
     assert (link.nbytes, link.seconds) == (1200, 1.0)
     assert reply.result()["w"].eq(0).all() and link.seconds == 2.0
-    reply = store.push_pull({"w": None}, {"w": ones(300)}, wants={"users": IDS})
+    reply = store.exchange({"w": None}, {"w": ones(300)}, wants={"users": IDS})
     assert link.nbytes == 2 * 1200 + 3 * 4 * 8 + 3 * 8
     assert (
         reply.result()["users"].eq(0).all()
@@ -119,10 +94,7 @@ def test_what_comes_in_the_background_is_waited_for_when_it_is_wanted() -> None:
 
 def test_it_can_what_the_store_behind_it_can() -> None:
     link = ObservedGroup(SoloGroup(), lambda event: None)
-    plain, background = observed(LocalStore(), link), observed(InBackground(), link)
-    assert isinstance(plain, Store) and not isinstance(plain, Asks)
-    assert (
-        isinstance(background, Store)
-        and isinstance(background, Asks)
-        and isinstance(background, Exchanges)
-    )
+    plain = ObservedStore(LocalStore(), link)
+    background = ObservedStore(CachedStore(LocalStore(), 8), link)
+    assert isinstance(plain, TableStore) and not plain.background
+    assert isinstance(background, TableStore) and background.background

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.core import Store, Table, Tensors
+from manyhands.core import Table, TableStore, Tensors
 from manyhands.errors import PeerLost, ServerLost, StoreError
 from manyhands.server import process
 from manyhands.server.client.server_store import ServerStore
@@ -53,7 +53,7 @@ def test_servers_give_the_bits_of_a_store_without_them(
     alone: list[Tensors], transport: str, shards: int, count: int
 ) -> None:
     with servers(count, shards) as started, joined(started[0], transport=transport) as store:
-        assert isinstance(store, Store)
+        assert isinstance(store, TableStore)
         assert_same(play(store), alone)
         stats = store.stats()
         assert stats["pushed_rows"] > 0 and stats["client_reconnects"] == 0
@@ -141,13 +141,14 @@ def test_a_push_and_a_pull_in_one_frame_are_in_this_order() -> None:
     with servers(shards=2) as (server,), joined(server) as store:
         store.create(Table("sums", dim=2, optimizer="sum", init="zeros"))
         ids, more = torch.tensor([5, 7, 5]), torch.tensor([7, 9])
-        found = store.push_pull(
+        found = store.exchange(
             {"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": more}
         ).result()
         assert found["sums"].tolist() == [[1, 1], [0, 0]]
-        assert store.push_pull({"sums": ids}, {"sums": torch.ones(3, 2)}).result()[
-            "sums"
-        ].tolist() == [[4, 4], [2, 2], [4, 4]]
+        found = store.exchange(
+            {"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": ids}
+        ).result()
+        assert found["sums"].tolist() == [[4, 4], [2, 2], [4, 4]]
         store.close()
 
 
@@ -179,7 +180,9 @@ def test_a_table_is_restored_over_another_number_of_shards(alone: list[Tensors])
 # -- several workers --
 
 
-def together(count: int, main: Callable[[Store], object], started: list[Server]) -> list[object]:
+def together(
+    count: int, main: Callable[[TableStore], object], started: list[Server]
+) -> list[object]:
     results: dict[int, object] = {}
     errors: list[BaseException] = []
 
@@ -202,12 +205,12 @@ def together(count: int, main: Callable[[Store], object], started: list[Server])
 
 
 def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> None:
-    def main(store: Store) -> Tensors:
+    def main(store: TableStore) -> Tensors:
         create(store)
         for rows, updates in batches(4):
             store.pull(rows)
             scaled = {k: x * (store.rank + 1) for k, x in updates.items()}
-            store.push(rows, scaled, hold=True, weight=1.0 + store.rank)
+            store.push(rows, scaled, pending=True, weight=1.0 + store.rank)
             store.tick(0)
         return store.pull(batches()[0][0])
 
@@ -239,10 +242,10 @@ def test_after_all_have_flushed_one_that_rested_sees_what_was_committed(shards: 
     ):
         busy.create(table, torch.zeros(4000))
         resting.create(table)
-        assert (busy.deal(1, True), resting.deal(1, True)) == (0, None)
-        busy.push(rows, {"w": torch.ones(4000)}, hold=True, weight=4.0)
+        assert (busy.claim_step(1, True), resting.claim_step(1, True)) == (0, None)
+        busy.push(rows, {"w": torch.ones(4000)}, pending=True, weight=4.0)
         assert busy.tick(quorum=2).counted
-        assert busy.deal(1, True) is None
+        assert busy.claim_step(1, True) is None
         busy.flush()
         resting.flush()
         assert resting.pull(rows)["w"].eq(-1).all() and resting.dump("w")["values"].eq(-1).all()
@@ -250,7 +253,7 @@ def test_after_all_have_flushed_one_that_rested_sees_what_was_committed(shards: 
 
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float | None) -> None:
-    def main(store: Store) -> Tensors:
+    def main(store: TableStore) -> Tensors:
         store.create(Table("w", length=6, optimizer="sgd", options={"lr": 0.5}), torch.ones(6))
         store.pull({"w": None}, remember=True)
         for _ in range(3):
@@ -268,7 +271,7 @@ def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float
 def test_steps_are_dealt_once_and_everybody_meets() -> None:
     def main(store: ServerStore) -> list[int]:
         mine = []
-        while (step := store.deal(20, True)) is not None:
+        while (step := store.claim_step(20, True)) is not None:
             mine.append(step)
         return mine
 
@@ -290,7 +293,7 @@ from manyhands.core import Table
 from manyhands.server.client.server_store import ServerStore
 store = ServerStore(sys.argv[1], 1, 2, sys.argv[2])
 store.create(Table("users", dim=8, optimizer="adagrad", options={"lr": 0.1}, seed=3))
-store.push({"users": torch.arange(5)}, {"users": torch.ones(5, 8)}, hold=True)
+store.push({"users": torch.arange(5)}, {"users": torch.ones(5, 8)}, pending=True)
 print("pushed", flush=True)
 sys.stdin.read()
 """
@@ -307,7 +310,7 @@ def test_a_dead_worker_is_evicted_and_the_others_go_on() -> None:
         )
         try:
             assert process.stdout is not None and process.stdout.readline() == "pushed\n"
-            store.push({"users": torch.arange(5)}, {"users": torch.ones(5, 8)}, hold=True)
+            store.push({"users": torch.arange(5)}, {"users": torch.ones(5, 8)}, pending=True)
             waiting: list[object] = []
             thread = threading.Thread(target=lambda: waiting.append(store.tick(0)))
             thread.start()

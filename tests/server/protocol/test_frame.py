@@ -52,7 +52,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
         3,
         [Keyed("users", 5, messages.IDS, 99)],
         [Keyed("w", 4)],
-        How(2, lr=0.1, hold=True),
+        How(2, lr=0.1, pending=True),
         "bf16",
     )
     ids, numbers = np.arange(5), np.ones(300_000, np.float32)

@@ -45,7 +45,9 @@ def dense_run(
 def sparse_run(rule: str, w: np.ndarray, grads: list[np.ndarray], **options: float) -> np.ndarray:
     """The same numbers as rows under scattered ids."""
     lr = options.pop("lr", 0.05)
-    table = SparseTable(Table("t", dim=w.shape[1], dtype=w.dtype.name, optimizer=rule, options=options))  # type: ignore[arg-type]
+    table = SparseTable(
+        Table("t", dim=w.shape[1], dtype=w.dtype.name, optimizer=rule, options=options)
+    )  # type: ignore[arg-type]
     ids = dice(7).integers(-(2**63), 2**63 - 1, w.shape[0], dtype=np.int64)
     table.pull(ids, out := np.empty_like(w))
     _, _, state, _ = table.items()  # what rows start with is the same in all of them

@@ -11,17 +11,20 @@ so a synchronous run is the same with a cache and without. `flush`, which comes 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyhands.core import (
+    CompleteReply,
     Late,
+    PushOptions,
+    Reply,
     Rows,
-    Store,
     Table,
+    TableStore,
     Tensors,
     Tick,
     Work,
@@ -167,30 +170,12 @@ class _Held:
         _descend(ids, grads, self.tags, self.since, self.rows, self.dim, self.dtype.type(lr))
 
 
-class Reply(Protocol):
-    def result(self) -> Tensors: ...
-
-
-@runtime_checkable
-class Asks(Protocol):
-    """A store that also fetches in the background."""
-
-    def pull_async(self, rows: Rows) -> Reply: ...
-
-
-@runtime_checkable
-class Exchanges(Protocol):
-    """A store that takes a push and, after it, answers a pull, in one request."""
-
-    def push_pull(
-        self, rows: Rows, updates: Tensors, *, wants: Rows, lr: float | None, hold: bool, **how: Any
-    ) -> Reply: ...
-
-
 class CachedStore:
     """`rows` of each sparse table, at most `age` pulls old. 0 of either: as if it were not there."""
 
-    def __init__(self, store: Store, rows: int, age: int = 8):
+    background = True  # also over a store without: a push then goes with the next request here too
+
+    def __init__(self, store: TableStore, rows: int, age: int = 8):
         if rows < 0 or age < 0:
             raise PlanError(
                 f"cache={rows} cache_age={age}, but neither can be negative; 0 keeps nothing"
@@ -213,60 +198,45 @@ class CachedStore:
         wanted = _Wanted(self, rows, into or {})
         return wanted.fill(self.store.pull(wanted.rest) if wanted.rest else {})
 
-    def pull_async(self, rows: Rows) -> Reply:
-        if not isinstance(self.store, Asks):
-            return _Here(self.pull(rows))
-        if not self._held.keys() & rows.keys():
-            return self.store.pull_async(rows)
-        wanted = _Wanted(self, rows, {})
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Reply:
+        if not self.store.background:
+            return CompleteReply(self.pull(rows, into, remember=remember))
+        if remember or not self._held.keys() & rows.keys():
+            return self.store.pull_async(rows, into, remember=remember)
+        wanted = _Wanted(self, rows, into or {})
         return (
             _Coming(wanted, self.store.pull_async(wanted.rest))
             if wanted.rest
-            else _Here(wanted.fill({}))
+            else CompleteReply(wanted.fill({}))
         )
 
-    def push(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        lr: float | None = None,
-        hold: bool = False,
-        **how: Any,
-    ) -> Work:
-        self._descend(rows, updates, lr, hold, **how)
-        return self.store.push(rows, updates, lr=lr, hold=hold, **how)
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
+        self._descend(rows, updates, options)
+        return self.store.push(rows, updates, **options)
 
-    def push_pull(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        wants: Rows,
-        lr: float | None = None,
-        hold: bool = False,
-        **how: Any,
+    def exchange(
+        self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
     ) -> Reply:
         """A push and, after it, a pull of what is not here: in one request where the store can."""
-        if not isinstance(self.store, Exchanges):
-            self.push(rows, updates, lr=lr, hold=hold, **how)
+        if not self.store.background:
+            self.push(rows, updates, **options)
             return self.pull_async(wants)
-        self._descend(rows, updates, lr, hold, **how)
+        self._descend(rows, updates, options)
         wanted = _Wanted(self, wants, {})
         if wanted.rest:
-            return _Coming(
-                wanted,
-                self.store.push_pull(rows, updates, wants=wanted.rest, lr=lr, hold=hold, **how),
-            )
-        self.store.push(rows, updates, lr=lr, hold=hold, **how)
-        return _Here(wanted.fill({}))
+            return _Coming(wanted, self.store.exchange(rows, updates, wants=wanted.rest, **options))
+        self.store.push(rows, updates, **options)
+        return CompleteReply(wanted.fill({}))
 
-    def _descend(
-        self, rows: Rows, updates: Tensors, lr: float | None, hold: bool, **how: Any
-    ) -> None:
+    def _descend(self, rows: Rows, updates: Tensors, options: PushOptions) -> None:
+        if options.get("pending") or options.get("adapt"):
+            return
+        lr = options.get("lr")
         for name, ids in rows.items():
             held = self._held.get(name)
-            if held is None or ids is None or hold or held.lr is None or how.get("adapt"):
+            if held is None or ids is None or held.lr is None:
                 continue
             grads = updates[name].detach()
             if grads.shape == (
@@ -290,11 +260,11 @@ class CachedStore:
         self._bound = min(float(self._age), staleness)
         return self.store.tick(staleness, quorum, late=late, delay=delay)
 
-    def deal(self, limit: int, shared: bool) -> int | None:
-        return self.store.deal(limit, shared)
+    def claim_step(self, limit: int, shared: bool) -> int | None:
+        return self.store.claim_step(limit, shared)
 
-    def call(self) -> None:
-        self.store.call()
+    def request_sync(self) -> None:
+        self.store.request_sync()
 
     def flush(self) -> None:
         self.empty()
@@ -361,14 +331,6 @@ class _Wanted:
                 target.copy_(self.out[name])
                 self.out[name] = target
         return self.out
-
-
-class _Here:
-    def __init__(self, found: Tensors):
-        self._found = found
-
-    def result(self) -> Tensors:
-        return self._found
 
 
 class _Coming:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 from torch import Tensor
 
 from manyhands.core import (
     Late,
+    PushOptions,
+    Reply,
     Rows,
-    Store,
     Table,
+    TableStore,
     Tensors,
     Tick,
     Work,
@@ -37,21 +39,18 @@ class TrafficMeter(Protocol):
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None: ...
 
 
-class Reply(Protocol):
-    def result(self) -> Tensors: ...
-
-
 class ObservedStore:
     """`code`: how numbers are written on their way."""
 
     def __init__(
         self,
-        store: Store,
+        store: TableStore,
         account: TrafficMeter,
         code: Code = "none",
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.store, self.rank, self.size = store, store.rank, store.size
+        self.background = store.background
         self._account, self._code, self._clock = account, code, clock
         self._tables: dict[str, Table] = {}
 
@@ -66,10 +65,26 @@ class ObservedStore:
             "pull", self._nbytes(rows), lambda: self.store.pull(rows, into, remember=remember)
         )
 
-    def push(self, rows: Rows, updates: Tensors, **how: Any) -> Work:
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Reply:
         start = self._clock()
-        work = self.store.push(rows, updates, **how)
+        reply = self.store.pull_async(rows, into, remember=remember)
+        return _Watched(self, "pull", self._nbytes(rows), self._clock() - start, reply.result)
+
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
+        start = self._clock()
+        work = self.store.push(rows, updates, **options)
         return _Watched(self, "push", self._nbytes(rows), self._clock() - start, work.wait)
+
+    def exchange(
+        self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
+    ) -> Reply:
+        start = self._clock()
+        reply = self.store.exchange(rows, updates, wants=wants, **options)
+        seconds = self._clock() - start
+        self._account.count("push", self._nbytes(rows), 0.0)
+        return _Watched(self, "pull", self._nbytes(wants), seconds, reply.result)
 
     def tick(
         self,
@@ -83,11 +98,11 @@ class ObservedStore:
             "tick", 0, lambda: self.store.tick(staleness, quorum, late=late, delay=delay)
         )
 
-    def deal(self, limit: int, shared: bool) -> int | None:
-        return self._timed("deal", 0, lambda: self.store.deal(limit, shared))
+    def claim_step(self, limit: int, shared: bool) -> int | None:
+        return self._timed("deal", 0, lambda: self.store.claim_step(limit, shared))
 
-    def call(self) -> None:
-        self.store.call()
+    def request_sync(self) -> None:
+        self.store.request_sync()
 
     def flush(self) -> None:
         self._timed("flush", 0, self.store.flush)
@@ -128,36 +143,6 @@ class ObservedStore:
                 )
                 total += row_encoding.nbytes(self._code, numbers, item, width) + 8 * count
         return total
-
-
-class ObservedServers(ObservedStore):
-    """Of a store that also works in the background."""
-
-    store: Any
-
-    def pull_async(
-        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
-    ) -> Reply:
-        start = self._clock()
-        reply = self.store.pull_async(rows, into, remember=remember)
-        return _Watched(self, "pull", self._nbytes(rows), self._clock() - start, reply.result)
-
-    def push_pull(
-        self, rows: Rows, updates: Tensors, *, wants: Rows | None = None, **words: Any
-    ) -> Reply:
-        start = self._clock()
-        reply = self.store.push_pull(rows, updates, wants=wants, **words)
-        seconds = self._clock() - start
-        self._account.count("push", self._nbytes(rows), 0.0)
-        return _Watched(
-            self, "pull", self._nbytes(rows if wants is None else wants), seconds, reply.result
-        )
-
-
-def observed(store: Store, account: TrafficMeter, code: Code = "none") -> Store:
-    return (ObservedServers if hasattr(store, "pull_async") else ObservedStore)(
-        store, account, code
-    )
 
 
 class _Watched:

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from manyhands.core import (
     Late,
+    PushOptions,
     Rows,
     Table,
     Tensors,
@@ -62,6 +63,8 @@ SLACK_S = 5.0  # a tick is timed by the coordinator, which knows for whom one wa
 
 
 class ServerStore:
+    background = True
+
     def __init__(
         self,
         coordinator: str,
@@ -196,43 +199,24 @@ class ServerStore:
             shares, outs = self._route.wanted(rows, into)
             return Pulled(self, self._post([], shares, None, remember), outs)
 
-    def push(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        lr: float | None = None,
-        hold: bool = False,
-        weight: float | None = None,
-        adapt: bool = False,
-        compensate: float | None = None,
-        decay: float | None = None,
-    ) -> Pushed:
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Pushed:
         with self._lock:
             self._look()
-            how = m.How(self._now, lr, hold, weight, adapt, compensate, decay)
+            how = m.How(self._now, **options)
             requests = self._post(self._route.shares(rows, updates), [], how, False)
-            self._holds |= hold
+            self._holds |= how.pending
             return Pushed(self, requests)
 
-    def push_pull(
-        self,
-        rows: Rows,
-        updates: Tensors,
-        *,
-        wants: Rows | None = None,
-        into: Tensors | None = None,
-        remember: bool = False,
-        **words: Any,
+    def exchange(
+        self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
     ) -> Pulled:
-        """A push and, in the same frame and after it, a pull: of the same rows, or of `wants`."""
+        """A push and, in the same frame and after it, a pull of `wants`."""
         with self._lock:
             self._look()
-            wanted = rows if wants is None else wants
-            shares, outs = self._route.wanted(wanted, into)
-            how = m.How(self._now, **words)
-            requests = self._post(self._route.shares(rows, updates), shares, how, remember)
-            self._holds |= how.hold
+            shares, outs = self._route.wanted(wants, None)
+            how = m.How(self._now, **options)
+            requests = self._post(self._route.shares(rows, updates), shares, how, False)
+            self._holds |= how.pending
             return Pulled(self, requests, outs)
 
     def room(self, rows: Rows) -> Tensors:
@@ -423,16 +407,12 @@ class ServerStore:
             self._commits += answer.commits
         return Tick(answer.clock, answer.counted)
 
-    def start(self, base: int) -> None:
-        """The next number to deal is `base`; every rank says so, after a resume."""
-        self._control.ask(m.Start(base), "start")
-
-    def deal(self, limit: int, shared: bool) -> int | None:
-        step: int | None = self._control.ask(m.ClaimStep(limit, shared), "deal").step
+    def claim_step(self, limit: int, shared: bool) -> int | None:
+        step: int | None = self._control.ask(m.ClaimStep(limit, shared), "step claim").step
         return step
 
-    def call(self) -> None:
-        self._control.ask(m.RequestSync(), "call")
+    def request_sync(self) -> None:
+        self._control.ask(m.RequestSync(), "sync request")
 
     def flush(self) -> None:
         """Every shard has all that was pushed, and all commits that this worker knows of: one that rests does not."""

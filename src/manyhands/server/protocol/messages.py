@@ -104,7 +104,7 @@ class How(Message):
 
     clock: int = 0
     lr: float | None = None
-    hold: bool = False
+    pending: bool = False
     weight: float | None = None
     adapt: bool = False
     compensate: float | None = None
