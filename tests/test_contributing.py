@@ -13,8 +13,6 @@ from torch import Tensor
 
 from manyhands.core import (
     Group,
-    Replica,
-    Rows,
     Tensors,
 )
 from manyhands.exchange.inproc import World
@@ -31,12 +29,6 @@ class Pulled:
 
     def steps(self, most: int) -> Iterator[int]:
         return iter(range(most))
-
-    def rows(self) -> Rows:
-        return {"w": None}
-
-    def load(self, values: Tensors) -> None:
-        self.params["w"].copy_(values["w"])
 
     def backward(self, on_ready: Any = None) -> Tensor:
         self.grads["w"].copy_(self.params["w"] - self.goal)
@@ -61,7 +53,7 @@ def test_the_example_follows_its_equation(monkeypatch) -> None:
     rule = example(monkeypatch)(period=1, alpha=1.0, beta=0.5)
 
     def main(link: Group) -> list[float]:
-        replica: Replica = Pulled(goal=[1.0, 3.0][link.rank])
+        replica: Any = Pulled(goal=[1.0, 3.0][link.rank])
         state = rule.init(replica)
         places = []
         for _ in range(2):

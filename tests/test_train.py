@@ -73,7 +73,10 @@ def test_an_evaluation_sees_what_all_ranks_have_pushed_and_nothing_that_comes_af
                 world.spend(
                     group.rank, 500.0 if group.rank == slow else 1.0
                 )  # ... and would go on long before it is through
-                seen += [weight(mine.replica), float(store.pull(mine.replica.rows())["float64"][0])]
+                seen += [
+                    weight(mine.replica),
+                    float(store.pull(dict.fromkeys(mine.replica.params))["float64"][0]),
+                ]
         return seen
 
     for seen in world.run(main):

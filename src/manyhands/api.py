@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import greenlet
@@ -322,7 +322,7 @@ class Run:
         """The loop ended among the steps that a rule takes without its peers: what they have learnt is merged all the same."""
         assert self.trainer is not None
         self.trainer.end_here()
-        cast(Any, self.trainer.replica).closing = True
+        self.trainer.replica.closing = True
         self._micro = Micro(None, 0, True)  # a step without samples changes nothing
         self._outside = greenlet.getcurrent()
         ended: Result | None = self._loop.switch()

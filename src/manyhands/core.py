@@ -1,10 +1,13 @@
-"""The nouns of the system: read second, after `train.py`. Every room imports this file; it imports no room.
+"""The types that connect the rooms. Read this second, after `train.py`.
 
-    split -> compute -> exchange -> merge          and around them: plan, recover, observe, launch
+    Replica     one copy of the model: computes gradients and makes steps on its part of the data
+    Group       symmetric exchange between ranks: all-reduce, swap, transfer
+    Store       the parameter server: tables that any rank pulls from and pushes to
+    Strategy    how replicas agree: `round(replica, group or store, state)` is one round of training
 
-A `Replica` computes on its share of the data, a `Group` moves bytes between ranks, a `Store` holds tables for all of them, a
-`Strategy` says how replicas agree.
-They meet only as arguments of `Strategy.round`.
+Every room imports this file; it imports no room. Strategies (`merge/`) see a replica and a group
+or store only through the protocols below. `Replica` is split by who needs what: the base for every
+strategy, small extensions for some strategies, and `LoopReplica` for the training loop.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from manyhands.records import (
     Tensors,
 )
 
-__all__ = [  # of records, which are nouns too
+__all__ = [  # re-exported from records
     "DataShard",
     "Emit",
     "Event",
@@ -47,99 +50,165 @@ __all__ = [  # of records, which are nouns too
     "Tensors",
 ]
 
-Rows = dict[str, Tensor | None]  # which rows of which table; None: all rows
+Rows = dict[str, Tensor | None]  # table -> ids of the rows meant; None: all rows
 Op = Literal["sum", "mean", "max"]
-Cargo = Literal["gradients", "updates", "parameters"]
-Late = Literal["drop", "keep"]
-EXACT = "exact/"  # a tensor whose name starts so travels as it is, whatever wire the plan has
+Cargo = Literal["gradients", "updates", "parameters"]  # what a strategy sends
+Late = Literal["drop", "keep"]  # what becomes of a push that missed its commit
+EXACT = "exact/"  # a tensor whose name starts with this is never compressed
 
 
 class Work(Protocol):
-    """An exchange under way; the tensors given to it are valid again after `wait`."""
+    """An exchange in flight. Its tensors may be read and written again after `wait`."""
 
     def wait(self) -> None: ...
 
 
 class Finished:
-    """Work that was complete when it was handed out."""
+    """Work that is already complete."""
 
     def wait(self) -> None: ...
 
 
-OnReady = Callable[[Tensors], None]
+OnReady = Callable[[Tensors], None]  # gets one finished bucket of the gradient, by its name
 
 
 class Replica(Protocol):
-    """One copy of the model, its share of the data and its optimizer. Never talks to other replicas.
+    """One copy of the model with its optimizer and its part of the data. It knows no other replica.
 
-    `params` and `grads` are few long vectors. After `backward`, `grads` is proportional to a SUM over `count[0]`
-    samples (by a factor that is the same on all ranks), so summing both over ranks and then calling `step`, which
-    divides once, gives the gradient of the union batch however uneven the shares. (The rest of `count` says how many
-    ranks used each parameter.) Where `updates_part`, `step` changes only the part of `params` that this rank owns.
-
-    Without samples `step` changes nothing, so a rule may let ranks step by themselves however uneven their shares.
+    Every strategy may use what is here. A replica spread over several ranks (tensor=, pipe=,
+    shard=) looks the same. `step` without any samples changes nothing, so ranks may take steps of
+    their own however uneven their data.
     """
 
     @property
-    def own_count(self) -> int: ...  # samples of this rank behind the last loss, before merging
-    @property
-    def updates_part(self) -> bool: ...
-    @property
-    def params(self) -> Tensors: ...
-    @property
-    def grads(self) -> Tensors: ...
-    @property
-    def count(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor:
-        """`grads` = `scale` * mean gradient of the samples in `count`: what to multiply a term by that is added to them."""
+    def params(self) -> Tensors:
+        """All parameters, as few long vectors; a strategy changes them in place."""
         ...
 
     @property
-    def lr(self) -> float: ...  # of the optimizer's first group, now
+    def count(self) -> Tensor:
+        """Element 0: samples behind the gradient. The others: how many ranks used each parameter."""
+        ...
+
+    @property
+    def own_count(self) -> int:
+        """Samples of this rank behind the last loss, before any merge."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the optimizer's first parameter group, now."""
+        ...
+
     @property
     def moments(self) -> Tensors:
-        """What the optimizer remembers (momentum, Adam's averages), by name, the same names on every rank; to change in place."""
+        """Optimizer state of a parameter's shape (momentum, Adam's averages), to change in place.
+
+        The names are the same on every rank.
+        """
         ...
 
-    def reset_moments(self) -> None: ...
+    def reset_moments(self) -> None:
+        """Drop all optimizer state, so that the next step starts from none."""
+        ...
+
     def steps(self, most: int) -> Iterator[int]:
-        """0, 1, ... at most `most` of them: a block of steps ends early where the run does, on the same step on every rank."""
-        ...
+        """0, 1, ... for a block of at most `most` local steps.
 
-    @property
-    def in_block(self) -> bool: ...  # between two of those steps
-
-    def rows(self) -> Rows: ...
-    def load(self, values: Tensors) -> None: ...
-    def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
-        """Have `values` as parameters for a while, then its own again; None: stay as it is."""
+        A block ends early where the run ends, on the same step on every rank.
+        """
         ...
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
-        """Compute the loss and gradient of the next batch; `on_ready` gets parts of `grads` as soon as they are final, in
-        the same order on every rank."""
+        """Mean loss of the next batch; computes the gradient too.
+
+        `on_ready` gets each bucket of the gradient as soon as it is final, in the same order on
+        every rank, and may all-reduce it in place.
+        """
         ...
 
-    def gradient(
-        self,
-    ) -> (
-        Tensors
-    ): ...  # the mean of the last batch, clipped as `step` would, for who makes the step elsewhere
-    def stepped(self) -> None: ...  # elsewhere: only the schedule goes on
+    def step(self) -> None:
+        """One step of the optimizer, by the gradient sum divided by `count[0]`, and of the schedule."""
+        ...
+
+
+class GradientReplica(Replica, Protocol):
+    """A replica for strategies that read or change the gradient between `backward` and `step`.
+
+        grads = scale * mean gradient of the count[0] samples
+
+    Up to a factor that is the same on all ranks, `grads` is a SUM over samples. Summing `grads` and
+    `count` over ranks and then calling `step`, which divides once, gives the gradient of the union
+    of all batches, however uneven they are.
+    """
+
+    @property
+    def grads(self) -> Tensors:
+        """The gradient, in vectors like `params`."""
+        ...
+
+    @property
+    def scale(self) -> Tensor:
+        """What to multiply a term by before adding it to `grads`."""
+        ...
+
+
+class PartialStepReplica(Replica, Protocol):
+    """A replica whose `step` may update only the slice of `params` that this rank owns (`all_reduce`)."""
+
+    @property
+    def updates_slice(self) -> bool:
+        """Whether it does; the strategy then gathers `params` after `step`."""
+        ...
+
     def square_norm(self) -> Tensor | None:
-        """Where `step` will clip and `updates_part`: the squared norm of the own part, to be summed before `step`."""
+        """Squared gradient norm of the owned slice, to be summed over ranks before `step`.
+
+        None where `step` does not clip or updates everything.
+        """
         ...
 
-    def step(self) -> None: ...
+
+class ServedReplica(Replica, Protocol):
+    """A replica for strategies over a `Store`, where the server makes the optimizer step."""
+
+    def gradient(self) -> Tensors:
+        """Mean gradient of the last batch, clipped as `step` would clip it."""
+        ...
+
+    def stepped(self) -> None:
+        """Note that the server made this step: only the learning-rate schedule goes on."""
+        ...
 
 
 class Student(Replica, Protocol):
-    """A replica that can also learn from what other models say about its data."""
+    """A replica that can also learn from the outputs of other models (distillation)."""
 
     def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
-        """As `backward`, where for a `share` of the samples the loss is `weight` times its own plus the rest times the distance
-        from the mean output of the `teachers`, given by their `params`."""
+        """As `backward`, with the teachers' mean output beside the labels.
+
+        `teachers` are `params` of other models. For a `share` of the samples the loss is `weight`
+        times its own plus (1 - weight) times the distance from the teachers' mean output.
+        """
+        ...
+
+
+class LoopReplica(Replica, Protocol):
+    """What the training loop needs of a replica beside what strategies need."""
+
+    closing: bool  # the run is over: further steps only end a block and do not move the schedule
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a strategy is between two steps of `steps`."""
+        ...
+
+    def load(self, values: Tensors) -> None:
+        """Copy `values` into `params`."""
+        ...
+
+    def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
+        """Have `values` as `params` inside the `with` block; None: keep the own ones."""
         ...
 
 
@@ -342,41 +411,54 @@ class TableStore(Store, Protocol):
     def close(self) -> None: ...
 
 
+R = TypeVar("R", bound=Replica, contravariant=True)
 L = TypeVar("L", Group, Store, contravariant=True)
 
 
-class Strategy(Protocol[L]):
-    """One distributed training algorithm: a frozen dataclass whose fields are its hyper-parameters. Rules inherit from this
-    for what most of them share; `init` and `round` are theirs."""
+class Strategy(Protocol[R, L]):
+    """Merge strategy: one distributed training algorithm, a frozen dataclass of hyper-parameters.
 
-    link: ClassVar[type]
-    sends: ClassVar[Cargo] = "gradients"  # what travels decides which wires can carry it
-    replicas_agree: ClassVar[bool] = (
-        False  # between any two rounds, to the bit, so they may share memory and the update
-    )
-    swaps: ClassVar[bool] = False  # gradients go to named peers, so nobody sees their sum
+    `R` is the kind of replica it needs, `L` what it exchanges over: `Strategy[Replica, Group]`. A
+    strategy inherits from this class for the defaults; `init` and `round` it must write.
+    """
+
+    link: ClassVar[type]  # Group or Store: what `round` exchanges over
+    sends: ClassVar[Cargo] = "gradients"  # decides which compression may be used
+    # replicas are equal to the bit between any two rounds, so they may share memory and the update
+    replicas_agree: ClassVar[bool] = False
+    swaps: ClassVar[bool] = False  # sends to single peers, so no rank sees a sum over all
     distils: ClassVar[bool] = False  # needs a `Student`
-    on_server: ClassVar[Literal["optimizer", "sum"]] = (
-        "optimizer"  # over a Store: what its tables do with a push
-    )
+    thins: ClassVar[bool] = False  # needs a replica that can leave units out (`merge/skeleton.py`)
+    # over a Store: what a table does with a push
+    on_server: ClassVar[Literal["optimizer", "sum"]] = "optimizer"
 
     @property
     def shares_steps(self) -> bool:
-        """Over a Store: whether ranks draw steps from one counter, each a batch of one rank; else all take part in every step."""
+        """Over a Store: ranks claim steps from one counter, and a step is one rank's batch.
+
+        Otherwise every rank takes part in every step.
+        """
         return False
 
     def share(self, size: int) -> float:
-        return (
-            1 / size
-        )  # where steps are so shared: what part of a step of the model one rank's batch is
+        """With `shares_steps`: how large a part of one step of the model one rank's batch is."""
+        return 1 / size
 
     def check(self, size: int) -> None:
-        """Raise PlanError where the hyper-parameters do not fit `size` ranks; called before anything starts."""
+        """Raise PlanError where the hyper-parameters do not fit `size` ranks; runs before training."""
         return None
 
-    def init(self, replica: Replica) -> Tensors: ...
-    def round(self, replica: Replica, link: L, state: Tensors) -> Tensor: ...
-    def consensus(self, replica: Replica, link: L, state: Tensors) -> Tensors | None:
-        """The one model that all replicas stand for, to evaluate and to save; None: each of them holds it already. Every
-        rank calls it; it changes neither replica nor state."""
+    def init(self, replica: R, /) -> Tensors:
+        """The strategy's own state, which checkpoints save."""
+        ...
+
+    def round(self, replica: R, link: L, state: Tensors, /) -> Tensor:
+        """One round: compute, exchange, merge. Returns the mean loss of this rank's samples."""
+        ...
+
+    def consensus(self, replica: R, link: L, state: Tensors, /) -> Tensors | None:
+        """The one model that all replicas represent, to evaluate and save; None: each holds it.
+
+        Every rank calls it. It changes neither the replica nor the state.
+        """
         return None

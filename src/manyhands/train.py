@@ -29,8 +29,8 @@ from manyhands.core import (
     Event,
     Goal,
     Group,
+    LoopReplica,
     Position,
-    Replica,
     Snapshot,
 )
 from manyhands.errors import Diverged, NotFinite
@@ -59,7 +59,7 @@ class Trainer:
     """One rank's part in a run. `build` puts the parts together; nothing here knows which ones they are."""
 
     rule: ActiveStrategy
-    replica: Replica
+    replica: LoopReplica
     link: MeteredGroup  # between all ranks
     merging: Group  # between replicas: where a model is split over ranks, those that hold the same part of it
     position: Callable[[], Position]

@@ -53,7 +53,7 @@ class ActiveStrategy:
 
     part: str  # merge, or then
     name: str
-    strategy: Strategy[Any]
+    strategy: Strategy[Any, Any]
     link: Group | Store
     state: Tensors
     gauge: Gauge | None = None

@@ -177,7 +177,7 @@ class Rank:
         self.snapshots.restore_rule(saved, self.rule)
 
 
-Strategies = Callable[[], Strategy[Any]]
+Strategies = Callable[[], Strategy[Any, Any]]
 
 
 def rank(

@@ -13,12 +13,12 @@ from manyhands.core import Group, Tensors
 from manyhands.errors import PlanError
 from manyhands.exchange import compression
 from manyhands.exchange.inproc import World
-from manyhands.merge import gossip, topology
 from manyhands.merge.ad_psgd import ADPSGD, partners
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.merge.building_blocks import gossip, topology
+from manyhands.merge.building_blocks.topology import Turn
 from manyhands.merge.d_psgd import DPSGD
 from manyhands.merge.sgp import SGP
-from manyhands.merge.topology import Turn
 from support.quadratic import Outcome, Problem, Rank, run, sgd
 
 LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]

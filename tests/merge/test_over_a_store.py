@@ -418,7 +418,7 @@ def test_an_exchange_that_nobody_disturbs_closes_the_gap_by_its_factor() -> None
     mine = [o.x for o in apart]
 
     def look(me: Rank, link: InprocStore, state: Tensors) -> None:
-        centre = me.point(link.pull(me.replica.rows()))
+        centre = me.point(link.pull(dict.fromkeys(me.replica.params)))
         gaps.append((mine[me.rank] - centres[-1], me.point() - centre))
         centres.append(centre)
         mine[me.rank] = me.point()

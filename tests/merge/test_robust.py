@@ -13,8 +13,8 @@ from torch import Tensor
 from manyhands.core import Group, Tensors, Work
 from manyhands.errors import PlanError
 from manyhands.exchange.inproc import World
-from manyhands.merge import aggregate
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.merge.building_blocks import aggregate
 from manyhands.merge.robust import How, Robust
 from support.quadratic import Problem, Rank
 

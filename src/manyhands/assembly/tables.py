@@ -53,7 +53,7 @@ class RunTables:
 
     def hold(
         self,
-        strategy: Strategy[Any],
+        strategy: Strategy[Any, Any],
         flat: FlatParameters,
         values: Tensors,
         optimizer: Optimizer,
@@ -109,7 +109,7 @@ class RunTables:
 
     # -- checkpoints --
 
-    def dump(self, strategy: Strategy[Any]) -> tuple[Tensors, dict[str, Tensors]]:
+    def dump(self, strategy: Strategy[Any, Any]) -> tuple[Tensors, dict[str, Tensors]]:
         """What no parameter stands for, to be saved: rows of embeddings, by "table/<name>/<part>". And what the servers'
         optimizer remembers of the dense vectors, by vector."""
         rows: Tensors = {}

@@ -269,7 +269,7 @@ def assemble(
         else _captured(context, plan, plain, next_loss, walk)
     )
     known: Any = plain  # to rules, when they begin
-    if any(getattr(rule, "thins", False) for rule in _rules(plan).values()):
+    if any(rule.thins for rule in _rules(plan).values()):
         if context.divided:
             raise PlanError(
                 "merge=skeleton leaves out units of whole layers, which tensor=, pipe= and shard= cut; leave them out"
@@ -340,7 +340,7 @@ def _piped(
     return passed
 
 
-def _rules(plan: Plan) -> dict[str, Strategy[Any]]:
+def _rules(plan: Plan) -> dict[str, Strategy[Any, Any]]:
     """The rule of the start and the one that comes after it, by their part in the plan."""
     later = {} if plan.next_strategy is None else {"then": plan.next_strategy}
     return {"merge": plan.strategy, **later}

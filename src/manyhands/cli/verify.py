@@ -92,7 +92,7 @@ class Record(Callback):
         self.kept[f"loss/{round}"] = torch.tensor(
             [float(loss) * replica.own_count, replica.own_count], dtype=torch.float64
         )
-        if replica.updates_part:
+        if replica.updates_slice:
             run.trainer.merging.all_gather(replica.flat.grads).wait()
         if isinstance(replica.flat, ShardedParameters):
             self._keep(run, f"gradient/{round}", gradient_state(replica.flat))
@@ -101,7 +101,7 @@ class Record(Callback):
         for view, used in zip(replica.flat.views, replica.flat.used.tolist(), strict=True):
             if (
                 used
-                and (grad := view.grad if replica.updates_part else view.parameter.grad) is not None
+                and (grad := view.grad if replica.updates_slice else view.parameter.grad) is not None
             ):
                 grads[view.name] = grad
         self._keep(run, f"gradient/{round}", grads)

@@ -24,25 +24,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge import gossip
-from manyhands.merge.local_steps import (
-    Moments,
-    check_block,
-    local_steps,
-    need,
-)
-from manyhands.merge.topology import Turn
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks import gossip
+from manyhands.merge.building_blocks.local_steps import local_steps
+from manyhands.merge.building_blocks.options import Moments, check_block, need
+from manyhands.merge.building_blocks.topology import Turn
 
 
 @dataclass(frozen=True)
-class ADPSGD(Strategy[Group]):
+class ADPSGD(Strategy[Replica, Group]):
     period: int = 1
     moments: Moments = "keep"
     seed: int = 0
@@ -57,18 +47,18 @@ class ADPSGD(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {"round": torch.zeros((), dtype=torch.int64)}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        partner = partners(self.seed, int(state["round"]), link.size)[link.rank]
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
+        partner = partners(self.seed, int(state["round"]), group.size)[group.rank]
         state["round"] += 1
         turn = (
-            Turn(1.0, (), ()) if partner == link.rank else Turn(0.5, (partner,), ((partner, 0.5),))
+            Turn(1.0, (), ()) if partner == group.rank else Turn(0.5, (partner,), ((partner, 0.5),))
         )
-        mix = gossip.exchange(replica, link, turn, self.moments)
+        mix = gossip.exchange(replica, group, turn, self.moments)
         loss, _ = local_steps(replica, self.period, before_step=mix)
         return loss
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
-        return gossip.mean_of_all(replica, link)
+    def consensus(self, replica: Replica, group: Group, state: Tensors) -> Tensors | None:
+        return gossip.mean_of_all(replica, group)
 
 
 def partners(seed: int, round: int, size: int) -> list[int]:

@@ -22,25 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
-    check_block,
-    copies,
-    local_steps,
-    need,
-    settle_moments,
-)
+from manyhands.core import Cargo, GradientReplica, Group, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import copies, local_steps, settle_moments
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 
 
 @dataclass(frozen=True)
-class ADMM(Strategy[Group]):
+class ADMM(Strategy[GradientReplica, Group]):
     period: int = 16
     rho: float = 0.1
     lam: float = 0.0
@@ -78,7 +66,7 @@ class ADMM(Strategy[Group]):
             "0 (never stop early) or more and less than 1 is needed",
         )
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: GradientReplica) -> Tensors:
         numbers = {"rho": self.rho, "primal": float("inf"), "dual": float("inf"), "norm": 0.0}
         state = {
             k: torch.tensor(v, dtype=torch.float64, device=replica.count.device)
@@ -86,7 +74,7 @@ class ADMM(Strategy[Group]):
         }
         return state | {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: GradientReplica, group: Group, state: Tensors) -> Tensor:
         if self.tolerance and self._converged(state):
             return self._measure(replica)
         rho, z = state["rho"], copies(replica.params)
@@ -106,7 +94,7 @@ class ADMM(Strategy[Group]):
         ):  # else multipliers sum to 0: they need not travel, and a wire need not round them
             for k in move:
                 move[k].add_(y[k] / rho)
-        works = link.all_reduce({"active": active}), link.all_reduce(move)
+        works = group.all_reduce({"active": active}), group.all_reduce(move)
         for work in works:
             work.wait()
         n = active.clamp(min=1.0)[0]
@@ -120,13 +108,13 @@ class ADMM(Strategy[Group]):
             norms += torch.stack([v.double().square().sum() for v in (apart, z[k].sub_(new), new)])
             x.copy_(new)
         works = (
-            link.all_reduce({"primal": norms[:1]}),
-            link.all_reduce({"dual": norms[1:]}, op="max"),
+            group.all_reduce({"primal": norms[:1]}),
+            group.all_reduce({"dual": norms[1:]}, op="max"),
         )  # to the bit the same everywhere
         for work in works:
             work.wait()
         self._adapt(state, norms, n)
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss
 
     def _adapt(self, state: Tensors, squares: Tensor, n: Tensor) -> None:
@@ -146,7 +134,7 @@ class ADMM(Strategy[Group]):
         bound = self.tolerance * state["norm"]
         return bool((state["primal"] <= bound) & (state["dual"] <= state["rho"] * bound))
 
-    def _measure(self, replica: Replica) -> Tensor:
+    def _measure(self, replica: GradientReplica) -> Tensor:
         """The loss of a block at z."""
         total, samples = torch.zeros((), device=replica.count.device), 0
         for _ in replica.steps(self.period):

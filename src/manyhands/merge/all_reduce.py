@@ -15,38 +15,31 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
-from manyhands.core import (
-    Group,
-    ReduceScatterGroup,
-    Replica,
-    Strategy,
-    Tensors,
-    Work,
-)
+from manyhands.core import Group, PartialStepReplica, ReduceScatterGroup, Strategy, Tensors, Work
 
 
 @dataclass(frozen=True)
-class AllReduce(Strategy[Group]):
+class AllReduce(Strategy[PartialStepReplica, Group]):
     link: ClassVar[type] = Group
     replicas_agree: ClassVar[bool] = True
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: PartialStepReplica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        if link.size == 1:
+    def round(self, replica: PartialStepReplica, group: Group, state: Tensors) -> Tensor:
+        if group.size == 1:
             loss = replica.backward()
             replica.step()
             return loss
-        parts = cast(ReduceScatterGroup, link) if replica.updates_part else None
-        reduce = link.all_reduce if parts is None else parts.reduce_scatter
+        parts = cast(ReduceScatterGroup, group) if replica.updates_slice else None
+        reduce = group.all_reduce if parts is None else parts.reduce_scatter
         pending: list[Work] = []
         loss = replica.backward(on_ready=lambda grads: pending.append(reduce(grads)))
-        pending.append(link.all_reduce({"count": replica.count}))
+        pending.append(group.all_reduce({"count": replica.count}))
         for work in pending:
             work.wait()
         if (norm := replica.square_norm()) is not None:
-            link.all_reduce({"norm": norm}).wait()
+            group.all_reduce({"norm": norm}).wait()
         replica.step()
         if parts is not None:
             parts.all_gather(replica.params).wait()

@@ -25,23 +25,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    all_of,
-    copies,
-    local_steps,
-    need,
-)
+from manyhands.core import Cargo, GradientReplica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import copies, local_steps
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
 @dataclass(frozen=True)
-class AsyncADMM(Strategy[Store]):
+class AsyncADMM(Strategy[GradientReplica, Store]):
     period: int = 16
     rho: float = 0.1
     quorum: int | None = None
@@ -83,15 +74,16 @@ class AsyncADMM(Strategy[Store]):
             f"there are {size} ranks, so at most {size} can report; set merge.quorum={-(-size // 2)}",
         )
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: GradientReplica) -> Tensors:
         zero = {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
         return zero | {
             f"report/{k}": x for k, x in copies(replica.params).items()
         }  # z is where all start: the mean of these
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
-        z = link.pull(replica.rows())
-        replica.load(z)
+    def round(self, replica: GradientReplica, store: Store, state: Tensors) -> Tensor:
+        z = store.pull(rows_of(replica))
+        for k, x in replica.params.items():
+            x.copy_(z[k])
         y = {k: state[f"y/{k}"] for k in z}
 
         def pull() -> None:
@@ -105,14 +97,14 @@ class AsyncADMM(Strategy[Store]):
         for k, x in replica.params.items():
             y[k].add_(x - z[k], alpha=self.rho)
             report = x + y[k] / self.rho
-            change[k] = (report - state[f"report/{k}"]).div_(link.size)
+            change[k] = (report - state[f"report/{k}"]).div_(store.size)
             state[f"report/{k}"].copy_(report)
-        link.push(replica.rows(), change, pending=True)
-        link.tick(0, quorum=self._quorum(link.size), late="keep", delay=self.delay)
+        store.push(rows_of(replica), change, pending=True)
+        store.tick(0, quorum=self._quorum(store.size), late="keep", delay=self.delay)
         return loss
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: GradientReplica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)
 
     def _quorum(self, size: int) -> int:
         return -(-size // 2) if self.quorum is None else self.quorum

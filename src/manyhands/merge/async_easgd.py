@@ -17,26 +17,15 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    BETA,
-    all_of,
-    alpha_of,
-    check_alpha,
-    check_stable,
-    local_steps,
-    need,
-)
+from manyhands.core import Cargo, Replica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.elastic import BETA, alpha_of, check_alpha, check_stable
+from manyhands.merge.building_blocks.local_steps import local_steps
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
 @dataclass(frozen=True)
-class AsyncEASGD(Strategy[Store]):
+class AsyncEASGD(Strategy[Replica, Store]):
     period: int = 10
     beta: float = BETA
     alpha: float | None = None
@@ -62,16 +51,16 @@ class AsyncEASGD(Strategy[Store]):
     def init(self, replica: Replica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
+    def round(self, replica: Replica, store: Store, state: Tensors) -> Tensor:
         loss, _ = local_steps(replica, self.period)
-        centre, alpha = link.pull(replica.rows()), alpha_of(self.beta, self.alpha, link.size)
+        centre, alpha = store.pull(rows_of(replica)), alpha_of(self.beta, self.alpha, store.size)
         e = {k: (x - centre[k]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
-        link.push(
-            replica.rows(), e
+        store.push(
+            rows_of(replica), e
         ).wait()  # the very e that it gave away, also where the centre has moved since
         return loss
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: Replica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)

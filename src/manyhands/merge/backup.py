@@ -21,17 +21,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import (
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import all_of, need
+from manyhands.core import ServedReplica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
 @dataclass(frozen=True)
-class Backup(Strategy[Store]):
+class Backup(Strategy[ServedReplica, Store]):
     quorum: int | None = None
     link: ClassVar[type] = Store
 
@@ -55,25 +51,25 @@ class Backup(Strategy[Store]):
             f"there are {size} ranks, so at most {size} gradients can arrive; set merge.quorum={-(-9 * size // 10)}",
         )
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: ServedReplica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
-        link.pull(replica.rows(), into=replica.params)
+    def round(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensor:
+        store.pull(rows_of(replica), into=replica.params)
         loss = replica.backward()
-        link.push(
-            replica.rows(),
+        store.push(
+            rows_of(replica),
             replica.gradient(),
             pending=True,
             weight=replica.own_count,
             lr=replica.lr,
         )
         replica.stepped()
-        link.tick(0, quorum=self._quorum(link.size), late="drop")
+        store.tick(0, quorum=self._quorum(store.size), late="drop")
         return loss
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)
 
     def _quorum(self, size: int) -> int:
         return -(-9 * size // 10) if self.quorum is None else self.quorum

@@ -20,26 +20,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import (
     average_updates,
-    check_block,
     copies,
     local_steps,
-    need,
     settle_moments,
 )
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 
 
 @dataclass(frozen=True)
-class BMUF(Strategy[Group]):
+class BMUF(Strategy[Replica, Group]):
     period: int = 16
     eta: float | None = None
     zeta: float = 1.0
@@ -64,18 +56,18 @@ class BMUF(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {f"D/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        eta = 1 - 1 / link.size if self.eta is None else self.eta
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
+        eta = 1 - 1 / group.size if self.eta is None else self.eta
         W = copies(replica.params)
         if self.nesterov:
             for k, x in replica.params.items():
                 x.add_(state[f"D/{k}"], alpha=eta)
         start = copies(replica.params) if self.nesterov else W
         loss, samples = local_steps(replica, self.period)
-        average_updates(replica, link, start, samples)
+        average_updates(replica, group, start, samples)
         for k, G in replica.params.items():
             D = state[f"D/{k}"]
             D.mul_(eta).add_(G, alpha=self.zeta)
             torch.add(W[k], D, out=G)
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss

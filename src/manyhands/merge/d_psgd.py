@@ -24,19 +24,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge import gossip, topology
-from manyhands.merge.local_steps import Moments, check_block, local_steps
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks import gossip, topology
+from manyhands.merge.building_blocks.local_steps import local_steps
+from manyhands.merge.building_blocks.options import Moments, check_block
 
 
 @dataclass(frozen=True)
-class DPSGD(Strategy[Group]):
+class DPSGD(Strategy[Replica, Group]):
     graph: str = "ring"
     order: Literal["cta", "atc"] = "cta"
     period: int = 1
@@ -54,17 +49,17 @@ class DPSGD(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {"round": torch.zeros((), dtype=torch.int64)}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        turns = topology.turns(self.graph, link.size, link.rank)
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
+        turns = topology.turns(self.graph, group.size, group.rank)
         turn = turns[int(state["round"]) % len(turns)]
         state["round"] += 1
         if self.order == "cta":
-            mix = gossip.exchange(replica, link, turn, self.moments)
+            mix = gossip.exchange(replica, group, turn, self.moments)
             loss, _ = local_steps(replica, self.period, before_step=mix)
         else:
             loss, _ = local_steps(replica, self.period)
-            gossip.exchange(replica, link, turn, self.moments)()
+            gossip.exchange(replica, group, turn, self.moments)()
         return loss
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
-        return gossip.mean_of_all(replica, link)
+    def consensus(self, replica: Replica, group: Group, state: Tensors) -> Tensors | None:
+        return gossip.mean_of_all(replica, group)

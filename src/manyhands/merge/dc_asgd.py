@@ -22,19 +22,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import (
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import all_of, need
+from manyhands.core import ServedReplica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 CONSTANT, ADAPTIVE = 0.04, 2.0
 
 
 @dataclass(frozen=True)
-class DCASGD(Strategy[Store]):
+class DCASGD(Strategy[ServedReplica, Store]):
     strength: float | None = None
     adaptive: bool = False
     decay: float = 0.95
@@ -60,15 +56,15 @@ class DCASGD(Strategy[Store]):
     def share(self, size: int) -> float:
         return 1.0
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: ServedReplica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
-        link.pull(replica.rows(), into=replica.params, remember=True)
+    def round(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensor:
+        store.pull(rows_of(replica), into=replica.params, remember=True)
         loss = replica.backward()
         if replica.own_count:
-            link.push(
-                replica.rows(),
+            store.push(
+                rows_of(replica),
                 replica.gradient(),
                 lr=replica.lr,
                 compensate=self._strength,
@@ -77,8 +73,8 @@ class DCASGD(Strategy[Store]):
         replica.stepped()
         return loss
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)
 
     @property
     def _strength(self) -> float:

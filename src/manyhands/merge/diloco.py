@@ -19,22 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import (
     average_updates,
-    check_block,
     copies,
     local_steps,
-    need,
     settle_moments,
 )
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 
 
 def check_outer(lr: float, momentum: float) -> None:
@@ -51,7 +43,7 @@ def check_outer(lr: float, momentum: float) -> None:
 
 
 @dataclass(frozen=True)
-class DiLoCo(Strategy[Group]):
+class DiLoCo(Strategy[Replica, Group]):
     period: int = 50
     lr: float = 0.7
     momentum: float = 0.8
@@ -66,13 +58,13 @@ class DiLoCo(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {f"v/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
         theta = copies(replica.params)
         loss, samples = local_steps(replica, self.period)
-        average_updates(replica, link, theta, samples)
+        average_updates(replica, group, theta, samples)
         for k, update in replica.params.items():  # update = -g, so v here is -v of the equation
             v = state[f"v/{k}"]
             v.mul_(self.momentum).add_(update)
             update.add_(v, alpha=self.momentum).mul_(self.lr).add_(theta[k])
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss

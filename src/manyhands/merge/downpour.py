@@ -26,17 +26,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import all_of, copies, need
+from manyhands.core import ServedReplica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import copies
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
 @dataclass(frozen=True)
-class Downpour(Strategy[Store]):
+class Downpour(Strategy[ServedReplica, Store]):
     n_push: int = 1
     n_fetch: int = 1
     adapt: bool = False
@@ -61,16 +58,16 @@ class Downpour(Strategy[Store]):
     def share(self, size: int) -> float:
         return 1.0
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: ServedReplica) -> Tensors:
         return {"steps": torch.zeros((), dtype=torch.int64)}  # on the host: it decides there
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
+    def round(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensor:
         total, samples = torch.zeros((), device=replica.count.device), 0
         accrued: Tensors = {}
         rate = replica.lr
         for _ in replica.steps(self.n_push):
             if state["steps"] % self.n_fetch == 0:
-                link.pull(replica.rows(), into=replica.params)
+                store.pull(rows_of(replica), into=replica.params)
             state["steps"] += 1
             loss = replica.backward()
             if replica.own_count:
@@ -82,11 +79,11 @@ class Downpour(Strategy[Store]):
             total, samples = total + loss * replica.own_count, samples + replica.own_count
             replica.stepped()
         if accrued:
-            link.push(replica.rows(), accrued, lr=rate, adapt=self.adapt).wait()
+            store.push(rows_of(replica), accrued, lr=rate, adapt=self.adapt).wait()
         return total / max(samples, 1)
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)
 
 
 def _sum(accrued: Tensors, g: Tensors) -> Tensors:

@@ -16,28 +16,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    BETA,
-    Moments,
-    alpha_of,
-    check_alpha,
-    check_block,
-    check_stable,
-    copies,
-    local_steps,
-    settle_moments,
-)
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks.elastic import BETA, alpha_of, check_alpha, check_stable
+from manyhands.merge.building_blocks.local_steps import copies, local_steps, settle_moments
+from manyhands.merge.building_blocks.options import Moments, check_block
 
 
 @dataclass(frozen=True)
-class EASGD(Strategy[Group]):
+class EASGD(Strategy[Replica, Group]):
     period: int = 10
     beta: float = BETA
     alpha: float | None = None
@@ -55,19 +41,19 @@ class EASGD(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {f"c/{k}": x for k, x in copies(replica.params).items()}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
         loss, samples = local_steps(replica, self.period)
-        alpha = alpha_of(self.beta, self.alpha, link.size)
+        alpha = alpha_of(self.beta, self.alpha, group.size)
         e = {k: (x - state[f"c/{k}"]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
-        link.all_reduce(
+        group.all_reduce(
             e
         ).wait()  # the very e that replicas gave away: what they lose the centre gains
         for k in replica.params:
             state[f"c/{k}"].add_(e[k])
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors:
+    def consensus(self, replica: Replica, group: Group, state: Tensors) -> Tensors:
         return {k: state[f"c/{k}"] for k in replica.params}

@@ -20,24 +20,18 @@ accuracy and speed-up than model averaging.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Student,
-    Tensors,
-)
-from manyhands.merge.local_steps import copies, need
+from manyhands.core import Cargo, Group, Strategy, Student, Tensors
+from manyhands.merge.building_blocks.local_steps import copies
+from manyhands.merge.building_blocks.options import need
 
 
 @dataclass(frozen=True)
-class Ensemble(Strategy[Group]):
+class Ensemble(Strategy[Student, Group]):
     period: int = 16
     distil: int = 48
     weight: float = 0.5
@@ -57,26 +51,24 @@ class Ensemble(Strategy[Group]):
         for name, share in (("weight", self.weight), ("relabel", self.relabel)):
             need(0 <= share <= 1, f"{name}={share}", "a share between 0 and 1 is needed")
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: Student) -> Tensors:
         return {
             "loss": torch.zeros((), dtype=torch.float64),
             **{f"model/{k}": x.clone() for k, x in replica.params.items()},
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: Student, group: Group, state: Tensors) -> Tensor:
         models: list[Tensors] = []
         total, samples = torch.zeros((), device=replica.count.device), 0
         for i in replica.steps(self.period + self.distil):
             if (
-                i == self.period and link.size > 1
+                i == self.period and group.size > 1
             ):  # one model alone has nothing to learn from itself
                 own = copies(replica.params)
-                others = link.swap(own, [r for r in range(link.size) if r != link.rank])
-                models = [*others[: link.rank], own, *others[link.rank :]]
+                others = group.swap(own, [r for r in range(group.size) if r != group.rank])
+                models = [*others[: group.rank], own, *others[group.rank :]]
             loss = (
-                cast(Student, replica).distil(models, self.weight, self.relabel)
-                if models
-                else replica.backward()
+                replica.distil(models, self.weight, self.relabel) if models else replica.backward()
             )
             total = total + loss * replica.own_count
             samples += replica.own_count
@@ -90,14 +82,14 @@ class Ensemble(Strategy[Group]):
         state["loss"].copy_(total / samples) if samples else state["loss"].fill_(torch.inf)
         return total / max(samples, 1)
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
-        losses = torch.zeros(link.size, dtype=torch.float64, device=replica.count.device)
-        losses[link.rank] = state["loss"].nan_to_num(nan=torch.inf)
-        link.all_reduce({"loss": losses}).wait()
+    def consensus(self, replica: Student, group: Group, state: Tensors) -> Tensors | None:
+        losses = torch.zeros(group.size, dtype=torch.float64, device=replica.count.device)
+        losses[group.rank] = state["loss"].nan_to_num(nan=torch.inf)
+        group.all_reduce({"loss": losses}).wait()
         best = int(losses.argmin())
         model = {
-            k: state[f"model/{k}"].clone() if best == link.rank else torch.zeros_like(x)
+            k: state[f"model/{k}"].clone() if best == group.rank else torch.zeros_like(x)
             for k, x in replica.params.items()
         }
-        link.all_reduce(model).wait()
+        group.all_reduce(model).wait()
         return model

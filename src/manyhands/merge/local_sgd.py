@@ -19,26 +19,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import (
     average_updates,
-    check_block,
     copies,
     local_steps,
-    need,
     settle_moments,
 )
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 
 
 @dataclass(frozen=True)
-class LocalSGD(Strategy[Group]):
+class LocalSGD(Strategy[Replica, Group]):
     period: int = 8
     post: int | Literal["lr"] = 0
     moments: Moments = "keep"
@@ -62,15 +54,15 @@ class LocalSGD(Strategy[Group]):
             "decayed": torch.tensor(False),
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
         w = copies(replica.params)
         period = self._steps(replica, state)
         loss, samples = local_steps(replica, period)
         state["steps"] += period
-        average_updates(replica, link, w, samples)
+        average_updates(replica, group, w, samples)
         for k, x in replica.params.items():
             x.add_(w[k])
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss
 
     def _steps(self, replica: Replica, state: Tensors) -> int:

@@ -16,25 +16,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import (
     average_updates,
-    check_block,
     copies,
     local_steps,
     settle_moments,
 )
+from manyhands.merge.building_blocks.options import Moments, check_block
 
 
 @dataclass(frozen=True)
-class ModelAverage(Strategy[Group]):
+class ModelAverage(Strategy[Replica, Group]):
     period: int = 32
     moments: Moments = "keep"
     link: ClassVar[type] = Group
@@ -46,11 +39,11 @@ class ModelAverage(Strategy[Group]):
     def init(self, replica: Replica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
         w = copies(replica.params)
         loss, samples = local_steps(replica, self.period)
-        average_updates(replica, link, w, samples)
+        average_updates(replica, group, w, samples)
         for k, x in replica.params.items():
             x.add_(w[k])
-        settle_moments(replica, link, self.moments, samples)
+        settle_moments(replica, group, self.moments, samples)
         return loss

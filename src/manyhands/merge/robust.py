@@ -29,23 +29,17 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
+from manyhands.core import Cargo, GradientReplica, Group, Strategy, Tensors
 from manyhands.errors import PlanError
-from manyhands.merge import aggregate
-from manyhands.merge.local_steps import need
+from manyhands.merge.building_blocks import aggregate
+from manyhands.merge.building_blocks.options import need
 
 How = Literal["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "clipping"]
 MOST = 2.0**24  # samples that a rank may claim: a number that float32 counts to
 
 
 @dataclass(frozen=True)
-class Robust(Strategy[Group]):
+class Robust(Strategy[GradientReplica, Group]):
     how: How = "clipping"
     f: int = 1
     momentum: float = 0.0
@@ -83,7 +77,7 @@ class Robust(Strategy[Group]):
                 f"{' or merge.how=clipping (2f+1)' if more == 3 and size > 2 * self.f else ''}"
             )
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: GradientReplica) -> Tensors:
         kinds = [
             *(["momentum"] if self.momentum else []),
             *(["centre"] if self.how == "clipping" else []),
@@ -92,18 +86,18 @@ class Robust(Strategy[Group]):
             f"{kind}/{k}": torch.zeros_like(x) for kind in kinds for k, x in replica.params.items()
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: GradientReplica, group: Group, state: Tensors) -> Tensor:
         loss = replica.backward()
-        if link.size == 1:
+        if group.size == 1:
             replica.step()
             return loss
         vote = self._vote(replica, state)
-        others = link.swap(
-            {**vote, "count": replica.count}, [r for r in range(link.size) if r != link.rank]
+        others = group.swap(
+            {**vote, "count": replica.count}, [r for r in range(group.size) if r != group.rank]
         )
         counts = [replica.count.clone(), *(theirs.pop("count") for theirs in others)]
         merged = self.merge(
-            aggregate.sanitise([*others[: link.rank], vote, *others[link.rank :]], self.f), state
+            aggregate.sanitise([*others[: group.rank], vote, *others[group.rank :]], self.f), state
         )
         # what is claimed cancels out again in `step`; it must only be a number, and the same one everywhere
         claims = (
@@ -120,7 +114,7 @@ class Robust(Strategy[Group]):
             grad.zero_()  # also between parameters, where what a liar put would come back in this rank's own next vote
         return loss
 
-    def _vote(self, replica: Replica, state: Tensors) -> Tensors:
+    def _vote(self, replica: GradientReplica, state: Tensors) -> Tensors:
         """This rank's mean gradient, or its sum over time."""
         mean = {k: g / replica.scale.clamp(min=1e-30) for k, g in replica.grads.items()}
         if not self.momentum:

@@ -23,19 +23,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge import gossip, topology
-from manyhands.merge.local_steps import check_block, copies, local_steps
+from manyhands.core import Cargo, Group, Replica, Strategy, Tensors
+from manyhands.merge.building_blocks import gossip, topology
+from manyhands.merge.building_blocks.local_steps import copies, local_steps
+from manyhands.merge.building_blocks.options import check_block
 
 
 @dataclass(frozen=True)
-class SGP(Strategy[Group]):
+class SGP(Strategy[Replica, Group]):
     graph: str = "one_peer"
     period: int = 1
     link: ClassVar[type] = Group
@@ -55,24 +50,24 @@ class SGP(Strategy[Group]):
             "v": torch.ones((), dtype=torch.float64, device=device),
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        turns = topology.turns(self.graph, link.size, link.rank, push=True)
+    def round(self, replica: Replica, group: Group, state: Tensors) -> Tensor:
+        turns = topology.turns(self.graph, group.size, group.rank, push=True)
         turn, v = turns[int(state["round"]) % len(turns)], state["v"]
         state["round"] += 1
         before = {} if _is_one(v) else copies(replica.params)
         loss, _ = local_steps(replica, self.period)
         for k, z in before.items():  # x = v z + (z' - z), in the place of z
             replica.params[k].add_(z.mul_(v - 1))
-        gossip.send(link, turn, {**replica.params, "v": v})()
+        gossip.send(group, turn, {**replica.params, "v": v})()
         if not _is_one(v):
             for x in replica.params.values():
                 x.div_(v)
         return loss
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors | None:
+    def consensus(self, replica: Replica, group: Group, state: Tensors) -> Tensors | None:
         x = {k: z * state["v"].to(z.dtype) for k, z in replica.params.items()}
         total = state["v"].clone()
-        link.all_reduce({**x, "v": total}, op="sum").wait()
+        group.all_reduce({**x, "v": total}, op="sum").wait()
         return {k: value.div_(total) for k, value in x.items()}
 
 

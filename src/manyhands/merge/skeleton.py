@@ -24,27 +24,14 @@ combined with gradient.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    EXACT,
-    Cargo,
-    Group,
-    Op,
-    Replica,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import (
-    Moments,
-    check_block,
-    copies,
-    local_steps,
-    need,
-)
+from manyhands.core import EXACT, Cargo, GradientReplica, Group, Op, Strategy, Tensors
+from manyhands.merge.building_blocks.local_steps import copies, local_steps
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 
 EXPLORE = 0.15
 
@@ -63,7 +50,7 @@ class UnitSampler(Protocol):
     def of_parameters(self, values: Tensors) -> Tensors: ...
 
 
-class Thinned(Replica, Protocol):
+class Thinned(GradientReplica, Protocol):
     """A replica that can leave units of its network out."""
 
     @property
@@ -75,7 +62,7 @@ class Thinned(Replica, Protocol):
 
 
 @dataclass(frozen=True)
-class Skeleton(Strategy[Group]):
+class Skeleton(Strategy[Thinned, Group]):
     core: float = 0.15
     explore: float = EXPLORE
     period: int = 1
@@ -132,8 +119,8 @@ class Skeleton(Strategy[Group]):
             "has no effect with merge.period=1, where all ranks make the same step; leave it out",
         )
 
-    def init(self, replica: Replica) -> Tensors:
-        total = cast(Thinned, replica).units.total
+    def init(self, replica: Thinned) -> Tensors:
+        total = replica.units.total
         return {
             "rounds": torch.zeros(
                 (), dtype=torch.int64
@@ -142,38 +129,38 @@ class Skeleton(Strategy[Group]):
             "g": torch.zeros(total, dtype=torch.float64, device=replica.count.device),
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
-        thinned, units = cast(Thinned, replica), cast(Thinned, replica).units
+    def round(self, replica: Thinned, group: Group, state: Tensors) -> Tensor:
+        units = replica.units
         number, core = int(state["rounds"]), state["core"]
         if number % self.keep == 0:
             scores = units.sums(replica.params) + self.c * state["g"]
             _all_reduce(
-                link, {"scores": scores}, op="mean"
+                group, {"scores": scores}, op="mean"
             )  # the same bits for all, also where devices sum in other orders
             core.copy_(units.skeleton(scores, self.core))
         draw = number // self.redraw
         if self.draw == "random":
-            explorers = units.explorers(core, self.explore, self.seed, draw, link.size)
+            explorers = units.explorers(core, self.explore, self.seed, draw, group.size)
         else:
-            explorers = units.dealt(core, self.seed, draw, link.size)
+            explorers = units.dealt(core, self.seed, draw, group.size)
         train = self._step if self.period == 1 else self._block
         loss = train(
-            thinned, link, state, core | explorers, units.scales(core, explorers)[link.rank]
+            replica, group, state, core | explorers, units.scales(core, explorers)[group.rank]
         )
-        thinned.thin(None, None)
+        replica.thin(None, None)
         state["rounds"] += 1
         return loss
 
     def _step(
-        self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor
+        self, replica: Thinned, group: Group, state: Tensors, held: Tensor, scales: Tensor
     ) -> Tensor:
         """One step of all ranks together: the gradient of an edge is that of the samples of its holders."""
         replica.thin(scales, None)
         loss = replica.backward()  # compute
-        n = self._told(replica, link, state, _importance(replica, scales), replica.own_count)
+        n = self._told(replica, group, state, _importance(replica, scales), replica.own_count)
         weight, index = _who(replica, held, n)
         grads = replica.grads
-        _sum_held(link, grads, index, {"count": replica.count})  # exchange
+        _sum_held(group, grads, index, {"count": replica.count})  # exchange
         for k, g in grads.items():  # merge; `step` will divide by all samples
             g.mul_(_share(n, weight[k]).to(g.dtype))
         replica.thin(None, None if index is None else {k: w > 0 for k, w in weight.items()})
@@ -181,13 +168,13 @@ class Skeleton(Strategy[Group]):
         return loss
 
     def _block(
-        self, replica: Thinned, link: Group, state: Tensors, held: Tensor, scales: Tensor
+        self, replica: Thinned, group: Group, state: Tensors, held: Tensor, scales: Tensor
     ) -> Tensor:
         """`period` steps of each rank on what it holds; then the mean of where the holders of an edge went."""
         own = None
         if not bool(held.all()):
             mine = replica.units.holders(
-                held[link.rank : link.rank + 1], torch.ones(1), replica.params
+                held[group.rank : group.rank + 1], torch.ones(1), replica.params
             )
             own = {k: m > 0 for k, m in mine.items()}
         w, importance = copies(replica.params), list[Tensor]()
@@ -198,26 +185,26 @@ class Skeleton(Strategy[Group]):
                 importance.append(_importance(replica, scales))
 
         loss, samples = local_steps(replica, self.period, look)  # compute
-        n = self._told(replica, link, state, importance[0], samples)
+        n = self._told(replica, group, state, importance[0], samples)
         weight, index = _who(replica, held, n)
         for k, x in replica.params.items():
             x.sub_(w[k]).mul_((samples / n.sum().clamp(min=1)).to(x.dtype))
-        _sum_held(link, replica.params, index)  # exchange
+        _sum_held(group, replica.params, index)  # exchange
         for k, x in replica.params.items():  # merge
             x.mul_(_share(n, weight[k]).to(x.dtype)).add_(w[k])
         if self.moments == "reset":
             replica.reset_moments()
-        elif self.moments == "average" and link.size > 1:
-            _average_moments(replica, link, own, weight, samples, n)
+        elif self.moments == "average" and group.size > 1:
+            _average_moments(replica, group, own, weight, samples, n)
         return loss
 
     def _told(
-        self, replica: Replica, link: Group, state: Tensors, importance: Tensor, samples: int
+        self, replica: Thinned, group: Group, state: Tensors, importance: Tensor, samples: int
     ) -> Tensor:
         """The samples of every rank; and what all of them saw of |g| goes into its running mean."""
-        n = torch.zeros(link.size, dtype=torch.float64, device=replica.count.device)
-        n[link.rank] = samples
-        _all_reduce(link, {"samples": n, "importance": importance})
+        n = torch.zeros(group.size, dtype=torch.float64, device=replica.count.device)
+        n[group.rank] = samples
+        _all_reduce(group, {"samples": n, "importance": importance})
         keeps = self.memory if int(state["rounds"]) else 0.0
         state["g"].lerp_(importance / n.sum().clamp(min=1), 1 - keeps)
         return n
@@ -248,7 +235,7 @@ def _share(n: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum_held(
-    link: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None
+    group: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None
 ) -> None:
     """Sum what is held by anybody over ranks; the rest becomes 0. Packed into the front of the vectors, because the link may reach
     their own memory without a copy."""
@@ -257,8 +244,8 @@ def _sum_held(
         for k, v in values.items():
             v[: len(index[k])].copy_(v[index[k]])
         packed = {f"held/{k}": v[: len(index[k])] for k, v in values.items() if len(index[k])}
-    work = [link.all_reduce(packed)] if packed else []
-    for sent in [*work, *([link.all_reduce(besides)] if besides else [])]:
+    work = [group.all_reduce(packed)] if packed else []
+    for sent in [*work, *([group.all_reduce(besides)] if besides else [])]:
         sent.wait()
     if index is not None:
         for k, v in values.items():
@@ -268,7 +255,7 @@ def _sum_held(
 
 
 def _average_moments(
-    replica: Thinned, link: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor
+    replica: Thinned, group: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor
 ) -> None:
     """What the optimizer remembers of an edge: the mean over its holders, given to all, as it goes with the unit."""
     units = replica.units
@@ -280,10 +267,10 @@ def _average_moments(
         w = weights[parameter] if parameter in weights else n.sum().to(m.dtype).expand(m.shape)
         mine = torch.where(held[parameter], m, 0) if parameter in held else m
         mean = mine[w > 0] * (samples / w[w > 0]).to(m.dtype)
-        _all_reduce(link, {name: mean})
+        _all_reduce(group, {name: mean})
         m[w > 0] = mean
 
 
-def _all_reduce(link: Group, values: Tensors, op: Op = "sum") -> None:
+def _all_reduce(group: Group, values: Tensors, op: Op = "sum") -> None:
     if some := {f"{EXACT}{k}": v for k, v in values.items() if v.numel()}:
-        link.all_reduce(some, op).wait()
+        group.all_reduce(some, op).wait()

@@ -24,17 +24,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import (
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
-from manyhands.merge.local_steps import all_of, need
+from manyhands.core import ServedReplica, Store, Strategy, Tensors
+from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
 @dataclass(frozen=True)
-class StaleSync(Strategy[Store]):
+class StaleSync(Strategy[ServedReplica, Store]):
     staleness: float = 3
     link: ClassVar[type] = Store
 
@@ -52,15 +48,15 @@ class StaleSync(Strategy[Store]):
     def shares_steps(self) -> bool:
         return math.isinf(self.staleness)
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: ServedReplica) -> Tensors:
         return {}
 
-    def round(self, replica: Replica, link: Store, state: Tensors) -> Tensor:
-        link.pull(replica.rows(), into=replica.params)
+    def round(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensor:
+        store.pull(rows_of(replica), into=replica.params)
         loss = replica.backward()
         if self.staleness == 0:
-            link.push(
-                replica.rows(),
+            store.push(
+                rows_of(replica),
                 replica.gradient(),
                 pending=True,
                 weight=replica.own_count,
@@ -69,11 +65,11 @@ class StaleSync(Strategy[Store]):
         elif replica.own_count:
             share = replica.gradient()
             for g in share.values():
-                g.div_(link.size)
-            link.push(replica.rows(), share, lr=replica.lr)
+                g.div_(store.size)
+            store.push(rows_of(replica), share, lr=replica.lr)
         replica.stepped()
-        link.tick(self.staleness)
+        store.tick(self.staleness)
         return loss
 
-    def consensus(self, replica: Replica, link: Store, state: Tensors) -> Tensors:
-        return all_of(replica, link)
+    def consensus(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensors:
+        return pull_all(replica, store)

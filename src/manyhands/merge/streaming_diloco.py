@@ -22,26 +22,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Cargo,
-    Group,
-    Replica,
-    Strategy,
-    Tensors,
-    Work,
-)
+from manyhands.core import Cargo, GradientReplica, Group, Strategy, Tensors, Work
+from manyhands.merge.building_blocks.local_steps import copies, settle_moments
+from manyhands.merge.building_blocks.options import Moments, check_block, need
 from manyhands.merge.diloco import check_outer
-from manyhands.merge.local_steps import (
-    Moments,
-    check_block,
-    copies,
-    need,
-    settle_moments,
-)
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCo(Strategy[Group]):
+class StreamingDiLoCo(Strategy[GradientReplica, Group]):
     period: int = 48
     fragments: int = 4
     tau: int = 2
@@ -73,7 +61,7 @@ class StreamingDiLoCo(Strategy[Group]):
             "the weight of the local fragment, 0 or more and less than 1, is needed",
         )
 
-    def init(self, replica: Replica) -> Tensors:
+    def init(self, replica: GradientReplica) -> Tensors:
         state = {f"a/{k}": x for k, x in copies(replica.params).items()}
         state |= {f"v/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
         # of each fragment: the samples of this rank since it was last sent, in units of a step over all ranks
@@ -81,7 +69,7 @@ class StreamingDiLoCo(Strategy[Group]):
             "samples": torch.zeros(self.fragments, dtype=torch.float64, device=replica.count.device)
         }
 
-    def round(self, replica: Replica, link: Group, state: Tensors) -> Tensor:
+    def round(self, replica: GradientReplica, group: Group, state: Tensors) -> Tensor:
         total, samples = torch.zeros((), device=replica.count.device), 0
         to_send, flying = list(range(self.fragments)), list[_Sent]()
         for i in replica.steps(self.period):
@@ -92,23 +80,25 @@ class StreamingDiLoCo(Strategy[Group]):
             replica.step()
             step = i + 1
             if to_send and step == self._due(to_send[0]) - self.tau:
-                flying.append(self._send(to_send.pop(0), replica, link, state))
+                flying.append(self._send(to_send.pop(0), replica, group, state))
             if flying and step == self._due(flying[0].fragment):
                 self._apply(flying.pop(0), replica, state)
         for sent in flying:  # where the run ends within a round, what is left is merged at once
             self._apply(sent, replica, state)
         for fragment in to_send:
-            self._apply(self._send(fragment, replica, link, state), replica, state)
-        settle_moments(replica, link, self.moments, samples)
+            self._apply(self._send(fragment, replica, group, state), replica, state)
+        settle_moments(replica, group, self.moments, samples)
         return total / max(samples, 1)
 
-    def consensus(self, replica: Replica, link: Group, state: Tensors) -> Tensors:
+    def consensus(self, replica: GradientReplica, group: Group, state: Tensors) -> Tensors:
         return {k: state[f"a/{k}"] for k in replica.params}
 
     def _due(self, fragment: int) -> int:
         return (fragment + 1) * self.period // self.fragments
 
-    def _send(self, fragment: int, replica: Replica, link: Group, state: Tensors) -> "_Sent":
+    def _send(
+        self, fragment: int, replica: GradientReplica, group: Group, state: Tensors
+    ) -> "_Sent":
         # numerator and denominator travel together: asking for the sum first would stop everybody for one more latency
         weight = state["samples"][fragment : fragment + 1].clone()
         state["samples"][fragment] = 0.0
@@ -120,10 +110,10 @@ class StreamingDiLoCo(Strategy[Group]):
             fragment,
             updates,
             weight,
-            (link.all_reduce({"weight": weight}), link.all_reduce(updates)),
+            (group.all_reduce({"weight": weight}), group.all_reduce(updates)),
         )
 
-    def _apply(self, sent: "_Sent", replica: Replica, state: Tensors) -> None:
+    def _apply(self, sent: "_Sent", replica: GradientReplica, state: Tensors) -> None:
         for work in sent.works:
             work.wait()
         for k, run in self._runs(sent.fragment, replica):
@@ -134,7 +124,7 @@ class StreamingDiLoCo(Strategy[Group]):
             a.add_(update.add_(v, alpha=self.momentum), alpha=self.lr)
             x.mul_(self.alpha).add_(a, alpha=1 - self.alpha)
 
-    def _runs(self, fragment: int, replica: Replica) -> Iterator[tuple[str, slice]]:
+    def _runs(self, fragment: int, replica: GradientReplica) -> Iterator[tuple[str, slice]]:
         for k, x in replica.params.items():
             first, stop = (len(x) * f // self.fragments for f in (fragment, fragment + 1))
             if first < stop:

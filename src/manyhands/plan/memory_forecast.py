@@ -389,7 +389,7 @@ def _state_bytes(optimizer: Optimizer, group: int, values: Tensor) -> int:
     return sum(v.nbytes for v in twin.state.get(p, {}).values() if isinstance(v, Tensor))
 
 
-def rule_bytes(strategy: Strategy[Any], trained: Mapping[torch.dtype, int]) -> int:
+def rule_bytes(strategy: Strategy[Any, Any], trained: Mapping[torch.dtype, int]) -> int:
     """What a rule remembers of a model with so many trained numbers of each dtype."""
     vectors = {
         str(dtype): torch.empty(n, dtype=dtype, device="meta") for dtype, n in trained.items()

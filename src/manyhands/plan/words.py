@@ -426,7 +426,7 @@ def _check_divided(plan: Plan) -> None:
         )
 
 
-def _check_served(plan: Plan, key: str, rule: Strategy[Any]) -> None:
+def _check_served(plan: Plan, key: str, rule: Strategy[Any, Any]) -> None:
     """Ranks under a rule over servers keep no step with each other."""
     word = f"{key}={getattr(plan, key)}"
     if plan.then is not None:

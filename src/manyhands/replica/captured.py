@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core import OnReady, Rows, Tensors
+from manyhands.core import OnReady, Tensors
 from manyhands.data.batches import IndexedBatches
 from manyhands.data.sources import TensorSource
 from manyhands.replica.forward import TaskLoss
@@ -62,11 +62,8 @@ class CapturedReplica:
         return self.inner.count
 
     @property
-    def updates_part(self) -> bool:
+    def updates_slice(self) -> bool:
         return False
-
-    def rows(self) -> Rows:
-        return self.inner.rows()
 
     def load(self, values: Tensors) -> None:
         self.inner.load(values)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.core import OnReady, Rows, Tensors
+from manyhands.core import OnReady, Tensors
 from manyhands.errors import TaskError
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update, moments
@@ -114,7 +114,7 @@ class ModuleReplica:
         self.flat.close()
 
     @property
-    def updates_part(self) -> bool:
+    def updates_slice(self) -> bool:
         return self.update.part_only
 
     @property
@@ -146,7 +146,7 @@ class ModuleReplica:
 
     @property
     def moments(self) -> Tensors:
-        if self.updates_part:
+        if self.updates_slice:
             raise ValueError(
                 "each rank holds the moments of its own part only; nobody has all of them"
             )
@@ -164,9 +164,6 @@ class ModuleReplica:
                 self.in_block = True
         finally:
             self.in_block = False
-
-    def rows(self) -> Rows:
-        return dict.fromkeys(self.params)
 
     def load(self, values: Tensors) -> None:
         for k, v in values.items():
@@ -216,7 +213,7 @@ class ModuleReplica:
         return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def square_norm(self) -> Tensor | None:
-        if self.clip is None or not self.updates_part:
+        if self.clip is None or not self.updates_slice:
             return None
         self._square_norm = self._squared(self._place())
         return self._square_norm

@@ -12,6 +12,7 @@ from manyhands.core import (
     Cargo,
     Group,
     Op,
+    Strategy,
     Tensors,
 )
 from manyhands.errors import CheckpointError
@@ -487,16 +488,19 @@ def test_what_is_not_finite_comes_out_at_once_and_is_gone_with_the_next_step(
 # -- which wire for which rule --
 
 
-class Averages:
+class Averages(Strategy[Any, Group]):
+    link: ClassVar[type] = Group
     sends: ClassVar[Cargo] = "parameters"
 
 
-class Gossips:
+class Gossips(Strategy[Any, Group]):
+    link: ClassVar[type] = Group
     sends: ClassVar[Cargo] = "updates"
     swaps: ClassVar[bool] = True
 
 
-class Sums: ...
+class Sums(Strategy[Any, Group]):
+    link: ClassVar[type] = Group
 
 
 def test_a_wire_that_cannot_carry_a_rule_says_why_and_which_can() -> None:

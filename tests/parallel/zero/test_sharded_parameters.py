@@ -328,7 +328,7 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
 
 # -- merging between replicas that are themselves spread --
 
-RULES: dict[str, Strategy[Any]] = {
+RULES: dict[str, Strategy[Any, Any]] = {
     "all_reduce": AllReduce(),
     "local_sgd": LocalSGD(period=2, moments="average"),
     "diloco": DiLoCo(period=2),

@@ -6,7 +6,7 @@ Nothing here loads numba before the first tensor is encoded.
 from collections.abc import Mapping
 from typing import Any
 
-from manyhands.core import Cargo, Group, Store
+from manyhands.core import Cargo, Group, Store, Strategy
 from manyhands.exchange.compression.bf16 import Bf16
 from manyhands.exchange.compression.codec import Codec, Shapes
 from manyhands.exchange.compression.compressed_group import CompressedGroup
@@ -44,10 +44,10 @@ def wrap(
     return CompressedGroup(group, wire, sends, shapes)
 
 
-def refusal(wire: Codec | type[Codec], rule: type) -> str | None:
+def refusal(wire: Codec | type[Codec], rule: type[Strategy[Any, Any]]) -> str | None:
     """Why this wire cannot carry what this rule sends; None: it can."""
-    sends, swaps = getattr(rule, "sends", "gradients"), getattr(rule, "swaps", False)
-    if getattr(rule, "link", Group) is Store:
+    sends, swaps = rule.sends, rule.swaps
+    if rule.link is Store:
         return _refused_by_servers(wire, rule)
     able = [
         name
@@ -71,7 +71,7 @@ def refusal(wire: Codec | type[Codec], rule: type) -> str | None:
     return None
 
 
-def _refused_by_servers(wire: Codec | type[Codec], rule: type) -> str | None:
+def _refused_by_servers(wire: Codec | type[Codec], rule: type[Strategy[Any, Any]]) -> str | None:
     word = next(name for name, kind in CODECS.items() if kind is wire or isinstance(wire, kind))
     merge = rule.__module__.rpartition(".")[2]
     if word not in SERVER_CODECS:

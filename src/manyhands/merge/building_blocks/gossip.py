@@ -10,31 +10,26 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.core import (
-    EXACT,
-    Group,
-    Replica,
-    Tensors,
-    Work,
-)
-from manyhands.merge.local_steps import Moments, copies
-from manyhands.merge.topology import Turn
+from manyhands.core import EXACT, Group, Replica, Tensors, Work
+from manyhands.merge.building_blocks.local_steps import copies
+from manyhands.merge.building_blocks.options import Moments
+from manyhands.merge.building_blocks.topology import Turn
 
 Mix = Callable[[], None]
 
 
-def send(link: Group, turn: Turn, values: Tensors) -> Mix:
+def send(group: Group, turn: Turn, values: Tensors) -> Mix:
     """Give `values` as they are now to this turn's takers; `mix` waits for the givers' and mixes all in."""
     sent = copies(values)  # a loop of one's own may change parameters while they travel
-    weights = {link.rank: turn.own - 1.0, **dict(turn.givers)}
+    weights = {group.rank: turn.own - 1.0, **dict(turn.givers)}
     inbox = {
         r: {k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()}
         for r in weights
     }
     works: list[Work] = []
     for k, x in sent.items():
-        give = dict.fromkeys((link.rank, *turn.takers), x)
-        works.append(link.transfer(give, {r: theirs[k] for r, theirs in inbox.items()}, k))
+        give = dict.fromkeys((group.rank, *turn.takers), x)
+        works.append(group.transfer(give, {r: theirs[k] for r, theirs in inbox.items()}, k))
 
     def mix() -> None:
         for work in works:
@@ -46,12 +41,12 @@ def send(link: Group, turn: Turn, values: Tensors) -> Mix:
     return mix
 
 
-def exchange(replica: Replica, link: Group, turn: Turn, moments: Moments) -> Mix:
+def exchange(replica: Replica, group: Group, turn: Turn, moments: Moments) -> Mix:
     """Send the parameters, and what the optimizer remembers where that is to be averaged; a second `mix` does nothing."""
     remembered = (
         {f"{EXACT}{k}": m for k, m in replica.moments.items()} if moments == "average" else {}
     )
-    mix = send(link, turn, {**replica.params, **remembered})
+    mix = send(group, turn, {**replica.params, **remembered})
     pending = [mix]
 
     def once() -> None:
@@ -63,7 +58,7 @@ def exchange(replica: Replica, link: Group, turn: Turn, moments: Moments) -> Mix
     return once
 
 
-def mean_of_all(replica: Replica, link: Group) -> Tensors:
+def mean_of_all(replica: Replica, group: Group) -> Tensors:
     mean = copies(replica.params)
-    link.all_reduce(mean, op="mean").wait()
+    group.all_reduce(mean, op="mean").wait()
     return mean

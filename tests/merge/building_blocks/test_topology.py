@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from manyhands.errors import PlanError
-from manyhands.merge import topology
-from manyhands.merge.topology import schedule, spectral_gap
+from manyhands.merge.building_blocks import topology
+from manyhands.merge.building_blocks.topology import schedule, spectral_gap
 
 
 def mixing(graph: str, size: int) -> torch.Tensor:
