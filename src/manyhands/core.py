@@ -220,6 +220,14 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work: ...
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        """Copy the `values` of rank `source` into those of all other ranks: same names, shapes and dtypes everywhere."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
         ...

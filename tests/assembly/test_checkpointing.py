@@ -137,6 +137,16 @@ class Along:
             )
         return Finished()
 
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        others = [r for r in self.ranks if r != self.world.rank]
+        theirs = dict(zip(others, self.world.swap(values, others), strict=True))
+        for name, value in theirs.get(self.ranks[source], {}).items():
+            values[name].copy_(value)
+        return Finished()
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.world.swap(values, [self.ranks[p] for p in peers])
 

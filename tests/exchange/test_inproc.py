@@ -116,6 +116,75 @@ def test_an_exchange_is_paid_for_only_as_far_as_it_is_not_hidden() -> None:
     ]
 
 
+def test_a_barrier_ends_when_the_last_rank_has_come_and_costs_no_bytes() -> None:
+    asked = []
+
+    def cost(what: str, nbytes: int, peers: int) -> float:
+        asked.append((what, nbytes, peers))
+        return 0.5
+
+    world = World(3, cost)
+
+    def main(link: InprocGroup) -> None:
+        world.spend(link.rank, 1.0 + link.rank)
+        link.barrier()
+
+    world.run(main)
+    assert asked == [("barrier", 0, 3)]
+    assert world.now == [3.5] * 3
+    assert [b["wait"] for b in world.busy] == [2.0, 1.0, 0.0]
+
+
+def test_a_broadcast_travels_like_an_all_reduce() -> None:
+    asked = []
+
+    def cost(what: str, nbytes: int, peers: int) -> float:
+        asked.append((what, nbytes, peers))
+        return 4.0
+
+    world = World(2, cost)
+
+    def main(link: InprocGroup) -> float:
+        world.spend(link.rank, 1.0 + link.rank)
+        x = torch.full((10,), 7.0 + link.rank)
+        work = link.broadcast({"x": x}, source=1)
+        world.spend(link.rank, 1.0)
+        work.wait()
+        return x.tolist()
+
+    assert world.run(main) == [[8.0] * 10] * 2
+    assert asked == [("broadcast", 40, 2)]
+    assert world.now == [6.0, 6.0]
+
+
+def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock() -> None:
+    with pytest.raises(Deadlock, match=r"rank 0 waits in barrier #0 for rank 1; rank 1 finished"):
+        World(2).run(lambda link: link.barrier() if link.rank == 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("call", "needed"),
+    [
+        (
+            lambda g: g.barrier(),
+            "rank 0 came with all_reduce.* rank 1 with barrier: different calls",
+        ),
+        (
+            lambda g: g.broadcast({"w": torch.ones(2)}),
+            "rank 1 with broadcast from rank 0 of w .*: different calls",
+        ),
+    ],
+)
+def test_a_barrier_or_broadcast_against_another_call_is_refused(call, needed: str) -> None:
+    with pytest.raises(Deadlock, match=needed):
+        World(2).run(lambda link: reduce_once(link) if link.rank == 0 else call(link))
+
+
+def test_broadcasts_from_different_sources_are_refused() -> None:
+    with pytest.raises(Deadlock, match="different sources"):
+        World(2).run(lambda link: link.broadcast({"w": torch.ones(2)}, link.rank).wait())
+
+
 def test_waiting_for_a_slow_rank_is_told_from_exchange() -> None:
     world = World(2)
 

@@ -54,6 +54,22 @@ def test_a_swap_counts_its_bytes_once_a_peer() -> None:
         assert [(e.rank, e.name, e.nbytes) for e in events] == [(rank, "swap", 128)]
 
 
+def test_a_broadcast_counts_what_its_source_gives_and_a_barrier_nothing() -> None:
+    def main(link: object) -> list[Event]:
+        events: list[Event] = []
+        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
+        over.broadcast(values(), source=1).wait()
+        over.barrier()
+        assert (over.calls, over.nbytes) == (2, 64 if over.rank == 1 else 0)
+        return events
+
+    for rank, events in enumerate(World(3).run(main)):
+        assert [(e.rank, e.name, e.nbytes) for e in events] == [
+            (rank, "broadcast", 64 if rank == 1 else 0),
+            (rank, "barrier", 0),
+        ]
+
+
 def test_a_transfer_counts_what_is_given() -> None:
     def main(link: object) -> list[Event]:
         events: list[Event] = []

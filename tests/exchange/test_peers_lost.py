@@ -39,6 +39,10 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
             parent.recv()  # never comes: this rank is to be killed
         elif how == "swap":
             link.swap({"x": x}, everyone)
+        elif how == "broadcast":
+            link.broadcast({"x": x}, source=link.size - 1).wait()
+        elif how == "barrier":
+            link.barrier()
         elif how == "transfer":
             link.transfer(
                 dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}
@@ -55,7 +59,7 @@ CASES = [Case("shared", "aaa"), Case("gloo", "aaa"), Case("hierarchical", "aab")
 CASES_AND_MORE = [*CASES, pytest.param(Case("hierarchical", "aabb"), marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "swap", "transfer"])
+@pytest.mark.parametrize("how", ["all_reduce", "broadcast", "barrier", "swap", "transfer"])
 @pytest.mark.parametrize("case", CASES_AND_MORE, ids=str)
 def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +21,7 @@ from manyhands.core import (
     ReduceScatterGroup,
     Tensors,
 )
-from manyhands.exchange import collective, hierarchical
+from manyhands.exchange import collective, hierarchical, segments
 from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
 from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
 
@@ -70,6 +72,8 @@ def _given(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     dice = torch.Generator().manual_seed(7919 * rank + numel)
     if dtype.is_floating_point:
         return torch.randn(numel, generator=dice).to(dtype)
+    if dtype == torch.bool:
+        return torch.rand(numel, generator=dice) < 0.5
     return torch.randint(-1000, 1000, (numel,), generator=dice, dtype=dtype)
 
 
@@ -183,6 +187,138 @@ def the_same_memory_can_be_reduced_again_and_again(link: Group) -> list[Tensor]:
         x.fill_(link.rank + turn)
         link.all_reduce({"x": x}).wait()
         assert (x == sum(range(link.size)) + link.size * turn).all()
+    return [x]
+
+
+@check
+def broadcast_copies_from_every_source_whatever_the_memory(link: Group) -> list[Tensor]:
+    got = []
+    for source, numel in itertools.product(range(link.size), NUMELS):
+        for dtype in (*DTYPES, torch.bool, torch.int16):
+            mine = given(link.rank, numel, dtype)
+            values = {
+                "foreign": mine.clone(),
+                "placed": place(link, numel, dtype).copy_(mine) if numel < 2000 else mine.clone(),
+                "rows": mine.clone().view(1, numel).t().contiguous().t(),
+            }
+            work = link.broadcast(values, source)
+            work.wait()
+            work.wait()
+            for k, v in values.items():
+                assert torch.equal(v.reshape(-1), given(source, numel, dtype)), (k, source, dtype)
+            got += values.values()
+    return got
+
+
+@check
+def broadcast_of_more_than_the_staging_buffer(link: Group) -> list[Tensor]:
+    source = link.size - 1
+    values = {
+        "foreign": given(link.rank, LARGE, torch.float32),
+        "placed": place(link, LARGE, torch.float32).copy_(given(link.rank, LARGE, torch.float32)),
+    }
+    link.broadcast(values, source).wait()
+    for v in values.values():
+        assert_came(v, source)
+    return list(values.values())
+
+
+@check
+def broadcast_takes_columns_scalars_and_leaves_and_touches_nothing_else(
+    link: Group,
+) -> list[Tensor]:
+    whole = place(link, 3 * 9001, torch.float32).fill_(link.rank + 1.0)
+    whole[9001 : 2 * 9001].copy_(given(link.rank, 9001, torch.float32))
+    values = {
+        "middle": whole[9001 : 2 * 9001],
+        "scalar": given(link.rank, 1, torch.float64).view(()),
+        "every_second": torch.zeros(30, dtype=torch.int64)[::2].copy_(
+            given(link.rank, 15, torch.int64)
+        ),
+        "leaf": torch.nn.Parameter(given(link.rank, 77, torch.float32)),
+        "nothing": torch.empty(0, 5),
+    }
+    link.broadcast(values).wait()
+    for k, v in values.items():
+        assert_came(v, 0) if k != "nothing" else None
+    assert (whole[:9001] == link.rank + 1).all() and (whole[2 * 9001 :] == link.rank + 1).all()
+    return list(values.values())
+
+
+@check
+def broadcasts_keep_signs_of_zeros_and_nans(link: Group) -> list[Tensor]:
+    odd = torch.tensor([-0.0, float("nan"), float("-inf")])
+    x = odd.clone() if link.rank == 0 else torch.zeros(3)
+    link.broadcast({"x": x}).wait()
+    assert torch.equal(x.view(torch.int32), odd.view(torch.int32))
+    return [x]
+
+
+@check
+def broadcasts_and_all_reduces_may_be_under_way_together(link: Group) -> list[Tensor]:
+    x, y = (
+        place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32))
+        for _ in range(2)
+    )
+    z = torch.zeros(7) + link.rank
+    works = [link.all_reduce({"x": x}), link.broadcast({"y": y}), link.broadcast({"z": z})]
+    for i in (range(3), reversed(range(3)))[link.rank % 2]:
+        works[i].wait()
+    assert_reduced(x, link.size, "sum")
+    assert_came(y, 0)
+    assert (z == 0).all()
+    return [x, y, z]
+
+
+@check
+def a_broadcast_from_nobody_is_refused(link: Group) -> list[Tensor]:
+    for source in (-1, link.size):
+        with pytest.raises(ValueError, match=rf"broadcast from rank {source}, but ranks are 0 to"):
+            link.broadcast({"x": torch.ones(1)}, source)
+    return []
+
+
+@check
+def nobody_leaves_a_barrier_before_all_have_come(link: Group) -> list[Tensor]:
+    path = segments.directory() / f"test-barrier-{_token(link)}"
+    for turn in range(5):
+        if turn % link.size == link.rank:  # the late one
+            time.sleep(0.01)
+        if link.rank == 0:
+            path.touch()
+        link.barrier()
+        assert path.exists()
+        link.barrier()
+        if link.rank == link.size - 1:
+            path.unlink()
+        link.barrier()
+        assert not path.exists()
+        link.barrier()
+    return []
+
+
+def _token(link: Group) -> int:
+    token = torch.tensor([os.getpid() * 1000 + id(link) % 1000 if link.rank == 0 else 0])
+    link.broadcast({"token": token}).wait()
+    return int(token)
+
+
+@check
+def a_barrier_may_be_called_while_other_calls_are_under_way(link: Group) -> list[Tensor]:
+    left, right = around(link)
+    x = place(link, 9001, torch.float32).copy_(given(link.rank, 9001, torch.float32))
+    into = torch.empty(LONG)
+    for turn in range(4):
+        x.copy_(given(link.rank, 9001, torch.float32))
+        transfer = link.transfer({right: given(link.rank, LONG, torch.float32)}, {left: into})
+        reduction = link.all_reduce({"x": x})
+        if (link.rank + turn) % 2:  # some wait before the barrier, some behind it
+            reduction.wait()
+        link.barrier()
+        reduction.wait()
+        transfer.wait()
+        assert_came(into, left)
+        assert_reduced(x, link.size, "sum")
     return [x]
 
 

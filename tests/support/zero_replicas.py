@@ -246,6 +246,18 @@ class Axis:
             )
         return Finished()
 
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        for value in values.values():
+            if self.rank == source:
+                others = [r for r in range(self.size) if r != source]
+                self.transfer(dict.fromkeys(others, value), {}).wait()
+            else:
+                self.transfer({}, {source: value}).wait()
+        return Finished()
+
+    def barrier(self) -> None:
+        self.all_reduce({"barrier": torch.zeros(1)}).wait()
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         return self.world.swap(values, [self.peers[p] for p in peers])
 

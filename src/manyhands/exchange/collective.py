@@ -27,7 +27,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import reduce_scatter as parts
-from manyhands.exchange.solo import to_oneself
+from manyhands.exchange.solo import check_source, to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -93,6 +93,35 @@ class CollectiveGroup:
         except RuntimeError as e:
             raise self._lost(what, e) from e
         return _Reduction(self, what, works, pending, self.size if op == "mean" else 1)
+
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        check_source(self, source)
+        if self.size == 1:
+            return Finished()
+        what = self._next("broadcast")
+        # as bytes: the backend need not know the dtype, and no bit changes
+        pending = [
+            (v, v.to(self._device or v.device).contiguous())
+            for v in (value.detach() for value in values.values() if value.numel())
+        ]
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = source, True
+        try:
+            works = [self._group.broadcast([_bytes(sent)], options) for _, sent in pending]
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
+        return _Reduction(self, what, works, pending, 1)
+
+    def barrier(self) -> None:
+        if self.size == 1:
+            return
+        what, options = self._next("barrier"), dist.BarrierOptions()
+        if self._device is not None and self._device.type == "cuda":
+            options.device_ids = [self._device.index]
+        try:
+            self._group.barrier(options).wait()
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
 
     def own(self, tensor: Tensor) -> list[slice]:
         return [parts.part(tensor.numel(), self.rank, self.size)]

@@ -25,6 +25,7 @@ from manyhands.core import (
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import collective
 from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.solo import check_source
 
 
 class HierarchicalGroup:
@@ -37,6 +38,7 @@ class HierarchicalGroup:
             r for r, host in enumerate(hosts) if host == hosts[rank]
         ]  # global ranks, by local rank
         self._hosts = names
+        self._members = [[r for r, host in enumerate(hosts) if host == name] for name in names]
         # every rank with every other, for swaps and transfers. Here, and not when first needed: a transfer is between two
         # ranks, and the others would not come to connect
         self._anyone = collective.connect(
@@ -78,13 +80,42 @@ class HierarchicalGroup:
             self._latest = work
         return _Reduction(self, work)
 
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        """Over the network once a host, to its first rank; from there on in the host's memory."""
+        check_source(self, source)
+        heads = [source if source in ranks else ranks[0] for ranks in self._members]
+        mine = next(head for head in heads if head in self._neighbours)
+        remote = [head for head in heads if head != source] if self.rank == source else []
+        sends: list[Work] = []
+        self._settle()
+        try:
+            for value in values.values():
+                flat = value.detach().contiguous()
+                if self.rank == source:
+                    sends.append(self._anyone.transfer(dict.fromkeys(remote, flat), {}))
+                elif self.rank == mine:
+                    self._anyone.transfer({}, {source: flat}).wait()
+                    if flat.data_ptr() != value.data_ptr():
+                        value.detach().copy_(flat)
+        except PeerLost as e:
+            raise PeerLost(f"broadcast from rank {source}: {e}", e.ranks) from e
+        try:
+            work = self._inside.broadcast(values, self._neighbours.index(mine))
+        except PeerLost as e:
+            raise self._globally(e) from e
+        if not isinstance(work, Finished):
+            self._latest = work
+        return _Reduction(self, work, sends)
+
+    def barrier(self) -> None:
+        self._settle()
+        self._anyone.barrier()
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         near = [p for p in peers if p in self._neighbours]
         far = [p for p in peers if p not in self._neighbours]
+        self._settle()
         try:
-            # An owner stands still while its part crosses hosts. If one did so behind a swap, its neighbours' swaps would
-            # wait for it, and the owners of other hosts, which it waits for, for their neighbours: a circle.
-            self._latest.wait()
             # nobody waits for a neighbour before its messages to other hosts are under way: no other circle can close
             finish = self._anyone.begin_swap(values, far)
             got_near = iter(self._inside.swap(values, [self._neighbours.index(p) for p in near]))
@@ -105,6 +136,18 @@ class HierarchicalGroup:
             if group is not None:
                 group.close()
 
+    def _settle(self) -> None:
+        """Finish this host's part of all earlier all-reduces before this rank blocks on something else.
+
+        An owner blocks while its part crosses hosts. If it did so behind a swap, its neighbours' swaps would wait for it, and
+        the owners of other hosts, which it waits for, for their neighbours: a circle. A rank that waits for another host's
+        message would close the same circle, as it reduces nothing for its neighbours meanwhile.
+        """
+        try:
+            self._latest.wait()
+        except PeerLost as e:
+            raise self._globally(e) from e
+
     def _across(self, part: Tensor, op: Op) -> None:
         assert self._column is not None, "only owners reduce parts"
         # the caller divides, once, by the number of all ranks
@@ -124,14 +167,19 @@ class HierarchicalGroup:
 
 
 class _Reduction:
-    def __init__(self, group: HierarchicalGroup, work: Work):
-        self._group, self._work = group, work
+    """`work` counts ranks within the host; `sends` to other hosts count them globally."""
+
+    def __init__(self, group: HierarchicalGroup, work: Work, sends: Sequence[Work] = ()):
+        self._group, self._work, self._sends = group, work, sends
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except PeerLost as e:
             raise self._group._globally(e) from e
+        for send in self._sends:
+            send.wait()
+        self._sends = ()
 
 
 def connect(

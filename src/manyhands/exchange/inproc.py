@@ -31,7 +31,7 @@ from torch import Tensor
 
 from manyhands.core import Op, Tensors, Work
 from manyhands.errors import Deadlock
-from manyhands.exchange.solo import to_oneself
+from manyhands.exchange.solo import check_source, to_oneself
 
 Cost = Callable[[str, int, int], float]  # (what, bytes of one rank, ranks it goes to) -> seconds
 Kind = Literal["compute", "exchange", "wait"]
@@ -181,8 +181,8 @@ class World:
     def _meet(self, rank: int, number: int, post: _Post) -> _Meeting:
         """Bring `post` to the `number`-th call of all ranks; what does not fit what others brought raises."""
         meeting = self._meetings.setdefault(number, _Meeting(number, self.size))
-        # an all-reduce must equal the first one, which equals all that came since; a swap may differ from stranger to stranger
-        compared = list(meeting.posts.items())[: 1 if post.what == "all_reduce" else None]
+        # a collective call must equal the first one, which equals all that came since; a swap may differ from stranger to stranger
+        compared = list(meeting.posts.items())[: 1 if post.is_collective else None]
         for other, theirs in compared:
             if reason := post.clash(rank, theirs, other):
                 raise Deadlock(
@@ -192,7 +192,7 @@ class World:
         meeting.add(rank, post)
         if meeting.complete:
             del self._meetings[number]
-            if post.what == "all_reduce":
+            if post.is_collective:
                 start = max(self._link_free, meeting.latest)
                 meeting.finish = self._link_free = start + self.cost(
                     post.what, post.nbytes, self.size
@@ -229,6 +229,14 @@ class InprocGroup:
         return _Reduction(
             self, self._post(_Post("all_reduce", values, self.world.now[self.rank], op=op))
         )
+
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        check_source(self, source)
+        post = _Post("broadcast", values, self.world.now[self.rank], source=source)
+        return _Reduction(self, self._post(post))
+
+    def barrier(self) -> None:
+        _Reduction(self, self._post(_Post("barrier", {}, self.world.now[self.rank]))).wait()
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if strangers := [p for p in peers if not 0 <= p < self.size]:
@@ -280,7 +288,7 @@ class _Reduction:
         world, rank, meeting = self._group.world, self._group.rank, self._meeting
         world.wait(
             rank,
-            f"all_reduce #{meeting.number}",
+            f"{meeting.posts[rank].what} #{meeting.number}",
             meeting.all_came_at,
             lambda: meeting.absent(range(world.size)),
         )
@@ -346,14 +354,20 @@ class _Wait:
 class _Post:
     """What one rank brings to a call."""
 
-    what: Literal["all_reduce", "swap"]
+    what: Literal["all_reduce", "broadcast", "barrier", "swap"]
     values: Tensors
     time: float
     op: Op = "sum"
+    source: int = 0
     peers: tuple[int, ...] = ()
     inbox: dict[int, Tensors] = field(
         default_factory=dict
     )  # place in `peers` -> what that peer gave
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks take part, with the same values."""
+        return self.what != "swap"
 
     @property
     def nbytes(self) -> int:
@@ -371,21 +385,29 @@ class _Post:
             return "different calls"
         if self.op != theirs.op:
             return "different ops"
+        if self.source != theirs.source:
+            return "different sources"
         if self.peers.count(other) != theirs.peers.count(rank):
             return "one names the other as its peer more often than it is named itself"
-        if (self.what == "all_reduce" or other in self.peers) and _shapes(self.values) != _shapes(
+        if (self.is_collective or other in self.peers) and _shapes(self.values) != _shapes(
             theirs.values
         ):
             return "different names, shapes or dtypes"
         return ""
 
     def __str__(self) -> str:
+        if self.what == "barrier":
+            return self.what
         shown = [
             f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}"
             for name, shape, dtype in _shapes(self.values)
         ]
         rest = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-        how = f"({self.op})" if self.what == "all_reduce" else f" with {_ranks(self.peers)}"
+        how = {
+            "all_reduce": f"({self.op})",
+            "broadcast": f" from rank {self.source}",
+            "swap": f" with {_ranks(self.peers)}",
+        }[self.what]
         return f"{self.what}{how} of {', '.join(shown[:6]) or 'nothing'}{rest}"
 
 
@@ -405,14 +427,21 @@ class _Meeting:
     def add(self, rank: int, post: _Post) -> None:
         self.posts[rank] = post
         self.latest = max(self.latest, post.time)
-        if post.what == "all_reduce":
+        if post.is_collective:
             if self.complete:
-                _reduce([self.posts[r].values for r in range(self.size)], post.op)
+                self._exchange(post)
             return
         for other, theirs in self.posts.items():
             post.take(other, theirs)
             if other != rank:
                 theirs.take(rank, post)
+
+    def _exchange(self, post: _Post) -> None:
+        everyone = [self.posts[r].values for r in range(self.size)]
+        if post.what == "all_reduce":
+            _reduce(everyone, post.op)
+        elif post.what == "broadcast":
+            _copy_from(everyone.pop(post.source), everyone)
 
     def all_came_at(self) -> float | None:
         return self.latest if self.complete else None
@@ -447,6 +476,12 @@ def _reduce(everyone: list[Tensors], op: Op) -> None:
             )
         for values in everyone:
             values[name].detach().copy_(total)
+
+
+def _copy_from(source: Tensors, others: list[Tensors]) -> None:
+    for name, value in source.items():
+        for values in others:
+            values[name].detach().copy_(value.detach())
 
 
 def _length(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ ratios would be biased. Measured in one round of `EVERY`, before clipping: two m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -24,12 +24,13 @@ from manyhands.core import (
     Tensors,
     Work,
 )
+from manyhands.exchange.wrapper import GroupWrapper
 
 EVERY = 32
 KEEP = 0.9  # of what was known, at each reading
 
 
-class NoiseGauge:
+class NoiseGauge(GroupWrapper):
     """A link that looks at the gradients in `names` on their way, and at "count", in rounds that `round()` says are due."""
 
     def __init__(
@@ -40,7 +41,7 @@ class NoiseGauge:
         device: torch.device,
         every: int = EVERY,
     ):
-        self.group, self.rank, self.size = group, group.rank, group.size
+        super().__init__(group)
         self._names, self._round, self._every = frozenset(names), round, every
         # sums over measured rounds: n|g_i|^2 of this rank, B|g|^2 (this rank's part of it), ranks with samples, rounds, B
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
@@ -78,17 +79,6 @@ class NoiseGauge:
 
     def own(self, tensor: Tensor) -> list[slice]:
         return cast(ReduceScatterGroup, self.group).own(tensor)
-
-    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        return self.group.swap(values, peers)
-
-    def transfer(
-        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
-    ) -> Work:
-        return self.group.transfer(give, into, name)
-
-    def close(self) -> None:
-        self.group.close()
 
     def _due(self, op: Op) -> bool:
         return op == "sum" and self._round() % self._every == 0

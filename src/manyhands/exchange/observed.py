@@ -3,7 +3,8 @@
     seconds of a call = time inside `all_reduce` + time inside its `wait`          (what overlaps with compute is free)
 
 A span ends when the wait does and is as long as the rank was held up; the hidden part of the exchange is not in it.
-Bytes are those that this rank gives: all values once in an all-reduce, once a peer in a swap, what is given in a transfer.
+Bytes are those that this rank gives: all values once in an all-reduce or by the source of a broadcast, once a peer in a swap,
+what is given in a transfer, none in a barrier.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from manyhands.core import (
     Tensors,
     Work,
 )
+from manyhands.exchange.wrapper import GroupWrapper
 
 Clock = Callable[[], float]
 
@@ -39,7 +41,7 @@ class TrafficTotals:
     seconds: float = 0.0
 
 
-class ObservedGroup:
+class ObservedGroup(GroupWrapper):
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
     by `every`, totals always. A link `beside` another one, to fewer ranks, keeps the same account."""
 
@@ -59,7 +61,7 @@ class ObservedGroup:
     ):
         if every < 1:
             raise ValueError(f"every={every}; needed: 1 (events for all rounds) or more")
-        self.group, self.rank, self.size = group, group.rank, group.size
+        super().__init__(group)
         self.every = every
         self.account: TrafficTotals = TrafficTotals() if beside is None else beside.account
         self._who = group.rank if beside is None else beside.rank
@@ -109,6 +111,15 @@ class ObservedGroup:
     def own(self, tensor: Tensor) -> list[slice]:
         return cast(ReduceScatterGroup, self.group).own(tensor)
 
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        given = values.values() if source == self.rank else ()
+        return self._watch("broadcast", given, lambda: self.group.broadcast(values, source))
+
+    def barrier(self) -> None:
+        start = self._clock()
+        self.group.barrier()
+        self.count("barrier", 0, self._clock() - start)
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         start = self._clock()
         got = self.group.swap(values, peers)
@@ -121,9 +132,6 @@ class ObservedGroup:
     ) -> Work:
         away = [v for r, v in give.items() if r != self.rank]
         return self._watch("transfer", away, lambda: self.group.transfer(give, into, name))
-
-    def close(self) -> None:
-        self.group.close()
 
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None:
         """Add what this rank exchanged otherwise: with servers (`server.client.observed_store`)."""

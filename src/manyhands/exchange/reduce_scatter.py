@@ -10,7 +10,7 @@ rank, so a sum has the same bits in every run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -25,6 +25,7 @@ from manyhands.core import (
     Work,
 )
 from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.wrapper import GroupWrapper
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 
@@ -59,11 +60,8 @@ def all_gather(group: Group, values: Tensors) -> Work:
     return _All(works)
 
 
-class PartedGroup:
+class PartedGroup(GroupWrapper):
     """A link with both halves, whatever `group` has; everything else goes through to it."""
-
-    def __init__(self, group: Group):
-        self.group, self.rank, self.size = group, group.rank, group.size
 
     def own(self, tensor: Tensor) -> list[slice]:
         return [part(tensor.numel(), self.rank, self.size)]
@@ -73,20 +71,6 @@ class PartedGroup:
 
     def all_gather(self, values: Tensors) -> Work:
         return all_gather(self.group, values)
-
-    def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
-        return self.group.all_reduce(values, op)
-
-    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        return self.group.swap(values, peers)
-
-    def transfer(
-        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
-    ) -> Work:
-        return self.group.transfer(give, into, name)
-
-    def close(self) -> None:
-        self.group.close()
 
 
 def parted(

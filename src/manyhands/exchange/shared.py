@@ -43,7 +43,7 @@ from manyhands.core import (
 from manyhands.errors import Deadlock, PeerLost
 from manyhands.exchange import segments
 from manyhands.exchange.mailbox import Mailboxes, Parcel
-from manyhands.exchange.solo import to_oneself
+from manyhands.exchange.solo import check_source, to_oneself
 
 BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
 STAGING_BYTES = 4 << 20
@@ -54,7 +54,7 @@ SPINS = 20
 LINE = 8  # int64 words between two ranks' counters: one cache line each
 
 Between = Callable[[Tensor, Op], None]
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"]
 
 
 @dataclass(frozen=True)
@@ -203,17 +203,39 @@ class SharedGroup:
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if self.size == 1 and self._between is None:
             return Finished()
+        placed, foreign = self._sorted(values)
+        work: Work = self._post(placed, op) if placed else Finished()
+        for v in foreign:
+            self._through_staging(v, lambda staged: self._post([staged], op))
+        return work
+
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        """Every rank copies from the memory of `source` into its own."""
+        check_source(self, source)
+        if self.size == 1:
+            return Finished()
+        placed, foreign = self._sorted(values)
+        work: Work = self._post(placed, "sum", "broadcast", source) if placed else Finished()
+        for v in foreign:
+            self._through_staging(
+                v, lambda staged: self._post([staged], "sum", "broadcast", source)
+            )
+        return work
+
+    def barrier(self) -> None:
+        """A call without tensors: it is over when all ranks have posted it."""
+        if self.size > 1:
+            self._post([], "sum", "barrier").wait()
+
+    def _sorted(self, values: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """The non-empty tensors in memory from `allocate`, and those from elsewhere."""
         placed: list[Tensor] = []
         foreign: list[Tensor] = []
         for v in values.values():
             if v.numel():
-                (placed if v.is_contiguous() and self._segment(v) is not None else foreign).append(
-                    v
-                )
-        work: Work = self._post(placed, op) if placed else Finished()
-        for v in foreign:
-            self._through_staging(v, op)
-        return work
+                here = v.is_contiguous() and self._segment(v) is not None
+                (placed if here else foreign).append(v)
+        return placed, foreign
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
         """Sum, but only into the owners' parts; the rest keeps what it had. For vectors from `allocate`."""
@@ -271,12 +293,16 @@ class SharedGroup:
 
     # -- the engine --
 
-    def _post(self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce") -> _Call:
-        if kind != "all_gather" and any(self._placed(t).common for t in tensors):
+    def _post(
+        self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce", source: int = 0
+    ) -> _Call:
+        if kind in ("all_reduce", "reduce_scatter") and any(
+            self._placed(t).common for t in tensors
+        ):
             raise ValueError(
                 "memory that is common to all ranks has one value: there is nothing to reduce"
             )
-        call = _Call(self, self._calls, tensors, op, kind)
+        call = _Call(self, self._calls, tensors, op, kind, source)
         self._calls += 1
         self._queue.append(call)
         self._signatures[self.rank, call.number % SIGNATURES] = call.signature
@@ -291,6 +317,9 @@ class SharedGroup:
             call = self._queue.popleft()
             self._compare(call)
             for tensor in call.tensors:
+                if call.kind == "broadcast":
+                    self._read_from(call.source, tensor)
+                    continue
                 for blocks in self._part(tensor):
                     self._do(call, blocks)
             self._fence()
@@ -329,6 +358,13 @@ class SharedGroup:
         if call.kind != "reduce_scatter":
             for mine, *others in blocks:
                 _push(mine, others)
+
+    def _read_from(self, source: int, tensor: Tensor) -> None:
+        segment = self._placed(tensor)
+        if source != self.rank and not segment.common:
+            offset = tensor.data_ptr() - segment.first
+            theirs = segment.views[source][offset : offset + tensor.nbytes]
+            tensor.detach().view(-1).copy_(theirs.view(tensor.dtype))
 
     def _divide(self, mine: Tensor, op: Op) -> None:
         if op == "mean":
@@ -377,14 +413,14 @@ class SharedGroup:
         self._parts[key] = rows
         return rows
 
-    def _through_staging(self, tensor: Tensor, op: Op) -> None:
+    def _through_staging(self, tensor: Tensor, post: Callable[[Tensor], _Call]) -> None:
         flat = tensor.detach().contiguous().view(-1)
         step = STAGING_BYTES // tensor.element_size()
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step]
             staged = self._staging[: piece.nbytes].view(tensor.dtype)
             staged.copy_(piece)
-            self._post([staged], op).wait()
+            post(staged).wait()
             piece.copy_(staged)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view_as(tensor))
@@ -452,12 +488,24 @@ class SharedGroup:
 
 
 class _Call:
-    def __init__(self, group: SharedGroup, number: int, tensors: list[Tensor], op: Op, kind: Kind):
+    def __init__(
+        self,
+        group: SharedGroup,
+        number: int,
+        tensors: list[Tensor],
+        op: Op,
+        kind: Kind,
+        source: int = 0,
+    ):
         self.group, self.number, self.tensors, self.op, self.kind = group, number, tensors, op, kind
+        self.source = source
         self.signature = zlib.crc32(str(self).encode())
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.op}) of {', '.join(f'{t.numel()} {t.dtype}' for t in self.tensors)}"
+        if self.kind == "barrier":
+            return "barrier"
+        how = f"from rank {self.source}" if self.kind == "broadcast" else self.op
+        return f"{self.kind} ({how}) of {', '.join(f'{t.numel()} {t.dtype}' for t in self.tensors)}"
 
     def wait(self) -> None:
         self.group._finish(self)

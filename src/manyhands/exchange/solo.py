@@ -27,6 +27,12 @@ class SoloGroup:
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         return Finished()
 
+    def broadcast(self, values: Tensors, source: int = 0) -> Work:
+        check_source(self, source)
+        return Finished()
+
+    def barrier(self) -> None: ...
+
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if any(peers):
             raise ValueError(
@@ -41,6 +47,12 @@ class SoloGroup:
         return Finished()
 
     def close(self) -> None: ...
+
+
+def check_source(group: Ranked, source: int) -> None:
+    """Refuse a broadcast from a rank that the group does not have."""
+    if not 0 <= source < group.size:
+        raise ValueError(f"broadcast from rank {source}, but ranks are 0 to {group.size - 1}")
 
 
 def to_oneself(link: Ranked, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:

@@ -87,9 +87,6 @@ class Ensemble(Strategy[Student, Group]):
         losses[group.rank] = state["loss"].nan_to_num(nan=torch.inf)
         group.all_reduce({"loss": losses}).wait()
         best = int(losses.argmin())
-        model = {
-            k: state[f"model/{k}"].clone() if best == group.rank else torch.zeros_like(x)
-            for k, x in replica.params.items()
-        }
-        group.all_reduce(model).wait()
+        model = {k: state[f"model/{k}"].clone() for k in replica.params}
+        group.broadcast(model, source=best).wait()
         return model

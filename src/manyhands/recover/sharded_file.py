@@ -118,10 +118,8 @@ def write(
 
 def _token(group: Group, device: torch.device) -> int:
     """For a name that nobody can have made before: who sees it, sees the disk of rank 0."""
-    token = torch.tensor(
-        [secrets.randbits(62) if group.rank == 0 else 0], dtype=torch.int64, device=device
-    )
-    group.all_reduce({"token": token}).wait()
+    token = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=device)
+    group.broadcast({"token": token}).wait()
     return int(token)
 
 
@@ -202,7 +200,7 @@ def agree(group: Group, wrong: str, device: torch.device = CPU) -> None:
     if group.rank == ranks[0]:
         raw = wrong.encode()[:TEXT]
         text[: len(raw)] = torch.tensor(list(raw), dtype=torch.int64)
-    group.all_reduce({"text": text}).wait()
+    group.broadcast({"text": text}, source=ranks[0]).wait()
     said = bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
     others = f" (and {len(ranks) - 1} more ranks)" if len(ranks) > 1 else ""
     raise CheckpointError(f"rank {ranks[0]}{others}: {said}" if group.size > 1 else said)

@@ -82,6 +82,18 @@ def test_it_is_a_group_but_has_no_parts_to_own() -> None:
     assert wrap(Placed(), Bf16()).allocate(3, torch.float32).numel() == 3
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_broadcast_is_exact(name: str) -> None:
+    def body(link: CompressedGroup) -> Tensor:
+        x = given(link.rank, 0, 5000)
+        link.broadcast({"x": x}, source=1).wait()
+        link.barrier()
+        return x
+
+    for x in run(2, ALL[name], body):
+        assert torch.equal(x, given(1, 0, 5000))
+
+
 def test_transfers_pass_as_they_are() -> None:
     def body(link: CompressedGroup) -> Tensor:
         into = torch.empty(2000)

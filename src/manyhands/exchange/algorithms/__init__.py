@@ -10,7 +10,7 @@ take their place among the transfers of a pair of ranks: both must make their ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_args
 
@@ -40,12 +40,13 @@ from manyhands.exchange.algorithms.ring import ring
 from manyhands.exchange.algorithms.star import star
 from manyhands.exchange.algorithms.tree import tree
 from manyhands.exchange.algorithms.vector import Scratch, Vector, Watch
+from manyhands.exchange.wrapper import GroupWrapper
 
 __all__ = [
     "ALGORITHMS",
     "NAMES",
-    "Algorithmic",
-    "Cost",
+    "AlgorithmGroup",
+    "LinkCost",
     "check",
     "choose",
     "cost",
@@ -97,14 +98,15 @@ def wrap(group: Group, name: str, **options: Any) -> AlgorithmGroup:
     return AlgorithmGroup(group, name, **options)
 
 
-class AlgorithmGroup:
+class AlgorithmGroup(GroupWrapper):
     """`watch` is told of every step of every rank that is on this link: for pictures and tests."""
 
     allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
 
     def __init__(self, group: Group, name: str, *, watch: Watch | None = None, **options: Any):
         check(name, group.size, **options)
-        self.group, self.name, self.rank, self.size = group, name, group.rank, group.size
+        super().__init__(group)
+        self.name = name
         self._options, self._watch, self._scratch = options, watch, Scratch()
         self._measured: LinkCost | None = None
         self._chosen: dict[int, partial[None]] = {}
@@ -124,17 +126,6 @@ class AlgorithmGroup:
                         self.size
                     )
         return Finished()
-
-    def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        return self.group.swap(values, peers)
-
-    def transfer(
-        self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
-    ) -> Work:
-        return self.group.transfer(give, into, name)
-
-    def close(self) -> None:
-        self.group.close()
 
     def _algorithm(self, flat: Tensor) -> partial[None]:
         """Same on all ranks: they share name, size, length and, agreed upon once, what the link costs."""

@@ -3,7 +3,7 @@
     all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
     swap          likewise, where the wire can be read by one peer alone; what was given becomes what the peers read
     transfer      likewise, where it has a name and the wire encodes values one by one
-    close, allocate    as the link has them
+    all others    as the group has them: a broadcast is exact
 
 Ranks make the same calls in the same order, `wait` included: a wait moves every exchange that is under way on by one stage, the
 earliest first, until its own is over. So all ranks send the same things in the same order without threads, and stage two of one
@@ -28,12 +28,13 @@ from manyhands.core import (
 )
 from manyhands.exchange.compression.codec import Codec, Memory, Shapes
 from manyhands.exchange.compression.quantised import Quantised
+from manyhands.exchange.wrapper import GroupWrapper
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SMALLEST = 1024  # below, the message costs more than its bytes
 
 
-class CompressedGroup:
+class CompressedGroup(GroupWrapper):
     """`state` is everything that a checkpoint must hold, by "<kind>/<tensor>", live; each rank has its own. `shapes` says
     which parameters lie where in a vector, for wires that look at matrices."""
 
@@ -47,8 +48,8 @@ class CompressedGroup:
         shapes: Mapping[str, Shapes] | None = None,
         smallest: int = SMALLEST,
     ):
-        self.group, self.compress, self.sends = group, wire, sends
-        self.rank, self.size = group.rank, group.size
+        super().__init__(group)
+        self.compress, self.sends = wire, sends
         self.state: Tensors = {}
         self._shapes, self._smallest = shapes or {}, smallest
         self._memories: dict[str, Memory] = {}
@@ -142,9 +143,6 @@ class CompressedGroup:
                 wire.decode(packed, into[r].view(-1), memory)
 
         return _Arrival(work, decode)
-
-    def close(self) -> None:
-        self.group.close()
 
     def _encoded(self, values: Tensors) -> list[str]:
         if self.size == 1:

@@ -29,6 +29,8 @@ SENT: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
     "all_gather": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "barrier": lambda p: 0.0,
     "swap": lambda p: 1.0,
     "transfer": lambda p: 1.0,
     **dict.fromkeys(

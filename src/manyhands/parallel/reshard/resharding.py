@@ -243,22 +243,17 @@ class Resharding:
 
     # -- bytes of unlike length, to rank 0 and back --
 
-    def _lengths(self, mine: Mapping[int, int]) -> list[int]:
-        lengths = torch.zeros(self.world.size, dtype=torch.int64, device=self.device)
-        for rank, length in mine.items():
-            lengths[rank] = length
-        self.world.all_reduce({"lengths": lengths}).wait()
-        return [int(n) for n in lengths.tolist()]
-
     def _to_first(self, raw: bytes) -> list[bytes]:
         rank = self.world.rank
-        lengths = self._lengths({rank: len(raw)})
+        lengths = torch.zeros(self.world.size, dtype=torch.int64, device=self.device)
+        lengths[rank] = len(raw)
+        self.world.all_reduce({"lengths": lengths}).wait()
         if rank != 0:
             self.world.transfer({0: self._packed(raw)}, {}).wait()
             return []
         into = {
             r: torch.empty(n, dtype=torch.uint8, device=self.device)
-            for r, n in enumerate(lengths)
+            for r, n in enumerate(lengths.tolist())
             if r
         }
         self.world.transfer({}, into).wait()
@@ -266,11 +261,14 @@ class Resharding:
 
     def _from_first(self, raw: list[bytes]) -> bytes:
         rank = self.world.rank
-        lengths = self._lengths({r: len(one) for r, one in enumerate(raw)})
+        lengths = torch.zeros(self.world.size, dtype=torch.int64, device=self.device)
+        if rank == 0:
+            lengths.copy_(torch.tensor([len(one) for one in raw]))
+        self.world.broadcast({"lengths": lengths}).wait()
         if rank == 0:
             self.world.transfer({r: self._packed(one) for r, one in enumerate(raw) if r}, {}).wait()
             return raw[0]
-        into = torch.empty(lengths[rank], dtype=torch.uint8, device=self.device)
+        into = torch.empty(int(lengths[rank]), dtype=torch.uint8, device=self.device)
         self.world.transfer({}, {0: into}).wait()
         return into.cpu().numpy().tobytes()
 
