@@ -19,6 +19,7 @@ import manyhands as mh
 from manyhands.cli.export import export
 from manyhands.plan.words import parse
 from manyhands.recover.checkpoint import Checkpoints
+from support.compare import same_tensors
 
 N = 26  # and batches of 4: seven steps an epoch, the last of two samples
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
@@ -98,10 +99,6 @@ def saved(result: mh.Result) -> dict[str, Tensor]:
     return snapshot.params
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # -- what a run leaves --
 
 
@@ -151,8 +148,8 @@ def test_load_takes_the_newest_weights_or_the_best(tmp_path: Path) -> None:
     best = min(scores, key=lambda p: scores[p])
     from manyhands.recover.checkpoint import load
 
-    assert same(dict(mh.load(result.directory, model()).state_dict()), saved(result))
-    assert same(
+    assert same_tensors(dict(mh.load(result.directory, model()).state_dict()), saved(result))
+    assert same_tensors(
         dict(mh.load(result.directory, model(), best="-loss").state_dict()), load(best).params
     )
     with pytest.raises(mh.CheckpointError, match=r"no checkpoint of .* knows the metric 'f1'"):
@@ -280,14 +277,14 @@ def test_ten_steps_are_five_steps_and_five_more_after_a_resume_exactly(
     assert halves.rounds == 10 and any(
         text.startswith("resumed at round 5 ") for text in notices(halves)
     )
-    assert same(saved(whole), saved(halves))
+    assert same_tensors(saved(whole), saved(halves))
     a, b = (Checkpoints(tmp_path / k / "run" / "checkpoints").latest() for k in ("whole", "halves"))
     assert (
         a is not None
         and b is not None
         and a.position == b.position
-        and same(a.optimizer, b.optimizer)
-        and same(a.rng, b.rng)
+        and same_tensors(a.optimizer, b.optimizer)
+        and same_tensors(a.rng, b.rng)
     )
     assert a.meta["schedule"] == b.meta["schedule"] and a.meta["scaler"] == b.meta["scaler"]
 
@@ -315,7 +312,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
     said = notices(again)
     assert any("step-00000014 is damaged" in t and "using the one before it" in t for t in said)
     assert any(t.startswith("resumed at round 7") for t in said)
-    assert same(saved(again), saved(whole))
+    assert same_tensors(saved(again), saved(whole))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path: Path) -> None:

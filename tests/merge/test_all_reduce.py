@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
-from support.replicas import Mlp, mlp, near, rows, same, train_alone, train_together
+from support.compare import assert_tensors_close, same_tensors
+from support.replicas import Mlp, mlp, rows, train_alone, train_together
 
 # samples of every rank in three steps
 SHARES = [
@@ -35,8 +36,10 @@ def test_n_ranks_equal_one_rank_on_the_union_batch_and_each_other_bit_for_bit(
         [shares(step, s) for s, step in enumerate(case)], bucket_bytes=bucket_bytes
     )
     for other in together[1:]:
-        assert same(together[0], other)
-    near(together[0], train_alone([rows(sum(step), seed=s) for s, step in enumerate(case)]))
+        assert same_tensors(together[0], other)
+    assert_tensors_close(
+        together[0], train_alone([rows(sum(step), seed=s) for s, step in enumerate(case)])
+    )
 
 
 def test_accumulation_on_every_rank_equals_one_batch_though_the_windows_differ() -> None:
@@ -48,8 +51,8 @@ def test_accumulation_on_every_rank_equals_one_batch_though_the_windows_differ()
             [list(a.split(4)), [*b.split(2), b[:0]]]
         )  # 3 and 3 or 4 micro-batches, the last of rank 1 empty
     together, _ = train_together(steps)
-    assert same(*together)
-    near(together[0], train_alone(batches))
+    assert same_tensors(*together)
+    assert_tensors_close(together[0], train_alone(batches))
 
 
 def test_one_window_is_one_exchange_however_many_micro_batches_it_has() -> None:
@@ -69,14 +72,14 @@ def test_moving_samples_between_ranks_changes_nothing() -> None:
     shuffled = batch[torch.randperm(12, generator=torch.Generator().manual_seed(1))]
     a, _ = train_together([[[batch[:4]], [batch[4:8]], [batch[8:]]]])
     b, _ = train_together([[[shuffled[:1]], [shuffled[1:10]], [shuffled[10:]]]])
-    near(a[0], b[0])
+    assert_tensors_close(a[0], b[0])
 
 
 @pytest.mark.parametrize("clip", [0.02, 0.5, 1e6])
 def test_clipping_after_the_reduction_is_clipping_the_union_batch(clip: float) -> None:
     case = [(3, 1, 0), (4, 4, 4), (0, 2, 5)]
     together, _ = train_together([shares(step, s) for s, step in enumerate(case)], clip=clip)
-    assert same(*together[:2]) and same(*together[1:])
+    assert same_tensors(*together[:2]) and same_tensors(*together[1:])
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for s, step in enumerate(case):
@@ -85,7 +88,9 @@ def test_clipping_after_the_reduction_is_clipping_the_union_batch(clip: float) -
         (model(batch) - batch.sum(1).sin()).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    near(together[0], {k: v.detach() for k, v in model.state_dict().items()}, rtol=1e-11)
+    assert_tensors_close(
+        together[0], {k: v.detach() for k, v in model.state_dict().items()}, rtol=1e-11
+    )
 
 
 def test_token_counts_of_all_ranks_are_summed_before_the_one_division() -> None:
@@ -97,7 +102,7 @@ def test_token_counts_of_all_ranks_are_summed_before_the_one_division() -> None:
         )  # as if every row were seven tokens
 
     together, _ = train_together([[[batch[:1], batch[1:3]], [batch[3:]]]], loss=counted)
-    near(together[0], train_alone([batch]))
+    assert_tensors_close(together[0], train_alone([batch]))
 
 
 class Routed(nn.Module):
@@ -126,8 +131,8 @@ def test_a_parameter_used_on_one_rank_only_moves_on_all_of_them_alike(bucket_byt
     together, _ = train_together(
         [[[positive], [rest]], [[rest], [positive]]], make=Routed, bucket_bytes=bucket_bytes
     )
-    assert same(*together)
-    near(together[0], train_alone([batch, batch], make=Routed))
+    assert same_tensors(*together)
+    assert_tensors_close(together[0], train_alone([batch, batch], make=Routed))
     for name in before:
         assert torch.equal(before[name], together[0][name]) == name.startswith("c."), name
 
@@ -157,8 +162,8 @@ def test_tied_and_frozen_parameters_merge_like_any_other() -> None:
             return self.frozen(self.two(self.one(x).tanh()).tanh()).sum(1)
 
     together, _ = train_together([shares((3, 5), 0), shares((6, 0), 1)], make=Tied)
-    assert same(*together)
-    near(together[0], train_alone([rows(8), rows(6, seed=1)], make=Tied))
+    assert same_tensors(*together)
+    assert_tensors_close(together[0], train_alone([rows(8), rows(6, seed=1)], make=Tied))
 
 
 def test_float32_and_bfloat16_parameters_merge_within_their_precision() -> None:
@@ -174,7 +179,7 @@ def test_float32_and_bfloat16_parameters_merge_within_their_precision() -> None:
     together, _ = train_together(
         [shares((4, 2, 2), 0), shares((1, 6, 0), 1)], make=Mixed, bucket_bytes=1
     )
-    assert same(*together[:2]) and same(*together[1:])
+    assert same_tensors(*together[:2]) and same_tensors(*together[1:])
     alone = train_alone([rows(8), rows(7, seed=1)], make=Mixed)
     for k, v in alone.items():
         torch.testing.assert_close(together[0][k], v, rtol=2e-2, atol=2e-3)
@@ -186,9 +191,9 @@ def test_a_step_without_any_sample_on_any_rank_changes_nothing(counts: tuple[int
         return torch.optim.SGD(p, lr=0.1)  # type: ignore[arg-type]
 
     together, _ = train_together([shares(counts, 0)], optimizer=plain_sgd, nominal=4)
-    assert same(*together)
+    assert same_tensors(*together)
     before = {k: v for k, v in mlp().state_dict().items()}
-    assert same(before, together[0]) == (sum(counts) == 0)
+    assert same_tensors(before, together[0]) == (sum(counts) == 0)
 
 
 def test_a_rank_that_makes_another_step_is_an_error_with_names_and_not_a_hang() -> None:

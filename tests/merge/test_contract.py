@@ -17,6 +17,7 @@ from manyhands.merge import STRATEGIES
 from manyhands.merge.admm import ADMM
 from manyhands.merge.easgd import EASGD
 from manyhands.plan.words import parse
+from support.compare import same_outcome
 from support.quadratic import BATCH, Make, Outcome, Point, Problem, Rank, momentum, run, sgd
 
 
@@ -101,20 +102,6 @@ def problem_of(name: str, size: int, noise: float = 0.0) -> Problem:
     return Problem(size, CASES[name].spread, CASES[name].mixed, noise)
 
 
-def same(a: Outcome, b: Outcome) -> bool:
-    """EXACT: parameters, what they stand for, the rule's state, the optimizer's, and what servers hold."""
-    tensors = [
-        (a.state, b.state),
-        (a.saved["params"], b.saved["params"]),
-        (a.saved["optimizer"][0], b.saved["optimizer"][0]),
-    ]
-    tensors += [(a.tables[k], b.tables[k]) for k in a.tables]
-    alike = all(
-        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in tensors
-    )
-    return alike and torch.equal(a.x, b.x) and torch.equal(a.consensus, b.consensus)
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
@@ -141,7 +128,7 @@ def test_it_repeats_bit_for_bit(name: str) -> None:
         run(rule_of(name), problem_of(name, 3, noise=0.1), 4, make=momentum) for _ in range(2)
     )
     for a, b in zip(first, second, strict=True):
-        assert same(a, b) and all(map(torch.equal, a.losses, b.losses))
+        assert same_outcome(a, b) and all(map(torch.equal, a.losses, b.losses))
 
 
 @every_rule
@@ -154,7 +141,7 @@ def test_what_is_saved_of_it_is_all_that_it_needs_to_go_on(name: str, optimizer:
         run(rule_of(name), problem, 3, make=make, resumed=half),
         run(rule_of(name), problem, 6, make=make, meet_every=3),
     )
-    assert all(same(a, b) for a, b in zip(resumed, unbroken, strict=True))
+    assert all(same_outcome(a, b) for a, b in zip(resumed, unbroken, strict=True))
 
 
 @every_rule
@@ -246,7 +233,7 @@ def test_asking_what_the_replicas_stand_for_changes_nothing(name: str) -> None:
         rule.consensus(me.replica, link, state)
 
     asked, left_alone = (run(rule, problem, 3, make=momentum, after_round=f) for f in (ask, None))
-    assert all(same(a, b) for a, b in zip(asked, left_alone, strict=True))
+    assert all(same_outcome(a, b) for a, b in zip(asked, left_alone, strict=True))
 
 
 @every_rule

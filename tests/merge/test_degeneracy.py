@@ -19,6 +19,7 @@ from manyhands.merge.easgd import EASGD
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.model_average import ModelAverage
 from manyhands.merge.streaming_diloco import StreamingDiLoCo
+from support.compare import all_ranks_agree, assert_outcomes_close
 from support.quadratic import Counts, Outcome, Problem, Rank, full, momentum, run, sgd
 
 NOISY = Problem(4, mixed=1.0, noise=0.3)
@@ -30,16 +31,6 @@ def uneven(rank: int, step: int) -> int:
     return (7 * rank + 3 * step) % 5
 
 
-def near(a: list[Outcome], b: list[Outcome]) -> None:
-    """ORDER: the same numbers up to the order of summation, on every rank."""
-    for mine, theirs in zip(a, b, strict=True):
-        torch.testing.assert_close(mine.consensus, theirs.consensus, rtol=1e-12, atol=1e-12)
-
-
-def agree(outcomes: list[Outcome]) -> bool:
-    return all(torch.equal(o.x, outcomes[0].x) for o in outcomes)
-
-
 # -- the table --
 
 
@@ -48,13 +39,15 @@ def agree(outcomes: list[Outcome]) -> bool:
     "rule", [LocalSGD(period=1), ModelAverage(period=1), LocalSGD(period=9, post=100)], ids=str
 )
 def test_a_merge_after_every_step_is_synchronous_sgd(rule: Any, counts: Counts) -> None:
-    near(run(rule, NOISY, 12, counts=counts), run(AllReduce(), NOISY, 12, counts=counts))
+    assert_outcomes_close(
+        run(rule, NOISY, 12, counts=counts), run(AllReduce(), NOISY, 12, counts=counts)
+    )
 
 
 def test_a_merge_after_every_step_is_synchronous_sgd_under_momentum_too_as_both_are_linear() -> (
     None
 ):
-    near(
+    assert_outcomes_close(
         run(LocalSGD(period=1), NOISY, 12, make=momentum),
         run(AllReduce(), NOISY, 12, make=momentum),
     )
@@ -74,7 +67,7 @@ PAIRS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=str)
 @pytest.mark.parametrize("counts", [full, uneven], ids=["full", "uneven"])
 def test_in_their_limits_rules_are_each_other(left: Any, right: Any, counts: Counts) -> None:
-    near(
+    assert_outcomes_close(
         run(left, NOISY, 5, make=momentum, counts=counts),
         run(right, NOISY, 5, make=momentum, counts=counts),
     )
@@ -82,7 +75,7 @@ def test_in_their_limits_rules_are_each_other(left: Any, right: Any, counts: Cou
 
 def test_streaming_in_one_piece_is_diloco() -> None:
     whole = run(DILOCO, NOISY, 5, make=momentum)
-    near(
+    assert_outcomes_close(
         run(
             StreamingDiLoCo(period=6, fragments=1, tau=0, alpha=0.0, lr=0.7, momentum=0.4),
             NOISY,
@@ -149,14 +142,14 @@ def test_with_common_curvature_and_full_gradients_the_mean_of_local_sgd_is_sync_
     problem = Problem(3)
     for period in (2, 5, 7):
         rounds = 3
-        near(
+        assert_outcomes_close(
             run(LocalSGD(period=period), problem, rounds),
             run(AllReduce(), problem, rounds * period),
         )
 
 
 def test_bmuf_takes_its_momentum_from_the_number_of_ranks() -> None:
-    near(run(BMUF(period=3), NOISY, 4), run(BMUF(period=3, eta=0.75), NOISY, 4))
+    assert_outcomes_close(run(BMUF(period=3), NOISY, 4), run(BMUF(period=3, eta=0.75), NOISY, 4))
 
 
 def test_admm_on_ranks_with_the_same_data_has_no_multiplier() -> None:
@@ -179,7 +172,7 @@ def test_admm_on_ranks_with_the_same_data_has_no_multiplier() -> None:
 )
 def test_between_blocks_all_replicas_are_the_model(rule: Any) -> None:
     outcomes = run(rule, NOISY, 4, make=momentum, counts=uneven)
-    assert agree(outcomes) and all(torch.equal(o.x, o.consensus) for o in outcomes)
+    assert all_ranks_agree(outcomes) and all(torch.equal(o.x, o.consensus) for o in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ def test_elastic_and_streaming_replicas_differ_but_stand_for_one_model_and_one_s
     rule: Any,
 ) -> None:
     outcomes = run(rule, NOISY, 4, make=momentum, counts=uneven)
-    assert not agree(outcomes)
+    assert not all_ranks_agree(outcomes)
     for k in outcomes[0].state:
         if k != "samples":  # how many of them each rank had
             assert all(torch.equal(o.state[k], outcomes[0].state[k]) for o in outcomes), k
@@ -265,7 +258,7 @@ def test_a_streamed_fragment_is_what_it_was_when_it_left_and_lands_tau_steps_lat
         StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.0, lr=1.0, momentum=0.0), problem, 1
     )
     three = run(ModelAverage(period=3), problem, 1)
-    near(ours, three)
+    assert_outcomes_close(ours, three)
     mixed = run(
         StreamingDiLoCo(period=5, fragments=1, tau=2, alpha=0.25, lr=1.0, momentum=0.0), problem, 1
     )

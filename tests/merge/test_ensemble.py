@@ -26,6 +26,7 @@ from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
+from support.compare import assert_close
 
 CPU = torch.device("cpu")
 BATCH = 20
@@ -102,10 +103,6 @@ def next_batch(w: Worker) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def near(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 # -- the opinion --
 
 
@@ -113,7 +110,7 @@ def test_the_opinion_is_the_mean_of_the_teachers_class_probabilities() -> None:
     w, teachers = worker(), others(3)
     x, _ = blobs(50, seed=5)
     expected = torch.stack([net(seed)(x).softmax(1) for seed in (1, 2, 3)]).mean(0)
-    near(w.taught.opinion(teachers, [x]), expected.detach())
+    assert_close(w.taught.opinion(teachers, [x]), expected.detach())
 
 
 def test_the_loss_of_the_mean_opinion_is_at_most_the_mean_of_the_losses() -> None:
@@ -163,16 +160,16 @@ def test_the_loss_is_that_of_the_labels_and_for_a_share_also_the_distance_from_t
     soft = (o * (o.log() - log_f)).sum(1)
     each = torch.cat([weight * hard[:taught] + (1 - weight) * soft[:taught], hard[taught:]])
     each.mean().backward()
-    near(loss, each.mean().detach())
+    assert_close(loss, each.mean().detach())
     for piece, p in zip(w.flat.views, twin.parameters(), strict=True):
         assert p.grad is not None and piece.parameter.grad is not None
-        near(piece.parameter.grad, p.grad)
+        assert_close(piece.parameter.grad, p.grad)
 
 
 def test_with_labels_alone_distilling_is_an_ordinary_step() -> None:
     taught, plain = worker(), worker()
-    near(taught.replica.distil(others(2), 1.0, 0.7), plain.replica.backward())
-    near(grads(taught), grads(plain))
+    assert_close(taught.replica.distil(others(2), 1.0, 0.7), plain.replica.backward())
+    assert_close(grads(taught), grads(plain))
     assert torch.equal(taught.walk.next().values[0], plain.walk.next().values[0]), (
         "and took the same batch"
     )

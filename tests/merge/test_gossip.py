@@ -19,6 +19,7 @@ from manyhands.merge.building_blocks import gossip, topology
 from manyhands.merge.building_blocks.topology import Turn
 from manyhands.merge.d_psgd import DPSGD
 from manyhands.merge.sgp import SGP
+from support.compare import assert_close
 from support.quadratic import Outcome, Problem, Rank, run, sgd
 
 LR = sgd([torch.zeros(1, requires_grad=True)]).defaults["lr"]
@@ -71,17 +72,13 @@ def mean(points: list[Tensor]) -> Tensor:
     return torch.stack(points).mean(0)
 
 
-def near(a: Tensor, b: Tensor, rtol: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
-
-
 @pytest.mark.parametrize("rule", GOSSIP, ids=str)
 @pytest.mark.parametrize("size", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_mixing_alone_brings_all_ranks_to_the_mean_they_began_with(rule: Any, size: int) -> None:
     seen = mixed_only(rule, size, 120)
     start = mean([rank[0][0] for rank in seen])
     for rank in seen:
-        near(rank[-1][0], start, 1e-6)
+        assert_close(rank[-1][0], start, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,7 @@ def test_one_peer_agrees_exactly_after_log_n_rounds_of_a_power_of_two(size: int)
         start = mean([rank[0][0] for rank in seen])
         assert not torch.allclose(seen[0][rounds - 1][0], start, rtol=1e-3)
         for rank in seen:
-            near(rank[-1][0], start, 1e-14)
+            assert_close(rank[-1][0], start, 1e-14)
 
 
 def test_the_mean_of_all_replicas_moves_by_the_mean_of_their_gradients() -> None:
@@ -116,7 +113,7 @@ def test_the_mean_of_all_replicas_moves_by_the_mean_of_their_gradients() -> None
     for rule in (DPSGD(), DPSGD(order="atc"), DPSGD("one_peer"), ADPSGD(), SGP()):
         before, after = (run(rule, problem, rounds) for rounds in (3, 4))
         gradient = mean([problem.A[r] @ before[r].x - problem.b[r] for r in range(size)])
-        near(mean([o.x for o in after]), mean([o.x for o in before]) - LR * gradient)
+        assert_close(mean([o.x for o in after]), mean([o.x for o in before]) - LR * gradient)
 
 
 def test_combine_then_adapt_takes_the_gradient_where_it_has_not_mixed_yet() -> None:
@@ -125,7 +122,7 @@ def test_combine_then_adapt_takes_the_gradient_where_it_has_not_mixed_yet() -> N
     before, after = run(DPSGD(), problem, 2), run(DPSGD(), problem, 3)
     x = torch.stack([o.x for o in before])
     for r in range(4):
-        near(after[r].x, w[r] @ x - LR * (problem.A[r] @ x[r] - problem.b[r]))
+        assert_close(after[r].x, w[r] @ x - LR * (problem.A[r] @ x[r] - problem.b[r]))
 
 
 def test_adapt_then_combine_mixes_what_has_stepped() -> None:
@@ -137,7 +134,7 @@ def test_adapt_then_combine_mixes_what_has_stepped() -> None:
         [o.x - LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)]
     )
     for r in range(4):
-        near(after[r].x, w[r] @ stepped)
+        assert_close(after[r].x, w[r] @ stepped)
 
 
 def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine_then_adapt_is_not() -> (
@@ -146,7 +143,7 @@ def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine
     problem = Problem(4, mixed=0.5)
     together = run(AllReduce(), problem, 10)[0].x
     for o in run(DPSGD("complete", order="atc"), problem, 10):
-        near(o.x, together)
+        assert_close(o.x, together)
     assert all((o.x - together).norm() > 1e-3 for o in run(DPSGD("complete"), problem, 10))
 
 
@@ -158,8 +155,8 @@ def test_pushing_over_doubly_stochastic_parts_is_adapt_then_combine_with_weights
             run(DPSGD(graph, order="atc"), problem, 10, make=momentum),
         )
         for a, b in zip(pushed, mixed, strict=True):
-            near(a.x, b.x)
-            near(a.state["v"], torch.ones((), dtype=torch.float64))
+            assert_close(a.x, b.x)
+            assert_close(a.state["v"], torch.ones((), dtype=torch.float64))
 
 
 UNEVEN = "0>1,1>2,2>3,3>0,0>2,0>3"
@@ -172,11 +169,11 @@ def test_pushing_over_an_uneven_graph_conserves_both_sums() -> None:
         assert float(sum(state["v"] for _, state in now)) == pytest.approx(4, abs=1e-12)
         sums.append(sum(state["v"] * z for z, state in now))
     for total in sums:
-        near(total, sums[0])
+        assert_close(total, sums[0])
     weights = [float(rank[-1][1]["v"]) for rank in seen]
     assert max(weights) > 1.2 > 0.9 > min(weights), "or nothing was uneven"
     for rank in seen:
-        near(rank[-1][0], sums[0] / 4, 1e-9)
+        assert_close(rank[-1][0], sums[0] / 4, 1e-9)
 
 
 def test_pushing_over_an_uneven_graph_steps_where_x_is() -> None:
@@ -190,8 +187,8 @@ def test_pushing_over_an_uneven_graph_steps_where_x_is() -> None:
     steps = torch.stack(
         [LR * (problem.A[r] @ o.x - problem.b[r]) for r, o in enumerate(before)]
     ).sum(0)
-    near(total(after), total(before) - steps)
-    near(after[0].consensus, total(after) / 4)
+    assert_close(total(after), total(before) - steps)
+    assert_close(after[0].consensus, total(after) / 4)
     assert max(abs(float(o.state["v"]) - 1) for o in after) > 0.1
 
 
@@ -212,7 +209,7 @@ def test_a_pair_conserves_its_sum_and_ends_with_the_same_bits() -> None:
     for t in range(6):
         for r, p in enumerate(partners(3, t, 5)):
             before, after = (seen[r][t][0] + seen[p][t][0], seen[r][t + 1][0] + seen[p][t + 1][0])
-            near(after, before, 1e-15)
+            assert_close(after, before, 1e-15)
             if p != r:
                 assert torch.equal(seen[r][t + 1][0], seen[p][t + 1][0])
             else:
@@ -301,7 +298,7 @@ def test_a_period_takes_more_steps_for_one_exchange() -> None:
     for rule in (DPSGD(period=3), DPSGD(period=3, order="atc"), ADPSGD(period=3), SGP(period=3)):
         out = run(rule, problem, 100)
         assert {o.steps for o in out} == {300}
-        near(out[0].consensus, problem.optimum(), 1e-4)
+        assert_close(out[0].consensus, problem.optimum(), 1e-4)
         early = run(rule, problem, 10, total=4)
         assert {o.steps for o in early} == {4}, "a block ends where the run does"
 
@@ -321,7 +318,7 @@ def test_what_the_optimizer_remembers_is_kept_averaged_or_forgotten_as_asked(rul
     problem = Problem(2, mixed=0.5)
     before = run(rule(moments="reset"), problem, 5, make=momentum)
     for r in range(2):  # all it remembers is the last gradient
-        near(reset[r], problem.A[r] @ before[r].x - problem.b[r])
+        assert_close(reset[r], problem.A[r] @ before[r].x - problem.b[r])
 
 
 @pytest.mark.parametrize("make", [adam, pytest.param(momentum, marks=pytest.mark.slow)])

@@ -23,6 +23,7 @@ from manyhands.merge.stale_sync import StaleSync
 from manyhands.server.clock import Clock
 from manyhands.server.inproc_store import InprocStore
 from manyhands.server.shard import Shard
+from support.compare import assert_outcomes_close, same_outcomes
 from support.quadratic import (
     BATCH,
     Counts,
@@ -64,19 +65,6 @@ def jitter(rank: int, step: int) -> float:
     return (1 + (5 * rank + 3 * step) % 7) * (4 if rank == 1 else 1)
 
 
-def near(a: list[Outcome], b: list[Outcome]) -> None:
-    for mine, theirs in zip(a, b, strict=True):
-        torch.testing.assert_close(mine.consensus, theirs.consensus, rtol=1e-12, atol=1e-12)
-
-
-def same(a: list[Outcome], b: list[Outcome]) -> bool:
-    """EXACT, on every rank."""
-    return all(
-        torch.equal(x.consensus, y.consensus) and torch.equal(x.x, y.x)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
 def alone(problem: Problem, make: Make, steps: int) -> Tensor:
     plain = Rank(problem, 0, make)
     for _ in range(steps):
@@ -99,7 +87,9 @@ def test_without_staleness_and_with_all_ranks_it_is_synchronous_sgd(
     rule: Any, counts: Counts, make: str
 ) -> None:
     synchronous = run(AllReduce(), NOISY, 12, make=MAKES[make], counts=counts)
-    near(run(rule, NOISY, 12, make=MAKES[make], counts=counts, pace=jitter), synchronous)
+    assert_outcomes_close(
+        run(rule, NOISY, 12, make=MAKES[make], counts=counts, pace=jitter), synchronous
+    )
 
 
 @pytest.mark.parametrize("make", ["sgd", "momentum", "nesterov"])
@@ -159,14 +149,17 @@ def test_compensation_of_no_strength_is_downpour_to_the_bit(pace: Any) -> None:
         run(rule, NOISY, 8, make=gentle, pace=pace)
         for rule in (Downpour(), DCASGD(strength=0.0), DCASGD(strength=0.1))
     )
-    assert same(none, plain) and not same(some, plain)
+    assert same_outcomes(none, plain) and not same_outcomes(some, plain)
 
 
 def test_staleness_of_at_most_one_leaves_the_rate_as_it_is_to_the_bit() -> None:
     """Of two ranks that are equally fast each is one update late; of three, two."""
     for size, alike in ((2, True), (3, False)):
         problem = Problem(size, noise=0.3)
-        assert same(run(Downpour(adapt=True), problem, 8), run(Downpour(), problem, 8)) == alike
+        assert (
+            same_outcomes(run(Downpour(adapt=True), problem, 8), run(Downpour(), problem, 8))
+            == alike
+        )
 
 
 def test_local_steps_between_fetch_and_push_are_those_of_serial_sgd() -> None:
@@ -182,20 +175,22 @@ def test_updates_of_stale_ranks_carry_their_share_so_that_one_clock_is_one_synch
 ):
     """From a common start all pull the same: after one clock the sum of their updates is the mean gradient's step."""
     for staleness in (1, 3, INF):
-        near(run(StaleSync(staleness), NOISY, 1), run(AllReduce(), NOISY, 1))
+        assert_outcomes_close(run(StaleSync(staleness), NOISY, 1), run(AllReduce(), NOISY, 1))
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=str)
 def test_the_number_of_servers_changes_no_bit(rule: Any) -> None:
     one = run(rule, NOISY, 5, make=momentum, pace=jitter)
     for servers in (2, 3):
-        assert same(one, run(rule, NOISY, 5, make=momentum, pace=jitter, servers=servers)), servers
+        assert same_outcomes(
+            one, run(rule, NOISY, 5, make=momentum, pace=jitter, servers=servers)
+        ), servers
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=str)
 def test_under_delays_it_runs_the_same_way_every_time(rule: Any) -> None:
     first, second = (run(rule, NOISY, 5, make=momentum, pace=jitter) for _ in range(2))
-    assert same(first, second)
+    assert same_outcomes(first, second)
     assert [o.link.world.now for o in first] == [o.link.world.now for o in second]
 
 
@@ -242,7 +237,7 @@ def test_the_divisor_is_the_quorum_and_a_late_gradient_never_counts() -> None:
     problem, other = Problem(3, noise=0.3), Problem(3, noise=0.3)
     other.b[2].mul_(-7)
     outcomes, _ = with_backup(problem)
-    assert same(outcomes[:2], with_backup(other)[0][:2]) and not torch.equal(
+    assert same_outcomes(outcomes[:2], with_backup(other)[0][:2]) and not torch.equal(
         outcomes[2].losses[0], with_backup(other)[0][2].losses[0]
     )
     ranks, x = [Rank(problem, r) for r in range(2)], Rank(problem, 0).point()

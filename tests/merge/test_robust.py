@@ -16,6 +16,7 @@ from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.building_blocks import aggregate
 from manyhands.merge.robust import How, Robust
+from support.compare import assert_close
 from support.quadratic import Problem, Rank
 
 HOWS = get_args(How)
@@ -57,10 +58,6 @@ def merged(how: Any, given: Sequence[Tensors], f: int = 1, **options: Any) -> Te
     return flat(Robust(how, f, **options).merge(aggregate.sanitise(given, f), centre))
 
 
-def near(a: Tensor, b: Tensor, rtol: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
-
-
 def matrix(given: Sequence[Tensors]) -> Tensor:
     return torch.stack([flat(row) for row in given])
 
@@ -79,12 +76,12 @@ def test_the_network_sorts_like_sort(n: int) -> None:
 @pytest.mark.parametrize("n", [3, 4, 5, 8])
 def test_the_median_is_the_middle_one_or_the_mean_of_two(n: int) -> None:
     given = rows(n)
-    near(merged("median", given), matrix(given).quantile(0.5, 0))
+    assert_close(merged("median", given), matrix(given).quantile(0.5, 0))
 
 
 def test_the_trimmed_mean_leaves_out_the_outermost_of_every_coordinate() -> None:
     given = rows(7)
-    near(merged("trimmed_mean", given, 2), matrix(given).sort(0).values[2:5].mean(0))
+    assert_close(merged("trimmed_mean", given, 2), matrix(given).sort(0).values[2:5].mean(0))
 
 
 @pytest.mark.parametrize(("n", "f"), [(5, 1), (7, 2), (9, 1)])
@@ -97,7 +94,7 @@ def test_krum_picks_by_the_nearest_others_and_multi_krum_averages_the_best(n: in
         scores.append(sum(others[: n - f - 2]))
     order = sorted(range(n), key=scores.__getitem__)
     assert torch.equal(merged("krum", given, f), x[order[0]])
-    near(merged("multi_krum", given, f), x[order[: n - f]].mean(0))
+    assert_close(merged("multi_krum", given, f), x[order[: n - f]].mean(0))
 
 
 def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
@@ -114,7 +111,7 @@ def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
 
 def test_the_geometric_median_of_points_on_a_line_is_their_median() -> None:
     given = [{"a": torch.tensor([float(x)], dtype=torch.float64)} for x in (0, 1, 2, 50, 1000)]
-    near(merged("geometric_median", given), torch.tensor([2.0], dtype=torch.float64), 1e-3)
+    assert_close(merged("geometric_median", given), torch.tensor([2.0], dtype=torch.float64), 1e-3)
 
 
 def test_clipping_moves_each_vote_no_further_than_the_radius() -> None:
@@ -122,7 +119,7 @@ def test_clipping_moves_each_vote_no_further_than_the_radius() -> None:
     given[2] = {k: 1e6 * v for k, v in given[2].items()}
     x, r = matrix(given), 2.5
     expected = (x * (r / x.norm(dim=1)).clamp(max=1)[:, None]).mean(0)
-    near(merged("clipping", given, radius=r), expected)
+    assert_close(merged("clipping", given, radius=r), expected)
     assert merged("clipping", given, radius=r).norm() <= r
     assert merged("clipping", given).norm() <= x.norm(dim=1).sort().values[3] * (1 + 1e-12), (
         "no further than the honest ones stand"
@@ -135,7 +132,7 @@ def test_clipping_starts_from_where_it_ended() -> None:
     x, v = matrix(given), torch.zeros(47, dtype=torch.float64)
     for _ in range(3):
         v = v + ((x - v) * (0.5 / (x - v).norm(dim=1)).clamp(max=1)[:, None]).mean(0)
-        near(flat(rule.merge(given, state)), v)
+        assert_close(flat(rule.merge(given, state)), v)
 
 
 def test_chunks_make_no_difference() -> None:
@@ -144,8 +141,8 @@ def test_chunks_make_no_difference() -> None:
         for i in range(5)
     ]
     x = matrix(long)
-    near(merged("median", long), x.median(0).values)
-    near(merged("trimmed_mean", long), x.sort(0).values[1:-1].mean(0))
+    assert_close(merged("median", long), x.median(0).values)
+    assert_close(merged("trimmed_mean", long), x.sort(0).values[1:-1].mean(0))
     assert any(torch.equal(merged("krum", long), row) for row in x)
 
 
@@ -155,7 +152,7 @@ def test_chunks_make_no_difference() -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_the_order_of_ranks_makes_no_difference(how: Any) -> None:
     given = rows(7)
-    near(merged(how, given), merged(how, [given[i] for i in (3, 6, 0, 5, 1, 4, 2)]))
+    assert_close(merged(how, given), merged(how, [given[i] for i in (3, 6, 0, 5, 1, 4, 2)]))
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -163,22 +160,22 @@ def test_scaling_all_votes_scales_the_outcome(how: Any) -> None:
     given = rows(7)
     options, larger = ({"radius": 3.0}, {"radius": 24.0}) if how == "clipping" else ({}, {})
     scaled = [{k: 8 * v for k, v in row.items()} for row in given]
-    near(merged(how, scaled, **larger), 8 * merged(how, given, **options))
-    near(merged(how, scaled), 8 * merged(how, given))
+    assert_close(merged(how, scaled, **larger), 8 * merged(how, given, **options))
+    assert_close(merged(how, scaled), 8 * merged(how, given))
 
 
 @pytest.mark.parametrize("how", [h for h in HOWS if h != "clipping"])
 def test_moving_all_votes_moves_the_outcome(how: Any) -> None:
     given, away = rows(7), rows(1, seed=9)[0]
     moved = [{k: v + away[k] for k, v in row.items()} for row in given]
-    near(merged(how, moved), merged(how, given) + flat(away), 1e-9)
+    assert_close(merged(how, moved), merged(how, given) + flat(away), 1e-9)
 
 
 def test_moving_all_votes_and_the_centre_moves_what_is_clipped() -> None:
     given, away = rows(7), rows(1, seed=9)[0]
     moved = [{k: v + away[k] for k, v in row.items()} for row in given]
     zero = {k: torch.zeros_like(v) for k, v in away.items()}
-    near(
+    assert_close(
         flat(aggregate.clip_centred(moved, away, 1, 3.0)),
         flat(aggregate.clip_centred(given, zero, 1, 3.0)) + flat(away),
     )
@@ -200,7 +197,7 @@ def test_where_the_honest_agree_lies_change_nothing(lie: str, dtype: torch.dtype
     for how in ("median", "krum"):
         assert torch.equal(merged(how, given, 2), flat(u))
     for how in ("trimmed_mean", "geometric_median", "multi_krum"):
-        near(merged(how, given, 2), flat(u), 1e-6 if dtype == torch.float32 else 1e-12)
+        assert_close(merged(how, given, 2), flat(u), 1e-6 if dtype == torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -237,11 +234,11 @@ def test_with_nothing_to_guard_against_it_is_synchronous_sgd(
     how: Any, options: dict[str, Any]
 ) -> None:
     problem = Problem(5, mixed=0.5)
-    near(merged(how, rows(5), **options), matrix(rows(5)).mean(0))
+    assert_close(merged(how, rows(5), **options), matrix(rows(5)).mean(0))
     for a, b in zip(
         trained(Robust(how, **options), problem, 20), trained(AllReduce(), problem, 20), strict=True
     ):
-        near(a, b)
+        assert_close(a, b)
 
 
 def test_alone_it_is_plain_sgd() -> None:
@@ -357,7 +354,7 @@ def test_momentum_is_each_ranks_own_sum_over_time() -> None:
         return me.point({"float64": state["momentum/float64"]}), expected
 
     for found, expected in World(5).run(main):
-        near(found, expected)
+        assert_close(found, expected)
 
 
 # -- refusals --

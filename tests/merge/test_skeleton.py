@@ -16,6 +16,7 @@ from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.skeleton import Skeleton
 from manyhands.plan.words import parse
+from support.compare import assert_tensors_close
 from support.skeleton_networks import (
     BATCH,
     Make,
@@ -35,15 +36,11 @@ def uneven(rank: int, step: int) -> int:
     return (0, 3, BATCH, 7, 0, 11)[(2 * rank + step) % 6]
 
 
-def near(a: list[Trained], b: list[Trained]) -> None:
-    """ORDER, parameters and what the optimizer remembers, on every rank."""
+def assert_trained_close(a: list[Trained], b: list[Trained]) -> None:
+    """Parameters and the optimizer's moments, on every rank."""
     for mine, theirs in zip(a, b, strict=True):
-        for left, right in ((mine.params, theirs.params), (mine.moments, theirs.moments)):
-            assert left.keys() == right.keys()
-            for k in left:
-                torch.testing.assert_close(
-                    left[k], right[k], rtol=1e-9, atol=1e-11, msg=lambda m, k=k: f"{k}: {m}"
-                )
+        assert_tensors_close(mine.params, theirs.params, rtol=1e-9, atol=1e-11)
+        assert_tensors_close(mine.moments, theirs.moments, rtol=1e-9, atol=1e-11)
 
 
 def agree(trained: list[Trained]) -> bool:
@@ -59,25 +56,25 @@ def test_where_all_units_are_in_the_skeleton_it_is_synchronous_sgd(make: Make, c
     ours, plain = (
         train(rule, 3, 6, make=make, uneven=counts) for rule in (Skeleton(core=1.0), AllReduce())
     )
-    near(ours, plain)
+    assert_trained_close(ours, plain)
     assert agree(ours)
 
 
 @pytest.mark.parametrize("counts", [None, uneven], ids=["full", "uneven"])
 @pytest.mark.parametrize("moments", ["average", "keep", "reset"])
 def test_with_longer_blocks_it_is_then_local_sgd(moments: Any, counts: Any) -> None:
-    near(
+    assert_trained_close(
         train(Skeleton(core=1.0, period=4, moments=moments), 3, 4, uneven=counts),
         train(LocalSGD(period=4, moments=moments), 3, 4, uneven=counts),
     )
 
 
 def test_where_explorers_are_all_of_the_rest_it_is_synchronous_sgd_too() -> None:
-    near(train(Skeleton(core=0.5, explore=1.0), 2, 5), train(AllReduce(), 2, 5))
+    assert_trained_close(train(Skeleton(core=0.5, explore=1.0), 2, 5), train(AllReduce(), 2, 5))
 
 
 def test_one_rank_to_which_all_is_dealt_is_the_plain_optimizer() -> None:
-    near(train(Skeleton(draw="disjoint"), 1, 5), train(AllReduce(), 1, 5))
+    assert_trained_close(train(Skeleton(draw="disjoint"), 1, 5), train(AllReduce(), 1, 5))
 
 
 # -- who trains what --

@@ -12,7 +12,8 @@ from manyhands.core import Group
 from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.parallel import sync_batchnorm
-from support.replicas import replica, same, weights
+from support.compare import same_tensors
+from support.replicas import replica, weights
 
 SHAPES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "1d": (nn.BatchNorm1d, (4,)), "1d with length": (nn.BatchNorm1d, (4, 3)), "2d": (nn.BatchNorm2d, (4, 3, 5)), "3d": (nn.BatchNorm3d, (4, 2, 3, 2)),
@@ -147,7 +148,7 @@ def test_replacing_keeps_names_parameters_and_buffers() -> None:
     assert (
         made is model
         and [id(p) for p in model.parameters()] == identities
-        and same(before, weights(model))
+        and same_tensors(before, weights(model))
     )
     assert len(sync_batchnorm.running_buffers(model)) == 4
     assert isinstance(model[2], sync_batchnorm.SyncBatchNorm) and isinstance(
@@ -202,6 +203,8 @@ def test_training_with_it_equals_one_process_while_buckets_travel(bucket_bytes: 
             AllReduce().round(ours, group, {})
 
     World(3).run(main)
-    assert same(weights(made[0]), weights(made[1])) and same(weights(made[0]), weights(made[2]))
+    assert same_tensors(weights(made[0]), weights(made[1])) and same_tensors(
+        weights(made[0]), weights(made[2])
+    )
     for name, value in weights(alone).items():
         torch.testing.assert_close(weights(made[0])[name], value, rtol=1e-10, atol=1e-10)

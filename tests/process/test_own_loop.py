@@ -18,6 +18,7 @@ import manyhands as mh
 from manyhands.api import _joined
 from manyhands.recover.checkpoint import Checkpoints
 from support.commands import CLI, command, run
+from support.compare import same_tensors
 
 N = 38
 G = torch.Generator().manual_seed(0)
@@ -58,10 +59,6 @@ def saved(directory: Path) -> dict[str, Tensor]:
     found = Checkpoints(directory / "checkpoints").latest()
     assert found is not None
     return found.params
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def own(
@@ -106,7 +103,7 @@ def own(
 def test_it_ends_with_the_bits_of_train(tmp_path: Path, words: str, data: Any) -> None:
     own(tmp_path / "own", words, data=data())
     mh.train(task, f"{words} epochs=2", directory=tmp_path / "trained", quiet=True)
-    assert same(saved(tmp_path / "own"), saved(tmp_path / "trained"))
+    assert same_tensors(saved(tmp_path / "own"), saved(tmp_path / "trained"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +115,7 @@ def test_a_loop_that_ended_in_mid_epoch_goes_on_from_there_exactly(
     own(tmp_path / "whole", words)
     own(tmp_path / "halves", words, stop_after=stop_after)
     own(tmp_path / "halves", words, resume=True)
-    assert same(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
+    assert same_tensors(saved(tmp_path / "whole"), saved(tmp_path / "halves"))
 
 
 def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_path: Path) -> None:
@@ -193,7 +190,7 @@ def test_on_two_ranks_with_an_uneven_last_batch_and_accumulation_it_ends_with_th
     totals = [int(line.split()[-1]) for line in job.out.splitlines() if "samples" in line]
     assert len(totals) == 2 and sum(totals) == 2 * N, "every sample once an epoch, over both ranks"
     mh.train(task, "data=2 accumulate=2 epochs=2", directory=tmp_path / "trained", quiet=True)
-    assert same(saved(tmp_path / "own"), saved(tmp_path / "trained"))
+    assert same_tensors(saved(tmp_path / "own"), saved(tmp_path / "trained"))
     assert "accumulate = 2" in (tmp_path / "own" / "plan.toml").read_text(), (
         "what the script says, where the command says nothing"
     )

@@ -19,18 +19,8 @@ from manyhands.core import Event, Group
 from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
 from manyhands.observe.bubble import bubble
 from manyhands.split.stages import SCHEDULES
-from support.pipelines import (
-    Dealt,
-    alone,
-    assert_same,
-    chain,
-    gradients,
-    in_zoo,
-    piped,
-    share,
-    step,
-    traced,
-)
+from support.compare import assert_gradients_close
+from support.pipelines import Dealt, alone, chain, gradients, in_zoo, piped, share, step, traced
 from support.processes import on_ranks
 
 WIDE = SLOTS * PIECE_BYTES // (8 * 4) + 101  # four rows of float64 are more than a mailbox holds
@@ -111,7 +101,7 @@ def test_processes_get_the_losses_and_gradients_of_one(link: str, name: str, sch
         got, some = mine[f"{name} {schedule}"]
         assert got == [(pytest.approx(total, rel=1e-12), count) for total, count in losses]
         merged |= {n: torch.from_numpy(g) for n, g in some.items()}
-    assert_same(merged, grads)
+    assert_gradients_close(merged, grads)
 
 
 # -- the bubble --

@@ -16,6 +16,7 @@ from manyhands.core import Goal, Snapshot
 from manyhands.observe.events import read
 from manyhands.observe.race.results import follow
 from manyhands.recover.checkpoint import Checkpoints
+from support.compare import same_tensors
 
 N = 24
 G = torch.Generator().manual_seed(0)
@@ -42,10 +43,6 @@ def saved(directory: Path) -> Snapshot:
     return found
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # -- checkpoints --
 
 
@@ -64,9 +61,9 @@ def test_what_adaptive_compensation_keeps_is_saved_by_parameter_and_goes_on(tmp_
     train(tmp_path / "halves", words, resume=True)
     whole, halves = saved(tmp_path / "whole"), saved(tmp_path / "halves")
     assert (
-        same(halves.state, whole.state)
-        and same(halves.params, whole.params)
-        and same(halves.optimizer, whole.optimizer)
+        same_tensors(halves.state, whole.state)
+        and same_tensors(halves.params, whole.params)
+        and same_tensors(halves.optimizer, whole.optimizer)
     )
     train(tmp_path / "halves", "data=1 servers=1 merge=downpour epochs=3", resume=True)
     assert not any(k.startswith("served/") for k in saved(tmp_path / "halves").state), (
@@ -96,7 +93,7 @@ def test_tables_whose_names_begin_alike_come_back_each_its_own(tmp_path: Path) -
     train(tmp_path / "halves", "epochs=1", **task)
     train(tmp_path / "halves", "epochs=2", resume=True, **task)
     whole, halves = saved(tmp_path / "whole"), saved(tmp_path / "halves")
-    assert same(halves.state, whole.state) and same(halves.params, whole.params)
+    assert same_tensors(halves.state, whole.state) and same_tensors(halves.params, whole.params)
 
 
 # -- pushes that are refused --

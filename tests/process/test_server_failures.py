@@ -23,7 +23,8 @@ from manyhands.server.local_store import LocalStore
 from manyhands.server.process import Server
 from manyhands.server.protocol import handshake
 from manyhands.server.slots import SlotMap
-from support.servers import TOKEN, USERS, assert_same, create, joined, play, process, servers
+from support.compare import assert_same_steps
+from support.servers import TOKEN, USERS, create, joined, play, process, servers
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_requests_whose_connection_broke_are_done_once(alone: list[Tensors], aft
             ) as server,
             joined(f"127.0.0.1:{number}", transport="tcp") as store,
         ):
-            assert_same(play(store), alone)
+            assert_same_steps(play(store), alone)
             assert store.stats()["client_reconnects"] == proxy.cut == 4
             assert server.refused.total() <= 4
             store.close()
@@ -123,7 +124,7 @@ def test_a_broken_connection_over_shared_memory_loses_nothing(alone: list[Tensor
             return requests
 
         store._post = cutting  # type: ignore[method-assign]
-        assert_same(play(store), alone)
+        assert_same_steps(play(store), alone)
         assert store.stats()["client_reconnects"] > 3
         store.close()
 
@@ -145,7 +146,7 @@ def test_a_key_list_that_the_server_forgot_is_sent_again(
 
     monkeypatch.setattr(request_loop.KeyLists, "know", forget)
     with servers(shards=2) as (server,), joined(server, transport="tcp") as store:
-        assert_same(play(store), alone)
+        assert_same_steps(play(store), alone)
         assert asked[0] > 6
         store.close()
 
@@ -286,7 +287,7 @@ def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
                 {"users": ids, "weights": None}, {"users": bad, "weights": torch.ones(5000)}
             ).wait()
         after = store.pull({"users": ids, "weights": None})
-        assert_same([before], [after])
+        assert_same_steps([before], [after])
         for rows, words in (
             ({"users": ids.int()}, "int64"),
             ({"users": ids.view(2, 5)}, "int64 of one axis"),

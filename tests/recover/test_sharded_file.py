@@ -30,6 +30,7 @@ from manyhands.recover.sharded_file import (
 )
 from manyhands.split.shard_slice import Region, ShardSlice, numel
 from manyhands.split.shard_spec import ShardSpec, bounds
+from support.compare import same_bits
 
 
 @dataclass
@@ -74,12 +75,6 @@ def cut(whole: Tensors, rank: int, size: int, way: str) -> list[Piece]:
             continue
         pieces.append(Piece(region, region.take(value)))
     return pieces
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        *(x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
-    )
 
 
 def shapes(whole: Tensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

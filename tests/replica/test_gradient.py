@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from manyhands.replica.module import ModuleReplica
-from support.replicas import mlp, replica, rows, same, sgd, weights
+from support.compare import same_tensors
+from support.replicas import mlp, replica, rows, sgd, weights
 
 
 def elsewhere(mine: ModuleReplica) -> None:
@@ -35,7 +36,7 @@ def both(steps: list[list[Tensor]], **options: Any) -> tuple[dict[str, Tensor], 
 @pytest.mark.parametrize("clip", [None, 0.05, 1e6])
 def test_of_a_full_batch_it_is_the_bits_of_the_own_step_clipped_or_not(clip: float | None) -> None:
     away, here = both([[rows(6, seed=s)] for s in range(5)], nominal=6, clip=clip)
-    assert same(away, here)
+    assert same_tensors(away, here)
 
 
 def test_of_micro_batches_and_of_a_part_of_the_samples_it_is_the_mean_too() -> None:
@@ -44,7 +45,7 @@ def test_of_micro_batches_and_of_a_part_of_the_samples_it_is_the_mean_too() -> N
         nominal=12,
         clip=0.3,
     )
-    assert same(away, here)
+    assert same_tensors(away, here)
 
 
 def test_of_a_full_batch_nothing_is_rounded() -> None:
@@ -69,7 +70,9 @@ def test_asked_twice_it_is_divided_and_clipped_once_and_the_next_batch_starts_an
         mine.backward()
         mine.gradient()
         handed.append({k: v.clone() for k, v in mine.gradient().items()})
-    assert same(*handed) and float(handed[0]["float64"].norm()) == pytest.approx(0.01, rel=1e-3)
+    assert same_tensors(*handed) and float(handed[0]["float64"].norm()) == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 def test_without_samples_it_is_nothing() -> None:
@@ -100,7 +103,7 @@ def test_the_schedule_goes_on_and_nothing_else_does() -> None:
             mine.backward()
             mine.stepped()
             assert mine.lr == pytest.approx(lr)
-    assert same(weights(model), before) and not mine.optimizer.state
+    assert same_tensors(weights(model), before) and not mine.optimizer.state
     mine.closing = True  # what comes only ends a block
     mine.stepped()
     assert mine.lr == pytest.approx(0.025)

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.replica.flat import FlatParameters
-from support.replicas import (
-    memory,
-    mlp,
-    near,
-    replica,
-    rows,
-    same,
-    sgd,
-    squared,
-    train_alone,
-    weights,
-)
+from support.compare import assert_tensors_close, same_tensors
+from support.replicas import memory, mlp, replica, rows, sgd, squared, train_alone, weights
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
@@ -69,7 +59,7 @@ def test_alone_it_is_a_plain_torch_loop_to_the_last_bit(name: str, dtype: torch.
     ours, theirs = mlp(dtype), mlp(dtype)
     losses = run(ours, [[b] for b in batches], optimizer=OPTIMIZERS[name])
     assert losses == plain(theirs, batches, OPTIMIZERS[name])
-    assert same(weights(ours), weights(theirs))
+    assert same_tensors(weights(ours), weights(theirs))
 
 
 def test_accumulated_micro_batches_are_one_batch_however_ragged() -> None:
@@ -83,7 +73,7 @@ def test_accumulated_micro_batches_are_one_batch_however_ragged() -> None:
     losses = run(ours, ragged, nominal=12)
     theirs = mlp()
     assert losses == pytest.approx(run(theirs, [[b] for b in whole]), rel=1e-12)
-    near(weights(ours), weights(theirs))
+    assert_tensors_close(weights(ours), weights(theirs))
 
 
 def test_token_counts_weigh_a_micro_batch_and_not_its_number_of_rows() -> None:
@@ -108,9 +98,9 @@ def test_token_counts_weigh_a_micro_batch_and_not_its_number_of_rows() -> None:
         wrong, [[padded[:1], padded[1:2], padded[2:]]], loss=lambda m, x: masked(m, x)[0], nominal=4
     )
     theirs = train_alone([tokens])
-    near(weights(ours), theirs)
+    assert_tensors_close(weights(ours), theirs)
     with pytest.raises(AssertionError):
-        near(weights(wrong), theirs, rtol=1e-3)
+        assert_tensors_close(weights(wrong), theirs, rtol=1e-3)
 
 
 def test_a_partial_window_is_applied_and_divided_by_what_it_has() -> None:
@@ -118,7 +108,7 @@ def test_a_partial_window_is_applied_and_divided_by_what_it_has() -> None:
     first, last = rows(12), rows(5, seed=1)
     run(ours, [list(first.split(4)), list(last.split(4))], nominal=12)
     run(theirs, [[first], [last]], nominal=12)
-    near(weights(ours), weights(theirs))
+    assert_tensors_close(weights(ours), weights(theirs))
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
@@ -127,7 +117,7 @@ def test_clipping_is_torchs_own_clip_of_the_whole_gradient(clip: float) -> None:
     ours, theirs = mlp(), mlp()
     run(ours, [list(b.split(3)) for b in batches], clip=clip)
     plain(theirs, batches, sgd, clip)
-    near(weights(ours), weights(theirs), rtol=1e-11)
+    assert_tensors_close(weights(ours), weights(theirs), rtol=1e-11)
 
 
 # -- parameters of all kinds --
@@ -193,7 +183,7 @@ def test_a_parameter_used_in_one_micro_batch_only_keeps_that_gradient() -> None:
         )
         models.append(weights(model))
     assert not named
-    near(models[0], models[1])
+    assert_tensors_close(models[0], models[1])
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -220,7 +210,7 @@ def test_tied_weights_are_one_parameter() -> None:
     loss(theirs, tokens).backward()
     optimizer.step()
     assert ours.head.weight is ours.embed.weight
-    near(weights(ours), weights(theirs), rtol=1e-6)
+    assert_tensors_close(weights(ours), weights(theirs), rtol=1e-6)
 
 
 def test_channels_last_weights_keep_their_layout_and_train_the_same() -> None:
@@ -237,7 +227,7 @@ def test_channels_last_weights_keep_their_layout_and_train_the_same() -> None:
     run(ours, [[x.to(memory_format=torch.channels_last)]], loss=images, nominal=2)
     run(theirs, [[x]], loss=images, nominal=2)
     assert [p.stride() for p in ours.parameters()] == strides
-    near(weights(ours), weights(theirs))
+    assert_tensors_close(weights(ours), weights(theirs))
 
 
 def test_parameters_of_several_dtypes_share_a_step_and_a_clip() -> None:
@@ -288,7 +278,7 @@ def test_parameter_groups_keep_their_own_settings() -> None:
     ours, theirs = mlp(), mlp()
     run(ours, [[b] for b in batches], optimizer=lambda p: groups(ours))
     plain(theirs, batches, lambda p: groups(theirs))
-    assert same(weights(ours), weights(theirs))
+    assert same_tensors(weights(ours), weights(theirs))
 
 
 def test_a_schedule_moves_once_a_step_whatever_the_micro_batches() -> None:
@@ -314,7 +304,7 @@ def test_parameters_are_aligned_views_of_one_vector_and_the_padding_stays_zero()
     model = mlp(torch.float32)
     before = weights(model)
     mine = replica(model, [[rows(4, dtype=torch.float32)]], nominal=4)
-    assert same(before, weights(model)), "laying out must not change a value"
+    assert same_tensors(before, weights(model)), "laying out must not change a value"
     (values,) = mine.params.values()
     inside = torch.zeros(len(values), dtype=torch.bool)
     for p in model.parameters():
@@ -355,7 +345,7 @@ def test_load_writes_through_to_the_module() -> None:
             p.mul_(2).add_(1)
     a, b = replica(ours, [], nominal=1), replica(theirs, [], nominal=1)
     a.load({k: v.clone() for k, v in b.params.items()})
-    assert same(weights(ours), weights(theirs))
+    assert same_tensors(weights(ours), weights(theirs))
 
 
 def test_a_copy_of_the_model_made_before_is_not_touched() -> None:
@@ -363,4 +353,4 @@ def test_a_copy_of_the_model_made_before_is_not_touched() -> None:
     twin = copy.deepcopy(model)
     before = weights(twin)
     run(model, [[rows(4)]])
-    assert same(before, weights(twin))
+    assert same_tensors(before, weights(twin))

@@ -16,7 +16,8 @@ from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.replica import forward
 from manyhands.split.data import DataSplit
-from support.replicas import mlp, near, replica, rows, same, train_alone, train_together, weights
+from support.compare import assert_tensors_close, same_tensors
+from support.replicas import mlp, replica, rows, train_alone, train_together, weights
 
 CPU = torch.device("cpu")
 
@@ -80,12 +81,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() ->
         assert [t[1] for t in trace] == pytest.approx([0.005, 0.005, 0.0025, 0.0025, 0.00125])
         assert [t[2] for t in trace] == [{1.0}, {1.0}, {2.0}, {2.0}, {3.0}]
         assert (
-            same(trace[0][3], trace[1][3])
-            and same(trace[2][3], trace[3][3])
-            and not same(trace[1][3], trace[2][3])
+            same_tensors(trace[0][3], trace[1][3])
+            and same_tensors(trace[2][3], trace[3][3])
+            and not same_tensors(trace[1][3], trace[2][3])
         )
     for k in range(5):
-        assert same(traces[0][k][3], traces[1][k][3]) and same(traces[0][k][3], traces[2][k][3])
+        assert same_tensors(traces[0][k][3], traces[1][k][3]) and same_tensors(
+            traces[0][k][3], traces[2][k][3]
+        )
 
 
 def test_a_scale_that_is_a_power_of_two_leaves_every_bit_as_it_was() -> None:
@@ -94,7 +97,7 @@ def test_a_scale_that_is_a_power_of_two_leaves_every_bit_as_it_was() -> None:
     scaled = train_alone(
         batches, make=lambda: mlp(torch.float32), clip=0.1, scaler=scaler(init_scale=2.0**10)
     )
-    assert same(plain, scaled), "clipping must see the true gradient, not the scaled one"
+    assert same_tensors(plain, scaled), "clipping must see the true gradient, not the scaled one"
 
 
 def test_the_scale_grows_after_its_interval_and_never_falls_under_one() -> None:
@@ -129,7 +132,7 @@ def test_a_rank_whose_first_round_has_no_samples_joins_a_scaled_step() -> None:
         return mine.scaler.get_scale()
 
     assert World(2).run(main) == [8.0, 8.0]
-    assert same(weights(made[0]), weights(made[1]))
+    assert same_tensors(weights(made[0]), weights(made[1]))
 
 
 def task_loss(
@@ -186,8 +189,8 @@ def test_short_types_follow_the_fp32_run_and_their_loss_is_fp32(precision: str) 
         return weights(model), float(loss)
 
     (exact, loss), (short, short_loss) = train("fp32"), train(precision)
-    near(short, exact, rtol=0.05)
-    assert short_loss == pytest.approx(loss, rel=0.05) and not same(short, exact)
+    assert_tensors_close(short, exact, rtol=0.05)
+    assert short_loss == pytest.approx(loss, rel=0.05) and not same_tensors(short, exact)
 
 
 def test_accumulation_with_scaling_equals_one_batch() -> None:
@@ -208,5 +211,5 @@ def test_accumulation_with_scaling_equals_one_batch() -> None:
             AllReduce().round(mine, group, {})
 
     World(2).run(main)
-    near(weights(made[0]), together[0], rtol=1e-6)
-    assert same(weights(made[0]), weights(made[1]))
+    assert_tensors_close(weights(made[0]), together[0], rtol=1e-6)
+    assert same_tensors(weights(made[0]), weights(made[1]))

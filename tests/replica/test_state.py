@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler as lr
 
 from manyhands.errors import CheckpointError
 from manyhands.replica import state
-from support.replicas import mlp, replica, rows, same, weights
+from support.compare import same_tensors
+from support.replicas import mlp, replica, rows, weights
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -99,7 +100,7 @@ def test_four_steps_saved_and_loaded_into_a_fresh_model_then_six_are_ten_steps(
     if second.schedule is not None:
         second.schedule.load_state_dict(state.from_plain(kept))
     assert steps(second, 6) == rates[4:]
-    assert same(weights(model), weights(whole))
+    assert same_tensors(weights(model), weights(whole))
 
 
 def test_saved_tensors_are_copies_that_later_steps_do_not_change() -> None:
@@ -108,7 +109,7 @@ def test_saved_tensors_are_copies_that_later_steps_do_not_change() -> None:
     saved, (tensors, _) = state.model_state(model), state.optimizer_state(model, mine.optimizer)
     copies = {k: v.clone() for k, v in (saved | tensors).items()}
     steps(mine, 1)
-    assert same(copies, saved | tensors)
+    assert same_tensors(copies, saved | tensors)
 
 
 def test_groups_keep_their_own_settings_and_this_machine_chooses_its_own_kernels() -> None:
@@ -148,7 +149,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_name_and_shape_that
         "other shape: 0.bias: model (3,), checkpoint (5,)", "other shape: 1.weight: model (2, 3), checkpoint (5,)",
     ):  # fmt: skip
         assert line in text
-    assert same(before, weights(ours)), "nothing was loaded"
+    assert same_tensors(before, weights(ours)), "nothing was loaded"
     with pytest.raises(CheckpointError, match=r"only in the model:      1\.weight \(2, 3\)"):
         state.load_model(ours, state.model_state(nn.Sequential(nn.Linear(4, 3))))
 
@@ -161,7 +162,7 @@ def test_tied_weights_are_saved_and_loaded() -> None:
 
     a, b = tied(), tied()
     state.load_model(b, state.model_state(a))
-    assert same(weights(a), weights(b)) and b[1].weight is b[0].weight
+    assert same_tensors(weights(a), weights(b)) and b[1].weight is b[0].weight
 
 
 def test_every_generator_goes_on_where_it_was() -> None:

@@ -24,6 +24,7 @@ from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.split.features import columns, parts
+from support.compare import assert_close
 
 CPU = torch.device("cpu")
 SAMPLES, COLUMNS, BATCH = 50, 13, 8
@@ -96,10 +97,6 @@ def train(
     return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found]
 
 
-def near(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("total", "size"), [(13, 1), (13, 3), (6, 6), (7, 4)])
 def test_every_column_is_on_one_rank_and_shares_differ_by_one_at_the_most(
     total: int, size: int
@@ -121,14 +118,14 @@ def test_ranks_with_some_of_the_columns_each_train_what_one_process_trains(
     weight = feature_linear.first(make(), COLUMNS)
     for name, value in whole.items():
         if name == weight:
-            near(torch.cat([m[name] for m in models], 1), value)
+            assert_close(torch.cat([m[name] for m in models], 1), value, rtol=1e-10, atol=1e-12)
         else:
             assert all(torch.equal(m[name], models[0][name]) for m in models), (
                 "what all hold stays the same bit for bit"
             )
-            near(models[0][name], value)
+            assert_close(models[0][name], value, rtol=1e-10, atol=1e-12)
     for each in losses:
-        near(each, alone)
+        assert_close(each, alone, rtol=1e-10, atol=1e-12)
     assert float(alone[-1]) < float(alone[0]) / 2, "there was something to learn"
 
 

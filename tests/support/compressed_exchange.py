@@ -72,9 +72,3 @@ def reduced(
         link.all_reduce({"x": x}, op).wait()
         got.append(x)
     return got
-
-
-def same(results: list[list[Tensor]]) -> list[Tensor]:
-    for theirs in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], theirs, strict=True))
-    return results[0]

@@ -126,15 +126,3 @@ def traced(model: nn.Module, inputs: tuple[Tensor, ...], count: int) -> list[Any
 
 def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
     return {name: w.grad for stage in stages for name, w in stage.module.named_parameters()}
-
-
-def assert_same(
-    ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], rtol: float = 1e-12
-) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        got = ours[name]
-        assert (got is None) == (expected is None), name
-        if got is not None and expected is not None:
-            wrong = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
-            assert wrong <= rtol or float(expected.norm()) < 1e-15, f"{name} is {wrong:.1e} off"

@@ -95,24 +95,6 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """EXACT: the same bits."""
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def near(a: dict[str, Tensor], b: dict[str, Tensor], rtol: float = 1e-12) -> None:
-    """ORDER: the same numbers up to the order of summation."""
-    assert a.keys() == b.keys()
-    for k in a:
-        torch.testing.assert_close(
-            a[k],
-            b[k],
-            rtol=rtol,
-            atol=rtol * float(b[k].abs().max()),
-            msg=lambda m, k=k: f"{k}: {m}",
-        )
-
-
 def train_together(
     steps: Sequence[Sequence[Micros]], make: Callable[[], nn.Module] = mlp, **options: Any
 ) -> tuple[list[dict[str, Tensor]], list[ObservedGroup]]:

@@ -83,14 +83,6 @@ def play(store: Store) -> list[Tensors]:
     return [*seen, *(store.dump(table.name) for table in TABLES)]
 
 
-def assert_same(one: list[Tensors], other: list[Tensors]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert torch.equal(a[key], b[key]), key
-
-
 @contextmanager
 def process(**config: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as the launcher starts it, and its address."""

@@ -27,8 +27,8 @@ from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import Micro, ModuleReplica
 from manyhands.replica.update import WholeUpdate
+from support.compare import assert_tensors_close
 from support.paths import zoo_file
-from support.replicas import near
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -209,7 +209,7 @@ def assert_same_as_alone(
     got = together(size, stage, make, steps, loss, **options)
     for theirs, model, _ in got:
         assert theirs == pytest.approx(losses, rel=1e-12)
-        near(model, state.model_state(one), rtol=1e-11)
+        assert_tensors_close(model, state.model_state(one), rtol=1e-11)
     return [seen for _, _, seen in got]
 
 

@@ -35,7 +35,8 @@ from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
 from manyhands.launch.local import LocalLauncher
-from support.compressed_exchange import ALL, given, reduced, run, same, total
+from support.compare import identical_on_ranks
+from support.compressed_exchange import ALL, given, reduced, run, total
 
 # -- what is left alone --
 
@@ -54,7 +55,7 @@ def test_short_vectors_integers_and_maxima_pass_unchanged(name: str) -> None:
         assert over.state == {}
         return [short, whole, most]
 
-    short, whole, most = same(World(3).run(body))
+    short, whole, most = identical_on_ranks(World(3).run(body))
     torch.testing.assert_close(short.double(), total(3, 0, 1023), rtol=1e-5, atol=1e-6)
     assert (whole == 3).all()
     assert torch.equal(most, torch.stack([given(r, 0, 5000) for r in range(3)]).amax(0))
@@ -111,7 +112,7 @@ def test_tensors_of_any_shape_and_layout_are_reduced_in_place() -> None:
         link.all_reduce({"matrix": matrix, "every_second": every_second, "leaf": leaf}).wait()
         return [matrix.t().reshape(-1), every_second, leaf.detach()]
 
-    for step, x in enumerate(same(run(2, Bf16(), body))):
+    for step, x in enumerate(identical_on_ranks(run(2, Bf16(), body))):
         torch.testing.assert_close(x.double(), total(2, step, 2000), rtol=0.01, atol=0.04)
 
 
@@ -138,7 +139,10 @@ def test_several_exchanges_may_be_under_way_and_be_waited_for_in_any_order_and_t
             link.all_reduce({f"x{i}": x}).wait()
         return xs
 
-    got, needed = same(run(3, ALL[name], together)), same(run(3, ALL[name], apart))
+    got, needed = (
+        identical_on_ranks(run(3, ALL[name], together)),
+        identical_on_ranks(run(3, ALL[name], apart)),
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, needed, strict=True))
 
 
@@ -151,8 +155,8 @@ def test_a_name_that_is_under_way_is_finished_before_it_travels_again() -> None:
         return [a, b]
 
     got, needed = (
-        same(run(3, TopK(density=0.1), body)),
-        same(run(3, TopK(density=0.1), lambda link: reduced(link, (0, 1), 300))),
+        identical_on_ranks(run(3, TopK(density=0.1), body)),
+        identical_on_ranks(run(3, TopK(density=0.1), lambda link: reduced(link, (0, 1), 300))),
     )
     assert all(torch.equal(a, b) for a, b in zip(got, needed, strict=True))
 

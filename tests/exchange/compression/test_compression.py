@@ -31,7 +31,8 @@ from manyhands.exchange.compression import (
 )
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
-from support.compressed_exchange import ALL, FED_BACK, given, reduced, run, same, total
+from support.compare import identical_on_ranks
+from support.compressed_exchange import ALL, FED_BACK, given, reduced, run, total
 
 # -- every wire, any number of ranks, any length --
 
@@ -63,7 +64,7 @@ def test_all_ranks_end_with_the_same_finite_bits(name: str, size: int) -> None:
             got.append(x)
         return got
 
-    for x in same(run(size, ALL[name], body)):
+    for x in identical_on_ranks(run(size, ALL[name], body)):
         assert x.isfinite().all()
 
 
@@ -72,7 +73,9 @@ def test_all_ranks_end_with_the_same_finite_bits(name: str, size: int) -> None:
 def test_other_floating_types_travel_too_and_stay_what_they_are(
     name: str, dtype: torch.dtype
 ) -> None:
-    first, second = same(run(3, ALL[name], lambda link: reduced(link, (0, 1), 700, dtype)))
+    first, second = identical_on_ranks(
+        run(3, ALL[name], lambda link: reduced(link, (0, 1), 700, dtype))
+    )
     assert (
         first.dtype == second.dtype == dtype and first.isfinite().all() and second.isfinite().all()
     )
@@ -94,7 +97,7 @@ def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
             )  # what waits in residuals keeps w off the minimum by about lr/density
         return [w]
 
-    (w,) = same(run(4, ALL[name], body))
+    (w,) = identical_on_ranks(run(4, ALL[name], body))
     needed = total(4, 0, 400).float() / 4
     start, end = needed.norm(), (w - needed).norm()
     assert end < 0.1 * start, f"{end / start:.3f} of the way is left"
@@ -108,7 +111,7 @@ def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
 )
 @pytest.mark.parametrize("size", [2, 5, 9])
 def test_casts_round_each_term_once_and_the_mean_once(wire: Any, bound: float, size: int) -> None:
-    (mean,) = same(run(size, wire, lambda link: reduced(link, (0,), 3000, op="mean")))
+    (mean,) = identical_on_ranks(run(size, wire, lambda link: reduced(link, (0,), 3000, op="mean")))
     terms = torch.stack([given(r, 0, 3000) for r in range(size)]).abs().mean(0)
     needed = total(size, 0, 3000) / size
     assert ((mean - needed).abs() <= bound * (terms + needed.abs()) * 1.01 + 1e-7).all()
@@ -117,7 +120,7 @@ def test_casts_round_each_term_once_and_the_mean_once(wire: Any, bound: float, s
 @pytest.mark.parametrize("size", [2, 5, 17])
 def test_the_error_of_an_int8_mean_does_not_grow_with_the_ranks(size: int) -> None:
     """(scale of the terms + scale of the mean) / 2, where a block's scale is max/127."""
-    (mean,) = same(
+    (mean,) = identical_on_ranks(
         run(
             size,
             Int8(block=3000, feedback=False),
@@ -189,7 +192,7 @@ def test_with_everything_sent_the_result_is_the_sum(wire: Any, numel: int) -> No
     def body(link: CompressedGroup) -> list[Tensor]:
         return reduced(link, range(3), numel)
 
-    for step, x in enumerate(same(run(4, wire, body))):
+    for step, x in enumerate(identical_on_ranks(run(4, wire, body))):
         torch.testing.assert_close(x.double(), total(4, step, numel), rtol=1e-4, atol=1e-5)
 
 
@@ -211,7 +214,9 @@ def test_a_restored_wire_goes_on_to_the_bit(name: str) -> None:
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            same(run(3, ALL[name], whole)), same(run(3, ALL[name], halves)), strict=True
+            identical_on_ranks(run(3, ALL[name], whole)),
+            identical_on_ranks(run(3, ALL[name], halves)),
+            strict=True,
         )
     )
 
@@ -320,7 +325,7 @@ def test_momentum_correction_without_masking_is_momentum_and_with_masking_is_non
     steps, numel = 6, 1200
 
     def sent(wire: TopK) -> list[Tensor]:
-        return same(run(3, wire, lambda link: reduced(link, range(steps), numel)))
+        return identical_on_ranks(run(3, wire, lambda link: reduced(link, range(steps), numel)))
 
     u = torch.zeros(numel, dtype=torch.float64)
     for step, x in enumerate(sent(TopK(density=1.0, momentum=0.9, masking=False))):
@@ -343,7 +348,9 @@ def test_momentum_correction_accumulates_where_nothing_is_sent() -> None:
         return got
 
     u, v = torch.zeros(numel), torch.zeros(numel)
-    for step, x in enumerate(same(run(2, TopK(density=k / numel, momentum=mu), body))):
+    for step, x in enumerate(
+        identical_on_ranks(run(2, TopK(density=k / numel, momentum=mu), body))
+    ):
         u = mu * u + given(0, step, numel)
         v = v + u
         mask = torch.zeros(numel, dtype=torch.bool)
@@ -393,7 +400,9 @@ def test_powersgd_compresses_the_mean() -> None:
         return got
 
     wire = PowerSGD(rank=3)
-    for a, b in zip(same(run(4, wire, own)), same(run(4, wire, mean)), strict=True):
+    for a, b in zip(
+        identical_on_ranks(run(4, wire, own)), identical_on_ranks(run(4, wire, mean)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
@@ -405,7 +414,7 @@ def test_powersgd_finds_a_low_rank_gradient_and_keeps_the_same_factors_everywher
         link.all_reduce({"x": x}).wait()
         return [x, link.state["q/x"]]
 
-    x, _ = same(run(3, PowerSGD(rank=2), body))
+    x, _ = identical_on_ranks(run(3, PowerSGD(rank=2), body))
     torch.testing.assert_close(x, 6 * (a @ b).view(-1), rtol=1e-4, atol=1e-4)
 
 
@@ -439,7 +448,7 @@ def test_powersgd_that_knows_the_shapes_compresses_matrices_and_leaves_the_rest_
 
 
 def test_powersgd_starts_after_so_many_plain_steps() -> None:
-    plain, later = same(
+    plain, later = identical_on_ranks(
         run(3, PowerSGD(rank=1, start_after=1), lambda link: reduced(link, (0, 1), 2000))
     )
     torch.testing.assert_close(plain.double(), total(3, 0, 2000), rtol=1e-5, atol=1e-6)
@@ -455,7 +464,7 @@ def test_powersgd_lives_through_a_zero_gradient() -> None:
             got.append(x)
         return got
 
-    first, none, _, *_, last = same(run(2, PowerSGD(rank=2), body))
+    first, none, _, *_, last = identical_on_ranks(run(2, PowerSGD(rank=2), body))
     torch.testing.assert_close(first, last, rtol=1e-3, atol=1e-2)
     assert none.abs().max() < 1e-2
 

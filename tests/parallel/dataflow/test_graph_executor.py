@@ -25,8 +25,9 @@ from manyhands.parallel.dataflow.partition import (
     weigh,
 )
 from manyhands.split.graph import Node, TransferCost, simulate
+from support.compare import assert_gradients_close
 from support.dataflow import Inception, Towers, branched, deal_of, graphed
-from support.pipelines import Dealt, alone, assert_same, gradients, share, step
+from support.pipelines import Dealt, alone, gradients, share, step
 from support.traced_models import loss as loss_of
 from support.traced_models import model as model_of
 
@@ -79,7 +80,7 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
         merged |= mine
         for key, value in kept.items():
             torch.testing.assert_close(value, buffers[key], rtol=1e-12, atol=1e-12)
-    assert_same(merged, grads)
+    assert_gradients_close(merged, grads)
 
 
 # -- who does what --
@@ -244,7 +245,7 @@ def test_gradients_and_states_of_what_is_computed_once_are_those_of_all_uses(ran
     for grads, held in World(ranks).run(main):
         merged |= grads
         buffers |= held
-    assert_same(merged, {n: w.grad for n, w in model.named_parameters()})
+    assert_gradients_close(merged, {n: w.grad for n, w in model.named_parameters()})
     assert buffers.keys() == dict(model.named_buffers()).keys()
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12)
@@ -295,7 +296,7 @@ def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) 
         return gradients(graph.stages)
 
     merged = functools.reduce(lambda a, b: a | b, World(3).run(main))
-    assert_same(merged, {n: w.grad for n, w in made.named_parameters()})
+    assert_gradients_close(merged, {n: w.grad for n, w in made.named_parameters()})
 
 
 # -- the rest of a task --
@@ -350,7 +351,7 @@ def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -
     got = World(3).run(main)
     expected = {n: w for n, w in model.named_parameters()}
     alone(model, CROSS, step((x, torch.arange(8) % 5), (4, 4)))
-    assert_same(
+    assert_gradients_close(
         functools.reduce(lambda a, b: a | b, (g for _, g in got)),
         {n: w.grad for n, w in expected.items()},
     )
@@ -405,7 +406,7 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
         return gradients(graph.stages)
 
     merged = functools.reduce(lambda a, b: a | b, World(2).run(main))
-    assert_same(merged, {n: w.grad for n, w in model.named_parameters()})
+    assert_gradients_close(merged, {n: w.grad for n, w in model.named_parameters()})
 
 
 def test_a_batch_that_would_go_another_way_is_refused_by_every_rank() -> None:

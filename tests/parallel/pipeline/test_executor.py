@@ -19,11 +19,11 @@ from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.split.stages import SCHEDULES, most_kept
+from support.compare import assert_gradients_close
 from support.pipelines import (
     Dealt,
     Part,
     alone,
-    assert_same,
     chain,
     gradients,
     in_zoo,
@@ -102,7 +102,7 @@ def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(
         merged |= mine
         for key, value in kept.items():
             torch.testing.assert_close(value, buffers[key], rtol=1e-12, atol=1e-12)
-    assert_same(merged, grads)
+    assert_gradients_close(merged, grads)
 
 
 SIZES = {
@@ -147,7 +147,9 @@ def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_s
     ours = [
         w.grad for k in range(p * chunks_of(schedule)) for w in ranks[k % p][1][k // p].parameters()
     ]
-    assert_same(dict(enumerate(ours)), dict(enumerate(w.grad for w in model.parameters())))  # type: ignore[arg-type]
+    assert_gradients_close(
+        dict(enumerate(ours)), dict(enumerate(w.grad for w in model.parameters()))
+    )  # type: ignore[arg-type]
 
 
 class Skip(nn.Module):
@@ -227,7 +229,7 @@ def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(
         assert (float(total), count) == (pytest.approx(expected[0], rel=1e-12), expected[1])
         return gradients(pipeline.stages)
 
-    assert_same(functools.reduce(lambda a, b: a | b, World(3).run(main)), theirs)
+    assert_gradients_close(functools.reduce(lambda a, b: a | b, World(3).run(main)), theirs)
 
 
 def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradient() -> None:

@@ -22,6 +22,7 @@ from manyhands.split.shard_slice import (
     runs,
 )
 from manyhands.split.shard_spec import ShardSpec, bounds
+from support.compare import same_typed_tensors
 
 CUTS = {  # what a tensor layout cuts: name -> (dim, groups); the rest is whole
     "wte.weight": (0, 1), "h.0.qkv.weight": (0, 3), "h.0.qkv.bias": (0, 3), "h.0.out.weight": (1, 1), "h.1.up.weight": (0, 1),
@@ -90,12 +91,6 @@ def in_all(
     return World(layout.size).run(main)
 
 
-def same(a: Tensors, b: Tensors) -> bool:
-    return set(a) == set(b) and all(
-        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and torch.equal(a[k], b[k]) for k in a
-    )
-
-
 LAYOUTS = {
     "alone": Layout(), "tensor=2": Layout(tensor=2), "tensor=4": Layout(tensor=4), "data=4": Layout(data=4), "pipe=2": Layout(pipe=2),
     "shard=3": Layout(shard=3), "data=2 tensor=2 pipe=2": Layout(data=2, tensor=2, pipe=2), "shard=2 tensor=2": Layout(shard=2, tensor=2),
@@ -114,7 +109,7 @@ def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(
         for name, region in parts_of(LAYOUTS[words], rank, model).items():
             assert tuple(taken[name].shape) == region.local_shape
     gathered = in_all(LAYOUTS[words], model, lambda a, group: a.gather(local[group.rank]))
-    assert same(gathered[0], whole)
+    assert same_typed_tensors(gathered[0], whole)
     assert not any(gathered[1:])
 
 
@@ -132,7 +127,7 @@ def test_a_chain_of_layouts_ends_where_it_began() -> None:
     ]:
         before = whole
         whole = in_all(LAYOUTS[words], model, lambda a, group: a.gather(a.take(before)))[0]  # noqa: B023 (called at once)
-    assert same(whole, start)
+    assert same_typed_tensors(whole, start)
 
 
 def test_replicas_and_tied_weights_are_sent_once() -> None:
@@ -173,7 +168,7 @@ def test_a_tied_weight_may_be_whole_on_one_stage_and_cut_on_another() -> None:
         assembled = Resharding(parts[group.rank], group, {"out.weight": "w"})
         return assembled.gather(assembled.take({"w": weight}))
 
-    assert same(World(3).run(main)[0], {"w": weight, "out.weight": weight})
+    assert same_typed_tensors(World(3).run(main)[0], {"w": weight, "out.weight": weight})
 
 
 def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
@@ -186,7 +181,7 @@ def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
     taken = assembled.take(
         {"wte.weight": state, "wte.weight/exp_avg": state + 1, "wte.weight/step": torch.tensor(3.0)}
     )
-    assert same(
+    assert same_typed_tensors(
         taken,
         {
             "lm_head.weight": state[2:],

@@ -17,7 +17,7 @@ from manyhands.parallel.zero.spans import blocks
 from manyhands.replica import state
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.recompute import recompute
-from support.replicas import near
+from support.compare import assert_tensors_close
 from support.zero_replicas import (
     OPTIMIZERS,
     Walk,
@@ -223,7 +223,7 @@ def test_passes_that_others_drive_are_summed_at_the_end_of_the_step(stage: int) 
         return model_state(replica.flat)
 
     for got in World(2).run(main):
-        near(got, state.model_state(one), rtol=1e-11)
+        assert_tensors_close(got, state.model_state(one), rtol=1e-11)
 
 
 def test_between_steps_a_rank_has_only_its_slices_and_the_rest_reads_as_nan() -> None:
@@ -289,7 +289,7 @@ def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
         short=torch.bfloat16,
     )
     assert got == losses
-    near(model, state.model_state(one), rtol=1e-6)
+    assert_tensors_close(model, state.model_state(one), rtol=1e-6)
     two = together(
         2,
         stage,

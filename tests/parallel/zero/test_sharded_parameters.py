@@ -31,7 +31,7 @@ from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import WholeUpdate
-from support.replicas import near, same
+from support.compare import assert_tensors_close, same_tensors
 from support.zero_replicas import (
     OPTIMIZERS,
     Axis,
@@ -148,7 +148,7 @@ def test_where_nobody_has_samples_nothing_moves(stage: int) -> None:
     )
     one = MLP["make"]()
     alone(one, [batch], MLP["loss"], optimizer=OPTIMIZERS["sgd"])
-    near(got[0][1], state.model_state(one), rtol=1e-11)
+    assert_tensors_close(got[0][1], state.model_state(one), rtol=1e-11)
 
 
 class Partly(nn.Module):
@@ -209,8 +209,8 @@ def test_gradients_of_all_stages_are_the_same() -> None:
         )[1][2]
         for s in STAGES
     }
-    near(got[2], got[1])
-    near(got[3], got[1])
+    assert_tensors_close(got[2], got[1])
+    assert_tensors_close(got[3], got[1])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -245,7 +245,7 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
     (tensors, ours), params = together(3, 2, MLP["make"], steps[:3], loss, saves, optimizer=make)[
         0
     ][2]
-    near(
+    assert_tensors_close(
         {k: v.double() for k, v in tensors.items()},
         {k: v.double() for k, v in needed.items()},
         rtol=1e-10,
@@ -266,7 +266,7 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
         return model_state(mine.flat)
 
     for model in World(2).run(goes_on):
-        near(model, state.model_state(whole), rtol=1e-10)
+        assert_tensors_close(model, state.model_state(whole), rtol=1e-10)
 
 
 # -- memory --
@@ -386,7 +386,7 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
 
     needed, got = World(2).run(plain), World(4).run(both)
     for rank, model in enumerate(got):
-        near(model, needed[layout.coordinates(rank)["data"]], rtol=1e-10)
+        assert_tensors_close(model, needed[layout.coordinates(rank)["data"]], rtol=1e-10)
 
 
 # -- the rest of what a replica can --
@@ -432,7 +432,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
         start = model_state(mine.flat)
         mine.backward()
         mine.step()
-        assert same(model_state(mine.flat), start)
+        assert same_tensors(model_state(mine.flat), start)
         return start, scaler.get_scale()
 
     assert [scale for _, scale in World(2).run(main)] == [2.0**9, 2.0**9]

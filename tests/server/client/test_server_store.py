@@ -25,17 +25,8 @@ from manyhands.server.local_store import LocalStore
 from manyhands.server.process import Server
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SLOTS
-from support.servers import (
-    TABLES,
-    TOKEN,
-    USERS,
-    assert_same,
-    batches,
-    create,
-    joined,
-    play,
-    servers,
-)
+from support.compare import assert_same_steps
+from support.servers import TABLES, TOKEN, USERS, batches, create, joined, play, servers
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +45,7 @@ def test_servers_give_the_bits_of_a_store_without_them(
 ) -> None:
     with servers(count, shards) as started, joined(started[0], transport=transport) as store:
         assert isinstance(store, TableStore)
-        assert_same(play(store), alone)
+        assert_same_steps(play(store), alone)
         stats = store.stats()
         assert stats["pushed_rows"] > 0 and stats["client_reconnects"] == 0
         sent, keys = stats["client_sent_bytes"], stats.get("client_key_hits", 0)
@@ -82,7 +73,7 @@ def test_few_repeats_travel_and_many_are_summed_before_with_the_same_result(
             )
             for each in (expected, store):
                 each.push({"users": ids}, {"users": updates.clone()})
-        assert_same([store.dump("users")], [expected.dump("users")])
+        assert_same_steps([store.dump("users")], [expected.dump("users")])
         store.close()
 
 
@@ -108,7 +99,9 @@ def test_updates_that_stand_in_the_stores_own_memory_are_pushed_from_there(trans
             work.wait()
             expected.push(rows, {k: x.clone() for k, x in updates.items()})
             room = store.room(rows) if i == 1 else room
-        assert_same([store.dump(t.name) for t in TABLES], [expected.dump(t.name) for t in TABLES])
+        assert_same_steps(
+            [store.dump(t.name) for t in TABLES], [expected.dump(t.name) for t in TABLES]
+        )
         store.close()
 
 
@@ -173,7 +166,7 @@ def test_a_table_is_restored_over_another_number_of_shards(alone: list[Tensors])
         )  # which the checkpoint does not have
         for name in content:
             store.restore(name, content[name])
-        assert_same([store.dump(name) for name in content], list(content.values()))
+        assert_same_steps([store.dump(name) for name in content], list(content.values()))
         store.close()
 
 
@@ -228,8 +221,8 @@ def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> N
         thread.join()
     with servers(2, 2, workers=2) as started:
         found = together(2, main, started)
-    assert_same([expected[0]] * 2, found)  # type: ignore[arg-type]
-    assert_same([expected[0]], [expected[1]])
+    assert_same_steps([expected[0]] * 2, found)  # type: ignore[arg-type]
+    assert_same_steps([expected[0]], [expected[1]])
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -265,7 +258,7 @@ def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float
     with servers(3) as started, joined(started[0]) as store:
         found = main(store)
     assert ("state/compensate/mean_square" in found) == (decay is not None)
-    assert_same([found], [main(LocalStore())])
+    assert_same_steps([found], [main(LocalStore())])
 
 
 def test_steps_are_dealt_once_and_everybody_meets() -> None:
@@ -495,7 +488,7 @@ def test_everything_goes_through_tls_too(alone: list[Tensors], tmp_path: Path) -
             joined(root, tls=theirs) as store,
         ):
             assert not any(link.local for link in store._links)
-            assert_same(play(store), alone)
+            assert_same_steps(play(store), alone)
             store.close()
         with pytest.raises((ServerLost, StoreError)):
             ServerStore(root.address, 0, 1, TOKEN, timeout_s=0.5)  # in clear
