@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from manyhands.cli.export import export
 from manyhands.plan.words import parse
 from manyhands.recover.checkpoint import Checkpoints
 from support.compare import same_tensors
+from support.small_task import saved_weights, small_task
 
 N = 26  # and batches of 4: seven steps an epoch, the last of two samples
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
@@ -508,3 +511,38 @@ def test_a_loaded_model_evaluates_as_in_the_run_and_an_exported_one_has_its_rows
         exported["table/loaded/values"], rows
     )
     assert "table/NAME/ids and table/NAME/values: loaded (10 rows)" in capsys.readouterr().err
+
+
+def test_a_channels_last_model_resumes_to_the_last_bit(tmp_path: Path) -> None:
+    images = (
+        torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
+        torch.arange(64) % 3,
+    )
+
+    def make() -> mh.Task:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).to(
+            memory_format=torch.channels_last
+        )
+        return small_task(
+            net, train=images, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+        )
+
+    mh.train(make, "steps=6 save=3", directory=tmp_path / "whole", quiet=True)
+    mh.train(make, "steps=3 save=3", directory=tmp_path / "half", quiet=True)
+    mh.train(make, "steps=6 save=3", directory=tmp_path / "half", resume=True, quiet=True)
+    for key, value in saved_weights(tmp_path / "whole").items():
+        assert torch.equal(saved_weights(tmp_path / "half")[key], value), key
+
+
+def test_a_finished_run_lets_go_of_its_model(tmp_path: Path) -> None:
+    alive = []
+
+    def make() -> mh.Task:
+        net = nn.Linear(8, 3)
+        alive.append(weakref.ref(net))
+        return small_task(net)
+
+    for i in range(2):
+        mh.train(make, "steps=2", directory=tmp_path / str(i), quiet=True)
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]

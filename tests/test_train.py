@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import manyhands as mh
 from manyhands.core import Position, Table
 from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.downpour import Downpour
+from manyhands.recover.checkpoint import Checkpoints, read_manifest
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import Micro, ModuleReplica
 from manyhands.replica.update import WholeUpdate
@@ -21,6 +24,7 @@ from manyhands.server.inproc_store import InprocStore
 from manyhands.server.shard import Shard
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy
+from support.small_task import small_data, small_task
 
 SIZE = 3
 
@@ -83,3 +87,40 @@ def test_an_evaluation_sees_what_all_ranks_have_pushed_and_nothing_that_comes_af
         assert seen == [-3.0, -3.0, -6.0, -6.0], (
             "three ranks, each a step of 1; held and on the server"
         )
+
+
+def test_parameters_that_became_nan_behind_a_finite_loss_are_not_saved(tmp_path: Path) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.line(x)
+            return out + (out * 0).abs().sqrt()  # 0, with a gradient of 0 times infinity
+
+    with pytest.raises(mh.Diverged, match="though the loss was"):
+        mh.train(
+            lambda: small_task(Root()), "steps=3 save=1", directory=tmp_path / "run", quiet=True
+        )
+    assert not Checkpoints(tmp_path / "run/checkpoints").all()
+
+
+def test_the_best_checkpoint_is_one_that_was_evaluated(tmp_path: Path) -> None:
+    mh.train(
+        lambda: small_task(test=small_data(30)),
+        "epochs=3 save=4 best=-loss keep=9",
+        directory=tmp_path / "run",
+        quiet=True,
+    )
+    saved = Checkpoints(tmp_path / "run/checkpoints", best="-loss")
+    known = {p.name: read_manifest(p)["metrics"] for p in saved.all()}
+    assert known["step-00000004"] == {} and known["step-00000006"] and known["step-00000012"]
+    assert saved.best_path() is not None
+
+
+def test_a_run_that_ends_in_the_middle_of_an_epoch_is_evaluated(tmp_path: Path) -> None:
+    result = mh.train(
+        lambda: small_task(test=small_data(30)), "steps=2", directory=tmp_path / "run", quiet=True
+    )
+    assert "loss" in result.metrics

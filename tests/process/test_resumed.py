@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.api import start, work
+from manyhands.assembly.rank_context import Options
 from manyhands.cli.export import export
-from manyhands.recover.checkpoint import Checkpoints
+from manyhands.recover.checkpoint import Checkpoints, load
 from support.commands import CLI, command, descendants, wait_until_gone
+from support.small_task import saved_weights, small_task
 
 N = 53  # and 2 ranks x 4: seven steps an epoch, the last of five samples
 G = torch.Generator().manual_seed(0)
@@ -132,3 +137,38 @@ def test_a_run_goes_on_with_the_same_numbers_on_another_number_of_ranks(
         torch.testing.assert_close(
             value, alone[name], rtol=1e-11, atol=1e-13, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 3)
+    )  # each weight lies in several owned blocks
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def test_adam_resumes_over_ranks_that_own_several_slices_of_a_parameter(tmp_path: Path) -> None:
+    def make() -> mh.Task:
+        return small_task(wide(), optimizer=adamw)
+
+    def runs(words: dict[str, Any], options: Options) -> dict[str, Any]:
+        """One after the other in the same two processes."""
+        whole, half = (
+            dataclasses.replace(options, directory=str(tmp_path / name))
+            for name in ("whole", "half")
+        )
+        work(make, {**words, "steps": 10}, whole)
+        work(make, {**words, "steps": 5}, half)
+        return work(make, {**words, "steps": 10}, dataclasses.replace(half, resume=True))
+
+    start(runs, "data=2 save=5", Options(quiet=True))
+    for key, value in saved_weights(tmp_path / "whole").items():
+        assert torch.equal(saved_weights(tmp_path / "half")[key], value), key
+    steps = {
+        k: float(v)
+        for k, v in load(tmp_path / "half/checkpoints/step-00000010").optimizer.items()
+        if k.endswith("/step")
+    }
+    assert set(steps.values()) == {10.0}

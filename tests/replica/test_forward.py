@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import manyhands as mh
 from manyhands.data.sources import source
 from manyhands.errors import TaskError
 from manyhands.replica import forward
 from manyhands.task import accuracy
+from support.small_task import small_data, small_task
 
 CPU = torch.device("cpu")
 N = 37
@@ -173,3 +176,21 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use reduction='mean'",
     ):
         loss.forward((X, Y), N)
+
+
+def test_parts_in_eval_mode_stay_so_after_an_evaluation(tmp_path: Path) -> None:
+    kept: list[bool] = []
+
+    class Watch(mh.Callback):
+        def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+            kept.append(net[1].training)
+
+    net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5).eval(), nn.Linear(4, 3))
+    mh.train(
+        lambda: small_task(net, test=small_data(30)),
+        "epochs=2",
+        directory=tmp_path / "run",
+        quiet=True,
+        callbacks=(Watch(),),
+    )
+    assert kept and not any(kept)

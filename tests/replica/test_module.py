@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
+import manyhands as mh
 from manyhands.replica.flat import FlatParameters
 from support.compare import assert_tensors_close, same_tensors
 from support.replicas import memory, mlp, replica, rows, sgd, squared, train_alone, weights
+from support.small_task import saved_weights, small_task
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
@@ -354,3 +358,76 @@ def test_a_copy_of_the_model_made_before_is_not_touched() -> None:
     before = weights(twin)
     run(model, [[rows(4)]])
     assert same_tensors(before, weights(twin))
+
+
+def test_a_parameter_that_thaws_during_training_is_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
+    net[0].requires_grad_(False)
+
+    class Thaw(mh.Callback):
+        def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+            net[0].requires_grad_(True)
+
+    with pytest.raises(mh.TaskError, match="frozen when training started"):
+        mh.train(
+            lambda: small_task(net),
+            "steps=3",
+            directory=tmp_path / "run",
+            quiet=True,
+            callbacks=(Thaw(),),
+        )
+
+
+class Again(nn.Module):
+    """A layer that is used twice under reentrant checkpointing: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.again, x, use_reentrant=True)  # type: ignore[assignment]
+        out: Tensor = self.last(x)
+        return out
+
+
+class Seen(nn.Module):
+    """BatchNorm, a reshape by batch size that an empty batch would break, and a branch that only some ranks take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.sometimes, self.last = nn.Linear(4 * 36, 4 * 36), nn.Linear(4 * 36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        x = x.view(x.size(0), -1)
+        if float(x.detach().sum()) > 0:
+            x = self.sometimes(x)
+        out: Tensor = self.last(x.relu())
+        return out
+
+
+def test_over_ranks_reentrant_checkpoints_are_refused_and_batchnorm_keeps_its_order(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(mh.LaunchError, match="use_reentrant=False"):
+        mh.train(
+            lambda: small_task(Again()),
+            "data=2 steps=2 bucket_mb=0.0001",
+            directory=tmp_path / "again",
+            quiet=True,
+        )
+    images = (
+        torch.randn(33, 1, 8, 8, generator=torch.Generator().manual_seed(0)),
+        torch.arange(33) % 3,
+    )  # one left over
+    words = "data=2 epochs=2 bucket_mb=0.0001"
+    result = mh.train(
+        lambda: small_task(Seen(), train=images), words, directory=tmp_path / "seen", quiet=True
+    )
+    assert result.epochs == 2.0 and all(
+        v.isfinite().all() for v in saved_weights(tmp_path / "seen").values()
+    )
