@@ -24,7 +24,8 @@ from common import Claim, alternate, cores, median
 
 from manyhands.core import Table
 from manyhands.kernels.instructions import copy, prefetch
-from manyhands.server.tables.sparse import SparseTable, warm_up
+from manyhands.server.tables.sparse import SparseTable
+from manyhands.server.tables.warm_up import warm_up
 
 BATCH, BATCHES = 20_000, 16
 LR, EPS = 0.01, 1e-10
@@ -150,7 +151,9 @@ def compare(dim: int, rows: int, times: int, huge: bool) -> dict[str, dict[str, 
             "pull": one(lambda i, b=batches: table.pull(b[i], out)),
             "index_select": one(lambda i, n=numbers: peer.pull(n[i])),
             "gather": one(
-                lambda i: plain_gather(table._slab, known[i], out.reshape(-1), dim, table.stride)
+                lambda i: plain_gather(
+                    table.storage.slab, known[i], out.reshape(-1), dim, table.stride
+                )
             ),
             "push": one(lambda i, b=batches: table.push(b[i], scratch, LR)),
             **{

@@ -480,7 +480,7 @@ def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(
 
 
 def test_tables_that_cannot_be_are_refused(bad: LocalStore) -> None:
-    with pytest.raises(StoreError, match="rule 'adagrid' is unknown; known: "):
+    with pytest.raises(StoreError, match="optimizer 'adagrid' is unknown; known: "):
         bad.create(Table("x", optimizer="adagrid"))
     with pytest.raises(StoreError, match="has no option 'momentum'"):
         bad.create(Table("x", options={"momentum": 0.9}))

@@ -16,7 +16,7 @@ from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import How
 from manyhands.server.shard import Shard, TableUpdate, Want
 from manyhands.server.slots import SLOTS, even, ranges
-from manyhands.server.tables.kernels import seed_of, slot_of
+from manyhands.server.tables.hashing import seed_of, slot_of
 
 DENSE = Table("w", length=6, dtype="float64", optimizer="sum")
 ROWS = Table("rows", dim=2, dtype="float64", optimizer="sum", init="zeros")
@@ -224,7 +224,7 @@ def test_a_table_that_is_there_is_compared() -> None:
         shard.create(Table("w", length=7, dtype="float64"), (0, 7))
     with pytest.raises(StoreError, match=r"the range \(0, 3\) was given, but \(0, 6\)"):
         shard.create(DENSE, (0, 3))
-    with pytest.raises(StoreError, match="rule 'sgdd' is unknown"):
+    with pytest.raises(StoreError, match="optimizer 'sgdd' is unknown"):
         shard.create(Table("x", optimizer="sgdd"))
     assert shard.tables() == ["w"]
 

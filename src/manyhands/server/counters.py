@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from manyhands.server.slots import SLOTS
-from manyhands.server.tables.kernels import seed_of, slot_of
+from manyhands.server.tables.hashing import seed_of, slot_of
 
 EVERY, IDS, ROOM, SHOWN = 16, 64, 1024, 5
 GROUPS = 32  # of slots, for the balance

@@ -32,7 +32,8 @@ from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import How
 from manyhands.server.shard import Shard, TableUpdate, Want
 from manyhands.server.slots import even, ranges
-from manyhands.server.tables import kernels
+from manyhands.server.tables.gradient_kernels import finite
+from manyhands.server.tables.hashing import seed_of, slot_of
 from manyhands.server.tables.partition import Partition, partition
 from manyhands.server.validate import (
     block_of,
@@ -172,7 +173,7 @@ class LocalStore:
                         cut.collect(array.reshape(-1), s, table.dim, mine.reshape(-1))
                         parts[s].append(TableUpdate(name, np.ascontiguousarray(cut.ids(s)), mine))
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
-            if len(self.shards) > 1 and not kernels.finite(array.reshape(-1)):
+            if len(self.shards) > 1 and not finite(array.reshape(-1)):
                 raise not_finite(name, numbers, array)
         how = How(self._now, **options)
         for shard, some in zip(self.shards, parts, strict=True):
@@ -274,9 +275,7 @@ class LocalStore:
                     {key: part_of(table, torch.from_numpy(x), part) for key, x in arrays.items()},
                 )
             return
-        owner = self._owner[
-            kernels.slot_of(ids_of(table, content["ids"]), kernels.seed_of(name), self._owner.size)
-        ]
+        owner = self._owner[slot_of(ids_of(table, content["ids"]), seed_of(name), self._owner.size)]
         for s, shard in enumerate(self.shards):
             shard.clear(name)
             shard.load(

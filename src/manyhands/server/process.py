@@ -42,7 +42,7 @@ from manyhands.server.protocol.messages import (
 from manyhands.server.request_loop import Desk
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SlotMap
-from manyhands.server.tables.sparse import warm_up
+from manyhands.server.tables.warm_up import warm_up
 
 STRANGERS = 64  # connections that have not proved anything yet
 REGISTER_S = 60.0
@@ -425,7 +425,7 @@ def serve(config: Mapping[str, Any], began: Callable[[str], None], stop: threadi
         # what the first requests will run is loaded while workers are still on their way
         threading.Thread(
             target=warm_up,
-            kwargs={"rules": ("sgd", "adagrad")},
+            kwargs={"optimizers": ("sgd", "adagrad")},
             name="manyhands-warm-up",
             daemon=True,
         ).start()

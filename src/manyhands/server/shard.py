@@ -30,9 +30,11 @@ from manyhands.server.pending import (
 )
 from manyhands.server.protocol.messages import How
 from manyhands.server.slots import SLOTS
-from manyhands.server.tables import kernels
 from manyhands.server.tables.delay_compensation import MEAN_SQUARE, compensate
-from manyhands.server.tables.sparse import INDEX_SHARE, DenseTable, SparseTable
+from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.gradient_kernels import finite
+from manyhands.server.tables.row_storage import INDEX_BYTES
+from manyhands.server.tables.sparse import SparseTable
 from manyhands.server.validate import not_finite
 
 EXPIRE_EVERY = 1024  # pushes, where a table does not say after how many rows expire
@@ -213,7 +215,7 @@ class Shard:
                     f"compensate for table {part.table!r}, but worker {worker} has nothing to compare with; "
                     "pull it with remember=True first"
                 )
-            if how.pending and not kernels.finite(part.updates.reshape(-1)):
+            if how.pending and not finite(part.updates.reshape(-1)):
                 raise not_finite(part.table, part.ids, part.updates)
         return tables
 
@@ -264,7 +266,7 @@ class Shard:
         if self.memory_bytes is None or len(self._tables) < 2:
             return
         taken = {
-            name: t.rows * (t.row_bytes + INDEX_SHARE)
+            name: t.rows * (t.row_bytes + INDEX_BYTES)
             for name, t in self._tables.items()
             if isinstance(t, SparseTable)
         }
@@ -475,7 +477,7 @@ def _prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> N
         table.prepare(ids, updates)
     except StoreError as e:
         raise (
-            e if kernels.finite(updates.reshape(-1)) else not_finite(table.spec.name, ids, updates)
+            e if finite(updates.reshape(-1)) else not_finite(table.spec.name, ids, updates)
         ) from e
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from manyhands.server.protocol.messages import Assign, Where
 from manyhands.server.protocol.row_encoding import BLOCK
-from manyhands.server.tables.kernels import seed_of, slot_of
+from manyhands.server.tables.hashing import seed_of, slot_of
 
 SLOTS = 1024  # a power of two
 

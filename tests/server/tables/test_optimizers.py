@@ -14,13 +14,14 @@ import torch
 
 from manyhands.core import Table
 from manyhands.errors import StoreError
-from manyhands.server.tables.optimizers import RULES, resolve
-from manyhands.server.tables.sparse import DenseTable, SparseTable
+from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.optimizers import SERVER_OPTIMIZERS, resolve
+from manyhands.server.tables.sparse import SparseTable
 
 STEPS = 5
 ORDER = {"float32": 1e-5, "float64": 1e-12}
 DTYPES = ["float32", "float64"]
-TRAINED = [name for name in RULES if name != "sum"]
+TRAINED = [name for name in SERVER_OPTIMIZERS if name != "sum"]
 
 
 def dice(seed: int = 0) -> np.random.Generator:
@@ -230,10 +231,10 @@ def test_every_rule_decays_weights(rule: str) -> None:
     assert (np.abs(decayed) < np.abs(w)).all()
 
 
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("rule", list(SERVER_OPTIMIZERS))
 def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> None:
     w, g = dice().standard_normal(8), gradients(8, "float64", 1)[0]
-    options = {"lr": 0.3} if "lr" in RULES[rule].defaults else {}
+    options = {"lr": 0.3} if "lr" in SERVER_OPTIMIZERS[rule].defaults else {}
     tables = [
         DenseTable(Table("t", length=8, dtype="float64", optimizer=rule, options=o), 0, 8, w.copy())
         for o in (options, {})
@@ -244,7 +245,7 @@ def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> Non
     assert (tables[0].values != w).all()
 
 
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("rule", list(SERVER_OPTIMIZERS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cutting_a_vector_into_ranges_changes_no_bit(rule: str, dtype: str) -> None:
     w, grads = dice().standard_normal(300).astype(dtype), gradients(300, dtype)
@@ -320,7 +321,7 @@ def test_a_rule_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
     table.pull(ids, before)
     with pytest.raises(
         StoreError,
-        match="table 't': rule 'rules_of_mine:Broken' failed: ZeroDivisionError: on purpose",
+        match="table 't': optimizer 'rules_of_mine:Broken' failed: ZeroDivisionError: on purpose",
     ):
         table.push(ids, np.ones((2, 2), np.float32))
     table.pull(ids, after)
@@ -338,13 +339,13 @@ def test_a_rule_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
 
 
 def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
-    with pytest.raises(StoreError, match=r"rule 'sdg' is unknown; known: .*sgd.*module:Class"):
+    with pytest.raises(StoreError, match=r"optimizer 'sdg' is unknown; known: .*sgd.*module:Class"):
         resolve("sdg")
-    with pytest.raises(StoreError, match="'os' is not among those that may be imported here"):
+    with pytest.raises(StoreError, match="may not import the module 'os'"):
         resolve("os:system", own)
     with pytest.raises(StoreError, match="cannot be imported"):
         resolve("rules_of_mine:Missing", own)
-    with pytest.raises(StoreError, match="is not a rule: needed are"):
+    with pytest.raises(StoreError, match="is not a server optimizer: it needs"):
         resolve("rules_of_mine:odd", own)
     with pytest.raises(StoreError, match="does not take these options"):
         SparseTable(Table("t", optimizer="rules_of_mine:Sign", options={"d": 1.0}), modules=own)
@@ -353,9 +354,9 @@ def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
-        ("sgd", {"momentum": 0.9}, "rule 'sgd' has no option 'momentum'; known: lr, decay"),
+        ("sgd", {"momentum": 0.9}, "optimizer 'sgd' has no option 'momentum'; known: lr, decay"),
         ("sum", {"lr": 0.9}, "known: none"),
-        ("adam", {"beta1": 1.0}, r"beta1=1 of rule 'adam' must lie in \[0, 1\)"),
+        ("adam", {"beta1": 1.0}, r"beta1=1 of optimizer 'adam' must be in \[0, 1\)"),
         ("adagrad", {"lr": -1.0}, "lr=-1"),
         ("adagrad", {"eps": math.nan}, "a finite number is needed"),
     ],

@@ -11,9 +11,16 @@ import pytest
 
 from manyhands.core import Table
 from manyhands.errors import StoreError
-from manyhands.server.tables import kernels
-from manyhands.server.tables.kernels import hash64, seed_of, slot_of
-from manyhands.server.tables.sparse import DenseTable, SparseTable, warm_up
+from manyhands.server.tables import (
+    gradient_kernels,
+    index_kernels,
+    index_maintenance,
+    row_kernels,
+)
+from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.hashing import hash64, seed_of, slot_of
+from manyhands.server.tables.sparse import SparseTable
+from manyhands.server.tables.warm_up import warm_up
 
 EDGES = np.array([0, 1, -1, 2, -2, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**31], np.int64)
 
@@ -147,7 +154,7 @@ def test_untouched_rows_keep_their_bits() -> None:
         before = content(table)
         table.push(ids[:50], ones(ids[:50], table), 0.1)
         after = content(table)
-        width = 3 * (1 + len(table.optimizer.planes))
+        width = 3 * (1 + len(table.optimizer.state))
         assert all(before[i][:width] == after[i][:width] for i in range(50, 100))
         assert all(before[i][:3] != after[i][:3] for i in range(50))
 
@@ -232,14 +239,14 @@ def test_erasing_in_a_full_index_loses_nothing() -> None:
     """Ids chosen for one bucket go far past it; whatever is erased, the rest is found."""
     table = make(dim=1)
     every = any_ids(200_000, 9)
-    buckets = table._entries.size // 8
+    buckets = table.storage.entries.size // 8
     home = np.array([hash64("t", int(i)) >> 32 for i in every[:20_000]]) * buckets >> 32
     crowd = every[:20_000][(home == buckets - 1) | (home == 0)][
         :100
     ]  # around the end, which is next to the beginning
     assert crowd.size == 100
     first = pulled(table, crowd)
-    assert table._entries.size // 8 == buckets
+    assert table.storage.entries.size // 8 == buckets
     rng = dice(2)
     for _ in range(30):
         gone = rng.choice(crowd, 40, replace=False)
@@ -325,7 +332,7 @@ def test_age_is_told_apart_also_after_very_many_pushes() -> None:
             last = {
                 int(i): int(m[1]) for i, m in zip(table.items()[0], table.items()[3], strict=True)
             }
-            unit = max(1, after // (kernels.LATEST // 8))
+            unit = max(1, after // (index_kernels.LATEST // 8))
             assert abs(last[2] - (start + 4)) <= unit and abs(last[1] - (start + 1)) <= unit
         table.version += after + after // 1000 + 1
         assert table.expire() == 2
@@ -499,7 +506,7 @@ def test_what_does_not_fit_is_refused() -> None:
             table.pull(ids, grads)
     with pytest.raises(StoreError, match="read-only"):
         table.pull(ids, np.frombuffer(g.tobytes(), np.float32).reshape(4, 3))
-    with pytest.raises(StoreError, match="rule 'sgd' keeps"):
+    with pytest.raises(StoreError, match="optimizer 'sgd' keeps"):
         table.load(ids, g, {"sum": g})
     with pytest.raises(StoreError, match="memory limit of 1000 bytes has room for"):
         make(memory_bytes=1000).load(np.arange(100), np.ones((100, 3), np.float32), {})
@@ -510,7 +517,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(StoreError, match=r"table 'd': .*\(10,\)"):
             call()
-    with pytest.raises(StoreError, match="5 to 11 is wanted, 0 to 10 is here"):
+    with pytest.raises(StoreError, match="5 to 11 was asked for, 0 to 10 is stored here"):
         dense.pull(np.ones(6, np.float32), 5, 11)
     assert table.rows == 0 and table.version == 0
 
@@ -549,14 +556,14 @@ def test_memory_that_is_read_only_or_oddly_aligned_is_taken_as_it_comes() -> Non
 def test_warming_up_compiles_what_tables_run() -> None:
     warm_up("float32", ["sgd"])
     compiled = [
-        kernels.seek,
-        kernels.enter,
-        kernels.gather,
-        kernels.unite,
-        kernels.regrow,
-        kernels.stale,
-        kernels.erase,
-        kernels.finite,
+        index_kernels.find_rows,
+        index_kernels.insert_rows,
+        row_kernels.gather,
+        gradient_kernels.sum_duplicates,
+        index_maintenance.rebuild,
+        index_maintenance.list_expired,
+        index_maintenance.erase,
+        gradient_kernels.finite,
     ]
     counts = [len(f.signatures) for f in compiled]
     assert all(counts)
@@ -582,7 +589,7 @@ def test_a_push_of_what_was_pulled_is_a_push_like_any_other() -> None:
             if step % 7 == 0:
                 each.erase(gone)
             if each is other:
-                other._found.clear()
+                other._lookups.clear()
             each.push(ids, grads.copy())
     for mine, theirs in zip(table.items(), other.items(), strict=True):
         for a, b in (

@@ -31,7 +31,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PlanError
 from manyhands.kernels.compile import compiled, inlined
-from manyhands.server.tables.kernels import mix
+from manyhands.server.tables.hashing import mix
 
 WAYS = 8  # places that a row may stand in
 FORGET_AFTER = 16  # lookups a place before all counts are halved: what was hot once cools down

@@ -13,7 +13,7 @@ from manyhands.errors import StoreError
 from manyhands.server.client.request import Outs, ShardPart
 from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SlotMap, ranges
-from manyhands.server.tables import kernels
+from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.partition import (
     Partition,
     key_of,
@@ -153,7 +153,7 @@ class Router:
                     for share in shares:
                         self._withhold(share, cut.zero)
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
-            if given is not None and self.shards > 1 and not kernels.finite(given):
+            if given is not None and self.shards > 1 and not finite(given):
                 raise not_finite(
                     name, shares[0].cut.raw if shares[0].cut is not None else None, given
                 )

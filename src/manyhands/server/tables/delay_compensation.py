@@ -1,9 +1,9 @@
-"""Delay compensation (DC-ASGD, arXiv:1609.08326): what a gradient would be where the model has gone since it was computed.
+"""Delay compensation (DC-ASGD, arXiv:1609.08326): corrects a gradient for updates since its pull.
 
-    g <- g + lambda g g (w - w_seen)                 the diagonal of the Fisher matrix in place of the Hessian
-    adaptive:  m <- decay m + (1 - decay) g g;       lambda <- lambda / sqrt(m + eps)
+    g <- g + lambda g g (w - w_seen)             the diagonal of the Fisher matrix for the Hessian
+    adaptive:  m <- decay m + (1 - decay) g g;   lambda <- lambda / sqrt(m + eps)
 
-Elementwise, in place. With lambda = 0, or where nothing has changed since, g is as before to the bit.
+Elementwise, in place. With lambda = 0, or where nothing has changed since, g keeps its bits.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from manyhands.kernels.compile import compiled
 
 EPS = 1e-7
-MEAN_SQUARE = "compensate/mean_square"  # its name beside what the rule of a table keeps
+MEAN_SQUARE = "compensate/mean_square"  # its name among the table's optimizer state
 
 
 @compiled

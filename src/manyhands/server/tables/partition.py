@@ -1,11 +1,11 @@
-"""What a worker does to a list of ids before it travels: repeats are left out, and each shard gets its own.
+"""Partition of ids: deduplicates a list of ids and groups it by shard.
 
     ids        7 3 7 9 3 5
     distinct   7 9 | 3 5            by shard, within a shard in the order of their first appearance
-    where      0 2 0 1 2 3          the place of each id among them
+    where      0 2 0 1 2 3          the position of each id among them
 
-One pass hashes, unites and counts; updates of equal ids are summed in their order, straight into the buffer that is sent, and rows
-are spread straight out of the one that was received.
+One pass hashes, deduplicates and counts. Updates of equal ids are summed in their order, straight
+into the buffer that is sent; rows are copied straight out of the buffer that was received.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import compiled
-from manyhands.server.tables.kernels import U64, mix, seed_of
-from manyhands.server.tables.row_lookup import same
+from manyhands.kernels.compile import U64, compiled
+from manyhands.server.tables.hashing import mix, seed_of
+from manyhands.server.tables.row_lookup import equal
 
 
 @compiled
 def _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, keys):
-    """How many are distinct. `starts` and `keys` begin as zeros."""
+    """Returns how many ids are distinct. `starts` and `keys` begin as zeros."""
     mask, slots, found = U64(buckets.size - 1), U64(owner.size - 1), 0
     buckets[:] = -1
     many = keys.size > 1
@@ -54,7 +54,7 @@ def _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, key
 
 @compiled
 def _key(ids, seed):
-    """As the key of a list of distinct ids on one shard, of any list."""
+    """The key of any list of ids: as `_split` makes it for the distinct ids of one shard."""
     total = U64(0)
     for i in range(ids.size):
         total += mix(U64(ids[i]) ^ seed) * U64(2 * i + 1)
@@ -62,22 +62,22 @@ def _key(ids, seed):
 
 
 @compiled
-def _regroup(distinct, first, shard, where, starts, grouped, first_grouped, place):
-    """By shard, where there are several."""
+def _regroup(distinct, first, shard, where, starts, grouped, first_grouped, moved_to):
+    """Group distinct ids by shard, where there are several shards."""
     following = starts.copy()
     for u in range(distinct.size):
         p = following[shard[u]]
         following[shard[u]] = p + 1
-        place[u] = p
+        moved_to[u] = p
         grouped[p] = distinct[u]
         first_grouped[p] = first[u]
     for i in range(where.size):
-        where[i] = place[where[i]]
+        where[i] = moved_to[where[i]]
 
 
 @compiled
 def _collect(updates, where, first, low, high, dim, out):
-    """Sum updates by their place, for places in [low, high)."""
+    """Sum updates by the position of their id, for positions in [low, high)."""
     dim = U64(dim)
     for i in range(where.size):
         p = where[i]
@@ -108,7 +108,10 @@ def _spread(rows, where, low, high, dim, out):
 
 @compiled
 def _withhold(updates, zero, dim, bound, keep):
-    """Clear what cannot move a zero weight; rows of which nothing is left need not travel. How many numbers were withheld."""
+    """Clear updates that cannot move a zero weight; `keep` tells which rows still have any.
+
+    Returns how many numbers were withheld.
+    """
     withheld = 0
     for r in range(keep.size):
         some = False
@@ -124,6 +127,8 @@ def _withhold(updates, zero, dim, bound, keep):
 
 @dataclass(eq=False)
 class Partition:
+    """The distinct ids of a list, grouped by shard."""
+
     raw: np.ndarray  # as given
     distinct: np.ndarray
     first: np.ndarray
@@ -135,7 +140,7 @@ class Partition:
     def same(self, ids: np.ndarray) -> bool:
         mine = self.raw
         return mine.size == ids.size and (
-            not ids.size or (mine[0] == ids[0] and bool(same(mine, ids)))
+            not ids.size or (mine[0] == ids[0] and bool(equal(mine, ids)))
         )
 
     def ids(self, shard: int) -> np.ndarray:
@@ -152,25 +157,17 @@ class Partition:
 
 def partition(ids: np.ndarray, table: str, owner: np.ndarray, shards: int) -> Partition:
     n = ids.size
-    ids = ids.copy()  # the caller's may change while this is still of use
+    ids = ids.copy()  # the caller may change its array while this is in use
     buckets = np.empty(max(16, 1 << (2 * n - 1).bit_length() if n else 16), np.int32)
     distinct, first, shard = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.uint16)
-    where, starts, keys = (
-        np.empty(n, np.int32),
-        np.zeros(shards + 1, np.int64),
-        np.zeros(shards, np.uint64),
-    )
-    found = _split(
-        ids, U64(seed_of(table)), owner, buckets, distinct, first, shard, where, starts, keys
-    )
+    starts, keys = np.zeros(shards + 1, np.int64), np.zeros(shards, np.uint64)
+    where, seed = np.empty(n, np.int32), U64(seed_of(table))
+    found = _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, keys)
     distinct, first, shard = distinct[:found], first[:found], shard[:found]
     if shards > 1:
-        grouped, first_grouped, place = (
-            np.empty_like(distinct),
-            np.empty_like(first),
-            np.empty(found, np.int32),
-        )
-        _regroup(distinct, first, shard, where, starts, grouped, first_grouped, place)
+        grouped, first_grouped = np.empty_like(distinct), np.empty_like(first)
+        moved_to = np.empty(found, np.int32)
+        _regroup(distinct, first, shard, where, starts, grouped, first_grouped, moved_to)
         distinct, first = grouped, first_grouped
     return Partition(ids, distinct, first, where, starts.tolist(), keys.tolist())
 
