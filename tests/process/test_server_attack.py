@@ -467,13 +467,13 @@ def test_a_frame_larger_than_any_is_refused_before_memory_is_made_for_it(
 
 KILLED = """
 import sys, time, struct
-from manyhands.server import handshake, wire, messages as m
+from manyhands.server.protocol import frame, handshake, messages as m
 host, port, token = sys.argv[1:]
 channel = handshake.connect(m.Where(host, int(port)), 60.0, False)
 handshake.prove(channel, token, m.Proof(b"", "data", 0, 1, 0, b""), time.monotonic() + 60)
 n = 1 << 20
 push = m.Exchange(1, 0, [m.Keyed("sum", n, m.IDS)], [], m.How(0))
-whole = wire.encode(push, 0, n * 8 + n * 32) + bytes(n * 8) + b"\\1" * (n * 32)
+whole = frame.encode(push, 0, n * 8 + n * 32) + bytes(n * 8) + b"\\1" * (n * 32)
 channel.sock.sendall(whole[: len(whole) // 2])
 print("half", flush=True)
 sys.stdin.read()

@@ -378,9 +378,9 @@ def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
 
 ARENAS = """
 import ctypes, sys, threading
-from manyhands.server import plane
+from manyhands.server.protocol import arena
 libc = ctypes.CDLL(None)
-plane.few_arenas()
+arena.few_arenas()
 started = threading.Barrier(12)
 def body():
     libc.malloc(5000)
