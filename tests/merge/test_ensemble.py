@@ -110,16 +110,19 @@ def test_the_opinion_is_the_mean_of_the_teachers_class_probabilities() -> None:
     w, teachers = worker(), others(3)
     x, _ = blobs(50, seed=5)
     expected = torch.stack([net(seed)(x).softmax(1) for seed in (1, 2, 3)]).mean(0)
-    assert_close(w.taught.opinion(teachers, [x]), expected.detach())
+    assert_close(w.taught.mean_probabilities(teachers, [x]), expected.detach())
 
 
 def test_the_loss_of_the_mean_opinion_is_at_most_the_mean_of_the_losses() -> None:
     w, teachers = worker(), others(4)
     x, y = blobs(200, seed=5)
-    together = float(nn.functional.nll_loss(w.taught.opinion(teachers, [x]).log(), y))
-    alone = [float(nn.functional.nll_loss(w.taught.opinion([t], [x]).log(), y)) for t in teachers]
+    together = float(nn.functional.nll_loss(w.taught.mean_probabilities(teachers, [x]).log(), y))
+    alone = [
+        float(nn.functional.nll_loss(w.taught.mean_probabilities([t], [x]).log(), y))
+        for t in teachers
+    ]
     assert together < sum(alone) / 4
-    logits = torch.stack([w.taught.opinion([t], [x]).log() for t in teachers]).mean(0)
+    logits = torch.stack([w.taught.mean_probabilities([t], [x]).log() for t in teachers]).mean(0)
     assert float(cross_entropy(logits, y)) < sum(alone) / 4
 
 
@@ -128,7 +131,7 @@ def test_listening_leaves_parameters_modes_and_running_statistics_as_they_were()
     w.model[-1].eval()  # by hand, in a model that trains
     kept = {k: v.clone() for k, v in w.model.state_dict().items()}
     rng = torch.get_rng_state()
-    w.taught.opinion(teachers, [blobs(30)[0]])
+    w.taught.mean_probabilities(teachers, [blobs(30)[0]])
     assert all(torch.equal(v, kept[k]) for k, v in w.model.state_dict().items())
     assert [m.training for m in w.model] == [True, True, True, True, False]
     assert torch.equal(rng, torch.get_rng_state()), "teachers drop nothing out"
@@ -138,7 +141,7 @@ def test_a_teacher_that_fails_leaves_the_students_parameters_where_they_were() -
     w = worker()
     before = {k: v.clone() for k, v in w.flat.values.items()}
     with pytest.raises(RuntimeError):
-        w.taught.opinion(others(2), [torch.zeros(3, 7, dtype=torch.float64)])
+        w.taught.mean_probabilities(others(2), [torch.zeros(3, 7, dtype=torch.float64)])
     assert all(torch.equal(v, before[k]) for k, v in w.flat.values.items())
 
 
@@ -155,7 +158,7 @@ def test_the_loss_is_that_of_the_labels_and_for_a_share_also_the_distance_from_t
 
     twin = net()
     taught, log_f = round(share * BATCH), twin(x).log_softmax(1)
-    o = w.taught.opinion(teachers, [x])
+    o = w.taught.mean_probabilities(teachers, [x])
     hard = nn.functional.nll_loss(log_f, y, reduction="none")
     soft = (o * (o.log() - log_f)).sum(1)
     each = torch.cat([weight * hard[:taught] + (1 - weight) * soft[:taught], hard[taught:]])
@@ -187,7 +190,7 @@ def test_distilling_brings_a_model_nearer_to_what_the_ensemble_says() -> None:
     x, _ = blobs(200, seed=5)
 
     def apart() -> float:
-        o = w.taught.opinion(teachers, [x])
+        o = w.taught.mean_probabilities(teachers, [x])
         with torch.no_grad():
             return float(nn.functional.kl_div(w.model(x).log_softmax(1), o, reduction="batchmean"))
 
@@ -314,7 +317,7 @@ def test_a_model_that_gives_no_classes_is_told_so() -> None:
     with pytest.raises(
         TaskError, match=r"the model gives \(30,\); needed: logits \(samples, classes\)"
     ):
-        w.taught.opinion([dict(w.flat.values)], [blobs(30)[0]])
+        w.taught.mean_probabilities([dict(w.flat.values)], [blobs(30)[0]])
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_the_first_bucket_leaves_while_backward_still_runs() -> None:
     mine = replica(model, [[rows(4)]], nominal=4, bucket_bytes=1)
     still_missing: list[int] = []
     mine.backward(
-        on_ready=lambda part: still_missing.append(sum(not done for done in mine._in_flat))
+        on_ready=lambda part: still_missing.append(sum(not done for done in mine.window.in_flat))
     )
     assert still_missing == [5, 4, 3, 2, 1, 0]
 

@@ -1,10 +1,12 @@
-"""A replica that can also learn from other models: their mean class probabilities stand beside the labels of its next batch.
+"""Distillation: a replica that also learns from the mean class probabilities of other models.
 
     o = mean_k softmax f_k(x)
-    loss = mean over samples of   a CE(y, f) + (1 - a) KL(o || f)   for a share of them,   CE(y, f)   for the rest
+    loss = mean over samples of   a CE(y, f) + (1 - a) KL(o || f)   for a share of them
+                                  CE(y, f)                          for the rest
 
-The others run without gradient and without dropout; BatchNorm normalises by the batch, as in training, and its running
-buffers stay as they were. Batches come shuffled, so the share is simply the first rows.
+The teachers run without gradient and without dropout. BatchNorm normalises by the batch, as in
+training, and its running buffers keep their values. Batches are shuffled, so the share is simply
+the first rows.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.core import OnReady, Tensors
+from manyhands.core import Tensors
 from manyhands.errors import TaskError
 from manyhands.replica import forward
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.wrapper import ReplicaWrapper
 
-Taught = Callable[
-    [Sequence[Tensors], float, float], Micro
-]  # teachers, weight of the labels, share -> the next loss
+# (teachers, weight of the labels, share) -> the next loss
+DistilledLoss = Callable[[Sequence[Tensors], float, float], Micro]
 
 
 def check(next_loss: object) -> None:
-    """Refuse, before training, what has no class probabilities that could be averaged."""
+    """Raise TaskError, before training, where no class probabilities are known."""
     if not isinstance(next_loss, forward.TaskLoss) or next_loss.step is not None:
         given = (
             "the task has step="
@@ -37,44 +39,41 @@ def check(next_loss: object) -> None:
             else "this is a loop of its own"
         )
         raise TaskError(
-            f"merge=ensemble averages the class probabilities of model(*inputs), but {given}, so only a loss is known; "
-            "give Task(loss=..., train=(inputs..., labels)), or choose another merge="
+            f"merge=ensemble averages the class probabilities of model(*inputs), but {given}, so "
+            "only a loss is known; give Task(loss=..., train=(inputs..., labels)), or choose "
+            "another merge="
         )
 
 
 def student(replica: ModuleReplica, next_loss: object) -> StudentReplica:
-    """`replica`, whose losses are `next_loss`, able to learn from others."""
+    """`replica`, whose losses are `next_loss`, able to learn from other models."""
     check(next_loss)
     assert isinstance(next_loss, forward.TaskLoss)
-    return StudentReplica(
-        replica, DistillationLoss(cast(FlatParameters, replica.flat), next_loss)
-    )  # plans that split models refuse it
+    # plans that split a model refuse merge=ensemble, so the parameters are whole
+    flat = cast(FlatParameters, replica.flat)
+    return StudentReplica(replica, DistillationLoss(flat, next_loss))
 
 
-class StudentReplica:
-    """Wraps a replica; everything but `distil` goes through to it."""
+class StudentReplica(ReplicaWrapper):
+    """Adds `distil` to a replica."""
 
-    def __init__(self, inner: ModuleReplica, taught: Taught):
-        self.inner, self._taught = inner, taught
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def backward(self, on_ready: OnReady | None = None) -> Tensor:
-        return self.inner.backward(on_ready)
+    def __init__(self, inner: ModuleReplica, distilled_loss: DistilledLoss):
+        super().__init__(inner)
+        self._distilled_loss = distilled_loss
 
     def distil(self, teachers: Sequence[Tensors], weight: float, share: float) -> Tensor:
-        """`backward`, but with the teachers' word beside the labels."""
-        own = self.inner.next_loss
-        self.inner.next_loss = lambda: self._taught(teachers, weight, share)
+        """`backward` of the next batch under the distillation loss."""
+        inner = self.module_replica
+        own = inner.next_loss
+        inner.next_loss = lambda: self._distilled_loss(teachers, weight, share)
         try:
-            return self.inner.backward()
+            return inner.backward()
         finally:
-            self.inner.next_loss = own
+            inner.next_loss = own
 
 
 class DistillationLoss:
-    """The next batch of a task under the loss above."""
+    """The next batch of a task under the loss in this file's docstring."""
 
     def __init__(self, flat: FlatParameters, task: forward.TaskLoss):
         self.flat, self.task = flat, task
@@ -84,7 +83,7 @@ class DistillationLoss:
         if batch.values is None:
             return Micro(None, 0, batch.last)
         *inputs, target = forward._pair(batch.values)
-        opinion = self.opinion(teachers, inputs)
+        mean_probabilities = self.mean_probabilities(teachers, inputs)
         loss = self.task.loss
         assert loss is not None
         with forward.autocast(self.task.precision, self.task.device):
@@ -95,36 +94,35 @@ class DistillationLoss:
             hard = loss(outputs[:taught], target[:taught]) if taught else nothing
             rest = loss(outputs[taught:], target[taught:]) if taught < rows else nothing
         soft = nn.functional.kl_div(
-            _wide(outputs[:taught]).log_softmax(1), opinion[:taught], reduction="none"
+            _wide(outputs[:taught]).log_softmax(1), mean_probabilities[:taught], reduction="none"
         )
         soft = soft.sum(1).mean() if taught else nothing
         total = (taught * (weight * hard + (1 - weight) * soft) + (rows - taught) * rest) / rows
         return Micro(total if batch.count else total.nan_to_num(), batch.count, batch.last)
 
     @torch.no_grad()
-    def opinion(self, teachers: Sequence[Tensors], inputs: Sequence[Any]) -> Tensor:
+    def mean_probabilities(self, teachers: Sequence[Tensors], inputs: Sequence[Any]) -> Tensor:
         """The mean of the teachers' class probabilities."""
         module, total = self.task.module, torch.zeros(())
         with _as_teacher(module), forward.autocast(self.task.precision, self.task.device):
             for values in teachers:
                 with self.flat.holding(values):
                     outputs = module(*inputs)
-                if (
-                    not isinstance(outputs, Tensor)
-                    or outputs.ndim < 2
-                    or not outputs.is_floating_point()
-                ):
-                    given = (
-                        f"{tuple(outputs.shape)}"
-                        if isinstance(outputs, Tensor)
-                        else f"a {type(outputs).__name__}"
-                    )
-                    raise TaskError(
-                        f"merge=ensemble averages class probabilities, but the model gives {given}; needed: logits (samples, classes); "
-                        "choose another merge="
-                    )
+                _check_logits(outputs)
                 total = total.to(outputs.device) + _wide(outputs).softmax(1) / len(teachers)
         return total
+
+
+def _check_logits(outputs: Any) -> None:
+    if isinstance(outputs, Tensor) and outputs.ndim >= 2 and outputs.is_floating_point():
+        return
+    given = f"a {type(outputs).__name__}"
+    if isinstance(outputs, Tensor):
+        given = f"{tuple(outputs.shape)}"
+    raise TaskError(
+        f"merge=ensemble averages class probabilities, but the model gives {given}; needed: "
+        "logits (samples, classes); choose another merge="
+    )
 
 
 @contextlib.contextmanager
