@@ -13,11 +13,13 @@ strategy, small extensions for some strategies, and `LoopReplica` for the traini
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from manyhands.records import (
@@ -214,14 +216,31 @@ class LoopReplica(Replica, Protocol):
 
 @runtime_checkable
 class Group(Protocol):
-    """Symmetric exchange: every rank calls the same method in the same order."""
+    """Process group: ranks that exchange symmetrically. Every rank makes the same calls in the same order.
+
+    Groups inherit from this for what most of them share: `allocate` and `clock`.
+    """
 
     rank: int
     size: int
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work: ...
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        """The first half of an all-reduce: sum into the part that each rank owns; the rest of `values`
+        keeps what it had. For contiguous vectors, in some groups only for those from `allocate`."""
+        ...
+
+    def all_gather(self, values: Tensors) -> Work:
+        """The second half of an all-reduce: copy the part that each rank owns to all others."""
+        ...
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        """Which elements of a vector this rank owns in `reduce_scatter` and `all_gather`."""
+        ...
+
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
-        """Copy the `values` of rank `source` into those of all other ranks: same names, shapes and dtypes everywhere."""
+        """Copy the `values` of rank `source` into those of all other ranks: same names, shapes and
+        dtypes everywhere."""
         ...
 
     def barrier(self) -> None:
@@ -229,26 +248,31 @@ class Group(Protocol):
         ...
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        """Give `values` to every peer and get theirs, in the order of `peers`. The relation must be symmetric."""
+        """Send `values` to every peer and return theirs, in the order of `peers`. If a rank names
+        another one as its peer, that one must name it too."""
         ...
 
     def transfer(
         self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
     ) -> Work:
-        """Point to point: send `give[r]` to rank r and receive from rank r into `into[r]`, contiguous tensors of which both
-        ends know length and dtype. Only the ranks named take part; messages from one rank to another arrive in order.
-        Nothing given may change, and nothing received be read, before `wait`. What has a `name` may be encoded by a wire."""
+        """Point to point: send `give[r]` to rank r and receive from rank r into `into[r]`, contiguous
+        tensors of which both ends know length and dtype. Only the ranks named take part; messages
+        from one rank to another arrive in order. Nothing given may change, and nothing received be
+        read, before `wait`. A message with a `name` may be compressed."""
         ...
 
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        """A zeroed vector on `device`, in memory that the group reduces without a copy if it has such
+        memory. Every rank must allocate the same vectors in the same order."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def clock(self) -> float:
+        """Seconds on the clock that measures this group's calls: real time, or a simulation's."""
+        return time.perf_counter()
+
     def close(self) -> None: ...
-
-
-class ReduceScatterGroup(Group, Protocol):
-    """A group whose ranks own parts of its vectors: an all-reduce in two halves, with room for work between them."""
-
-    def own(self, tensor: Tensor) -> list[slice]: ...
-    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work: ...
-    def all_gather(self, values: Tensors) -> Work: ...
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from manyhands.assembly.rank_context import Options, RankContext
 from manyhands.cli.export import export
 from manyhands.core import (
     Finished,
+    Group,
     Layout,
     Op,
     Plan,
@@ -30,6 +31,7 @@ from manyhands.core import (
     Work,
 )
 from manyhands.errors import CheckpointError
+from manyhands.exchange import reduce_scatter
 from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -116,7 +118,7 @@ def local_module(parts: Mapping[str, Region], whole: nn.Module) -> nn.Module:
     return root
 
 
-class Along:
+class Along(Group):
     """The ranks of a world that differ along one axis, as a group: all ranks make its calls at the same time."""
 
     def __init__(self, world: InprocGroup, ranks: Sequence[int]):
@@ -136,6 +138,15 @@ class Along:
                 else stacked.mean(0)
             )
         return Finished()
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return reduce_scatter.reduce_scatter(self, values, op)
+
+    def all_gather(self, values: Tensors) -> Work:
+        return reduce_scatter.all_gather(self, values)
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         others = [r for r in self.ranks if r != self.world.rank]

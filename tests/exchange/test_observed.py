@@ -96,10 +96,12 @@ def test_totals_count_all_rounds_and_events_come_for_some() -> None:
     assert link.calls == 14 and link.seconds == 7 * 3.0
 
 
-def test_memory_is_offered_only_where_the_link_has_some() -> None:
-    assert not hasattr(ObservedGroup(SoloGroup(), print), "allocate")
+def test_memory_is_that_of_the_group() -> None:
     link = SharedGroup(0, 1, dist.HashStore())
-    assert ObservedGroup(link, print).allocate(5, torch.int64).tolist() == [0] * 5
+    placed = ObservedGroup(link, print).allocate(5, torch.int64)
+    assert placed.tolist() == [0] * 5 and link.own(placed) == [slice(0, 5)]
+    with pytest.raises(ValueError, match="has owners"):
+        link.own(ObservedGroup(SoloGroup(), print).allocate(5, torch.int64))
 
 
 @pytest.mark.parametrize("every", [0, -1])

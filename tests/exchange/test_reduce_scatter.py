@@ -1,4 +1,4 @@
-"""An all-reduce in two halves, on every link: who owns what, and that both halves together are the whole."""
+"""Reduce-scatter and all-gather on every group: who owns what, and that both make an all-reduce."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core import Group, Op, ReduceScatterGroup
+from manyhands.core import Group, Op
 from manyhands.exchange import collective
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
-from manyhands.exchange.reduce_scatter import part, parted
-from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.reduce_scatter import equal_part
+from manyhands.exchange.shared import SharedGroup, shard_memory
 from manyhands.exchange.solo import SoloGroup
 
 
@@ -87,7 +87,7 @@ LINKS = [
 def test_the_owner_has_the_sum_and_a_gather_gives_it_to_all(link: str, size: int, op: Op) -> None:
     def main(group: Group) -> None:
         for watched in (group, ObservedGroup(group, lambda event: None)):
-            halves, memory, _ = parted(watched)
+            memory, _ = shard_memory(watched)
             for numel, dtype in (
                 (12 * size, torch.float32),
                 (7, torch.float64),
@@ -97,10 +97,10 @@ def test_the_owner_has_the_sum_and_a_gather_gives_it_to_all(link: str, size: int
                 x = memory(numel, dtype)
                 x.copy_(given(group.rank, numel, dtype))
                 needed = reduced(size, numel, dtype, op)
-                halves.reduce_scatter({"x": x}, op).wait()
-                (own,) = halves.own(x)
+                watched.reduce_scatter({"x": x}, op).wait()
+                (own,) = watched.own(x)
                 assert torch.equal(x[own], needed[own])
-                halves.all_gather({"x": x}).wait()
+                watched.all_gather({"x": x}).wait()
                 assert torch.equal(x, needed)
 
     on_link(link, size, main)
@@ -111,13 +111,13 @@ def test_a_slice_of_a_vector_has_parts_of_its_own_and_its_neighbours_stay_as_the
     link: str, size: int
 ) -> None:
     def main(group: Group) -> None:
-        halves, memory, _ = parted(group)
+        memory, _ = shard_memory(group)
         x = memory(100 * size, torch.float64)
         x.fill_(group.rank + 1)
         inside = x[10 : 10 + 6 * size]
-        halves.reduce_scatter({"x": inside}).wait()
-        halves.all_gather({"x": inside}).wait()
-        assert halves.own(inside) == [slice(6 * group.rank, 6 * group.rank + 6)]
+        group.reduce_scatter({"x": inside}).wait()
+        group.all_gather({"x": inside}).wait()
+        assert group.own(inside) == [slice(6 * group.rank, 6 * group.rank + 6)]
         assert (inside == size * (size + 1) / 2).all()
         assert (x[:10] == group.rank + 1).all() and (x[10 + 6 * size :] == group.rank + 1).all()
 
@@ -127,7 +127,7 @@ def test_a_slice_of_a_vector_has_parts_of_its_own_and_its_neighbours_stay_as_the
 def test_parts_cover_a_vector_once_however_short() -> None:
     for numel in (0, 1, 5, 64, 1001):
         for size in (1, 2, 3, 8):
-            cut = [part(numel, r, size) for r in range(size)]
+            cut = [equal_part(numel, r, size) for r in range(size)]
             assert cut[0].start == 0 and cut[-1].stop == numel
             assert all(a.stop == b.start for a, b in itertools.pairwise(cut))
             assert max(c.stop - c.start for c in cut) - min(c.stop - c.start for c in cut) <= 1
@@ -135,14 +135,14 @@ def test_parts_cover_a_vector_once_however_short() -> None:
 
 def test_several_exchanges_are_under_way_at_once_and_compute_goes_on() -> None:
     def main(group: Group) -> None:
-        halves, _, _ = parted(group)
+
         vectors = [given(group.rank, 12, torch.float64) + i for i in range(4)]
-        works = [halves.reduce_scatter({str(i): v}) for i, v in enumerate(vectors)]
+        works = [group.reduce_scatter({str(i): v}) for i, v in enumerate(vectors)]
         for work in reversed(works):
             work.wait()
             work.wait()  # once more changes nothing
         for i, v in enumerate(vectors):
-            (own,) = halves.own(v)
+            (own,) = group.own(v)
             assert torch.equal(v[own], reduced(3, 12, torch.float64, "sum")[own] + 3 * i)
 
     World(3).run(main)
@@ -150,12 +150,12 @@ def test_several_exchanges_are_under_way_at_once_and_compute_goes_on() -> None:
 
 def test_memory_that_is_common_to_all_is_written_by_its_owners_and_read_by_all() -> None:
     def main(group: Group) -> None:
-        halves, _, common = parted(group)
+        _, common = shard_memory(group)
         assert common is not None
         x = common(10, torch.float32)
-        (own,) = halves.own(x)
+        (own,) = group.own(x)
         x[own] = float(group.rank + 1)
-        halves.all_gather({"x": x}).wait()
+        group.all_gather({"x": x}).wait()
         assert x.tolist() == [1.0] * 5 + [2.0] * 5
 
     on_link("shared", 2, main)
@@ -163,8 +163,9 @@ def test_memory_that_is_common_to_all_is_written_by_its_owners_and_read_by_all()
 
 def test_what_does_not_lie_in_one_piece_is_refused() -> None:
     def main(group: Group) -> None:
-        halves: ReduceScatterGroup = parted(group)[0]
-        halves.reduce_scatter({"x": torch.ones(4, 4).t()})
+        group.reduce_scatter({"x": torch.ones(4, 4).t()})
 
-    with pytest.raises(ValueError, match=r"in one piece has parts; give x.contiguous\(\)"):
+    with pytest.raises(
+        ValueError, match=r"contiguous vector has equal parts; give x.contiguous\(\)"
+    ):
         World(2).run(main)

@@ -13,6 +13,7 @@ from torch import Tensor
 from manyhands.core import Group, Tensors, Work
 from manyhands.errors import PlanError
 from manyhands.exchange.inproc import World
+from manyhands.exchange.wrapper import GroupWrapper
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.building_blocks import aggregate
 from manyhands.merge.robust import How, Robust
@@ -251,11 +252,12 @@ def test_alone_it_is_plain_sgd() -> None:
 # -- on the bench --
 
 
-class Liar:
+class Liar(GroupWrapper):
     """A link whose rank sends something else than what it was given."""
 
     def __init__(self, group: Group, lie: Lie):
-        self.group, self.rank, self.size, self.lie = group, group.rank, group.size, lie
+        super().__init__(group)
+        self.lie = lie
 
     def all_reduce(self, values: Tensors, op: Any = "sum") -> Work:
         for k, v in values.items():

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.exchange import collective
-from manyhands.exchange.reduce_scatter import parted
-from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.shared import SharedGroup, shard_memory
 from manyhands.parallel.zero.full_state import model_state
 from manyhands.parallel.zero.memory_use import Peak
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
@@ -78,11 +77,11 @@ def trained(
         else collective.connect(rank, size, store, "gloo", LIMIT_S)
     )
     model, mine = Net(), [b.tensor_split(size)[rank] for b in batches()]
-    halves, memory, in_common = parted(group)
+    memory, in_common = shard_memory(group)
     made = optimizer(model.parameters())
     flat = ShardedParameters(
         model,
-        halves,
+        group,
         stage,
         allocate=memory,
         common=in_common,

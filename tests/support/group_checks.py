@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from manyhands.core import (
     Group,
     Op,
-    ReduceScatterGroup,
     Tensors,
 )
 from manyhands.exchange import collective, hierarchical, segments
@@ -102,10 +100,7 @@ def assert_reduced(got: Tensor, size: int, op: Op) -> None:
 
 def place(link: Group, numel: int, dtype: torch.dtype) -> Tensor:
     """Memory that the link reduces in place, where it has such memory."""
-    allocate: Callable[[int, torch.dtype], Tensor] = getattr(
-        link, "allocate", lambda n, t: torch.zeros(n, dtype=t)
-    )
-    return allocate(numel, dtype)
+    return link.allocate(numel, dtype)
 
 
 def reduces(op: Op, dtypes: tuple[torch.dtype, ...], numels: tuple[int, ...]) -> Check:
@@ -324,19 +319,16 @@ def a_barrier_may_be_called_while_other_calls_are_under_way(link: Group) -> list
 
 @check
 def reduce_scatter_and_all_gather_make_an_all_reduce(link: Group) -> list[Tensor]:
-    if not isinstance(getattr(link, "group", link), SharedGroup):
-        return []
-    parts = cast(ReduceScatterGroup, link)
     got = []
     for dtype, op in itertools.product(DTYPES, OPS):
         whole = place(link, 100_003, dtype).copy_(mine := given(link.rank, 100_003, dtype))
-        parts.reduce_scatter({"x": whole}, op).wait()
-        owned = parts.own(whole)
+        link.reduce_scatter({"x": whole}, op).wait()
+        owned = link.own(whole)
         kept = torch.ones(100_003, dtype=torch.bool)
         for part in owned:
             kept[part] = False
         assert torch.equal(whole[kept], mine[kept]), "what others own keeps what it had"
-        parts.all_gather({"x": whole}).wait()
+        link.all_gather({"x": whole}).wait()
         assert_reduced(whole, link.size, op)
         owners = torch.zeros(100_003, dtype=torch.int64)
         for part in owned:

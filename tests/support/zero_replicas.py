@@ -18,8 +18,9 @@ from manyhands.core import (
     Tensors,
     Work,
 )
+from manyhands.exchange import reduce_scatter
 from manyhands.exchange.inproc import World
-from manyhands.exchange.reduce_scatter import parted
+from manyhands.exchange.shared import shard_memory
 from manyhands.parallel.zero.full_state import model_state
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
@@ -111,14 +112,14 @@ def spread(
     schedule: Any = None,
     **options: Any,
 ) -> ModuleReplica:
-    halves, memory, common = parted(group)
+    memory, common = shard_memory(group)
     layout = {
         k: options.pop(k) for k in ("bucket_bytes", "unit_bytes", "short", "ahead") if k in options
     }
     made = optimizer(model.parameters())
     flat = ShardedParameters(
         model,
-        halves,
+        group,
         stage,
         allocate=memory,
         common=common,
@@ -217,7 +218,7 @@ def even(size: int, batch: int, steps: int) -> list[list[int]]:
     return [[batch * (r + 1) // size - batch * r // size for r in range(size)]] * steps
 
 
-class Axis:
+class Axis(Group):
     """Some ranks of a world, as a link of their own."""
 
     def __init__(self, world: Group, peers: Sequence[int]):
@@ -245,6 +246,15 @@ class Axis:
                 else stacked.sum(0)
             )
         return Finished()
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return reduce_scatter.reduce_scatter(self, values, op)
+
+    def all_gather(self, values: Tensors) -> Work:
+        return reduce_scatter.all_gather(self, values)
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         for value in values.values():

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan
-from manyhands.exchange.reduce_scatter import parted
-from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.shared import SharedGroup, shard_memory
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica.flat import FlatParameters
@@ -36,11 +35,11 @@ def lay_out(
     always agree need only one copy of the parameters, and each rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
     if plan.layout.shard > 1:
-        group, memory, common = parted(context.axes["shard"], context.device)
+        memory, common = shard_memory(context.axes["shard"], context.device)
         short = torch.bfloat16 if plan.precision == "bf16" else None
         spread = ShardedParameters(
             module,
-            group,
+            context.axes["shard"],
             plan.zero,
             allocate=memory,
             common=common,

@@ -147,12 +147,7 @@ class RankContext:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros, where replicas can merge them fastest."""
-        in_shared_memory = getattr(self.merging.group, "allocate", None)
-        return (
-            torch.zeros(numel, dtype=dtype, device=self.device)
-            if in_shared_memory is None
-            else in_shared_memory(numel, dtype)
-        )
+        return self.merging.allocate(numel, dtype, self.device)
 
     def notice(self, text: str) -> None:
         if self.rank == 0:

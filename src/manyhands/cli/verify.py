@@ -101,7 +101,8 @@ class Record(Callback):
         for view, used in zip(replica.flat.views, replica.flat.used.tolist(), strict=True):
             if (
                 used
-                and (grad := view.grad if replica.updates_slice else view.parameter.grad) is not None
+                and (grad := view.grad if replica.updates_slice else view.parameter.grad)
+                is not None
             ):
                 grads[view.name] = grad
         self._keep(run, f"gradient/{round}", grads)

@@ -21,12 +21,13 @@ from torch.distributed import distributed_c10d
 
 from manyhands.core import (
     Finished,
+    Group,
     Op,
     Tensors,
     Work,
 )
 from manyhands.errors import PeerLost, PlanError
-from manyhands.exchange import reduce_scatter as parts
+from manyhands.exchange import reduce_scatter
 from manyhands.exchange.solo import check_source, to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {
@@ -54,7 +55,7 @@ WIRE = {t: t for t in NATIVE} | {
 SWAP, TRANSFER = 0, 1  # tags
 
 
-class CollectiveGroup:
+class CollectiveGroup(Group):
     """`device` is where tensors must lie to travel (gloo: cpu); None: they travel from where they are. `close` is called
     when the group is closed by the one who made it; a process group that is merely lent stays open."""
 
@@ -116,20 +117,20 @@ class CollectiveGroup:
         if self.size == 1:
             return
         what, options = self._next("barrier"), dist.BarrierOptions()
-        if self._device is not None and self._device.type == "cuda":
-            options.device_ids = [self._device.index]
+        if self._device is not None:
+            options.device = self._device
         try:
             self._group.barrier(options).wait()
         except RuntimeError as e:
             raise self._lost(what, e) from e
 
     def own(self, tensor: Tensor) -> list[slice]:
-        return [parts.part(tensor.numel(), self.rank, self.size)]
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
         # gloo's own is an all-reduce of a copy: twice the bytes
         if op == "mean" or not self._has_halves(values):
-            return parts.reduce_scatter(self, values, op)
+            return reduce_scatter.reduce_scatter(self, values, op)
         what, options = self._next("reduce_scatter"), dist.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(OPS[op]), True
         return self._halves(
@@ -138,7 +139,7 @@ class CollectiveGroup:
 
     def all_gather(self, values: Tensors) -> Work:
         if not self._has_halves(values, on_cpu=True):
-            return parts.all_gather(self, values)
+            return reduce_scatter.all_gather(self, values)
         what, options = self._next("all_gather"), distributed_c10d.AllgatherOptions()
         options.asyncOp = True
         return self._halves(
@@ -148,10 +149,16 @@ class CollectiveGroup:
     def _has_halves(self, values: Tensors, on_cpu: bool = False) -> bool:
         """Whether the backend itself cuts these into equal parts, where they lie."""
         return self.size > 1 and all(
-            v.numel() and v.numel() % self.size == 0 and v.dtype in NATIVE and v.ndim == 1 and v.is_contiguous() and not v.requires_grad
-            and (v.device.type == "cuda" or on_cpu) and self._device in (None, v.device)
+            v.numel()
+            and v.numel() % self.size == 0
+            and v.dtype in NATIVE
+            and v.ndim == 1
+            and v.is_contiguous()
+            and not v.requires_grad
+            and (v.device.type == "cuda" or on_cpu)
+            and self._device in (None, v.device)
             for v in values.values()
-        )  # fmt: skip
+        )
 
     def _halves(
         self, what: str, values: Tensors, begin: Callable[[Tensor, Tensor], dist.Work]

@@ -18,17 +18,18 @@ from torch import Tensor
 
 from manyhands.core import (
     Finished,
+    Group,
     Op,
     Tensors,
     Work,
 )
 from manyhands.errors import PeerLost, PlanError
-from manyhands.exchange import collective
+from manyhands.exchange import collective, reduce_scatter
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import check_source
 
 
-class HierarchicalGroup:
+class HierarchicalGroup(Group):
     def __init__(
         self, rank: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
     ):
@@ -67,9 +68,10 @@ class HierarchicalGroup:
                     group.close()
             raise self._globally(e) from e
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed vector in this host's shared memory. Every rank must ask for the same, in the same order."""
-        return self._inside.allocate(numel, dtype)
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        return self._inside.allocate(numel, dtype, device)
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         try:
@@ -79,6 +81,15 @@ class HierarchicalGroup:
         if not isinstance(work, Finished):
             self._latest = work
         return _Reduction(self, work)
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return reduce_scatter.reduce_scatter(self, values, op)
+
+    def all_gather(self, values: Tensors) -> Work:
+        return reduce_scatter.all_gather(self, values)
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         """Over the network once a host, to its first rank; from there on in the host's memory."""

@@ -29,8 +29,9 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from manyhands.core import Op, Tensors, Work
+from manyhands.core import Group, Op, Tensors, Work
 from manyhands.errors import Deadlock
+from manyhands.exchange import reduce_scatter
 from manyhands.exchange.solo import check_source, to_oneself
 
 Cost = Callable[[str, int, int], float]  # (what, bytes of one rank, ranks it goes to) -> seconds
@@ -218,7 +219,7 @@ class World:
         return message
 
 
-class InprocGroup:
+class InprocGroup(Group):
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
         self._calls = self._transfers = 0
@@ -229,6 +230,15 @@ class InprocGroup:
         return _Reduction(
             self, self._post(_Post("all_reduce", values, self.world.now[self.rank], op=op))
         )
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return reduce_scatter.reduce_scatter(self, values, op)
+
+    def all_gather(self, values: Tensors) -> Work:
+        return reduce_scatter.all_gather(self, values)
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         check_source(self, source)
@@ -269,7 +279,6 @@ class InprocGroup:
     def close(self) -> None: ...
 
     def clock(self) -> float:
-        """This rank's time, for who would otherwise look at the wall."""
         return self.world.now[self.rank]
 
     def _post(self, post: _Post) -> _Meeting:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch import Tensor
 from manyhands.core import (
     Group,
     Op,
-    ReduceScatterGroup,
     Tensors,
     Work,
 )
@@ -67,18 +65,11 @@ class NoiseGauge(GroupWrapper):
         )
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
-        parts = cast(ReduceScatterGroup, self.group)
         if not self._due(op):
-            return parts.reduce_scatter(values, op)
+            return self.group.reduce_scatter(values, op)
         self._own = self._own + _square(values.values())
-        mine = [v[part] for v in values.values() for part in parts.own(v)]
-        return _Seen(parts.reduce_scatter(values, op), lambda: self._add(mine, 1.0))
-
-    def all_gather(self, values: Tensors) -> Work:
-        return cast(ReduceScatterGroup, self.group).all_gather(values)
-
-    def own(self, tensor: Tensor) -> list[slice]:
-        return cast(ReduceScatterGroup, self.group).own(tensor)
+        mine = [v[part] for v in values.values() for part in self.group.own(v)]
+        return _Seen(self.group.reduce_scatter(values, op), lambda: self._add(mine, 1.0))
 
     def _due(self, op: Op) -> bool:
         return op == "sum" and self._round() % self._every == 0

@@ -12,9 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
-import torch
 from torch import Tensor
 
 from manyhands.core import (
@@ -22,7 +20,6 @@ from manyhands.core import (
     Event,
     Group,
     Op,
-    ReduceScatterGroup,
     Tensors,
     Work,
 )
@@ -45,11 +42,6 @@ class ObservedGroup(GroupWrapper):
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
     by `every`, totals always. A link `beside` another one, to fewer ranks, keeps the same account."""
 
-    allocate: Callable[
-        [int, torch.dtype], Tensor
-    ]  # these two are there only when the inner link has them
-    clock: Clock
-
     def __init__(
         self,
         group: Group,
@@ -66,10 +58,6 @@ class ObservedGroup(GroupWrapper):
         self.account: TrafficTotals = TrafficTotals() if beside is None else beside.account
         self._who = group.rank if beside is None else beside.rank
         self.emit, self._clock, self._now = emit, clock, now
-        if hasattr(group, "allocate"):
-            self.allocate = group.allocate
-        if hasattr(group, "clock"):
-            self.clock = group.clock
 
     @property
     def round(self) -> int:
@@ -96,20 +84,11 @@ class ObservedGroup(GroupWrapper):
 
     def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
         return self._watch(
-            "reduce_scatter",
-            values.values(),
-            lambda: cast(ReduceScatterGroup, self.group).reduce_scatter(values, op),
+            "reduce_scatter", values.values(), lambda: self.group.reduce_scatter(values, op)
         )
 
     def all_gather(self, values: Tensors) -> Work:
-        return self._watch(
-            "all_gather",
-            values.values(),
-            lambda: cast(ReduceScatterGroup, self.group).all_gather(values),
-        )
-
-    def own(self, tensor: Tensor) -> list[slice]:
-        return cast(ReduceScatterGroup, self.group).own(tensor)
+        return self._watch("all_gather", values.values(), lambda: self.group.all_gather(values))
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         given = values.values() if source == self.rank else ()

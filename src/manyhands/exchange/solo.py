@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manyhands.core import (
     Finished,
+    Group,
     Op,
     Tensors,
     Work,
@@ -20,12 +21,21 @@ class Ranked(Protocol):
     size: int
 
 
-class SoloGroup:
+class SoloGroup(Group):
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         return Finished()
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return Finished()
+
+    def all_gather(self, values: Tensors) -> Work:
+        return Finished()
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [slice(0, tensor.numel())]
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         check_source(self, source)

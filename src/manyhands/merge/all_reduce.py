@@ -11,11 +11,11 @@ of gradients (Xu et al. 2020, arXiv:2004.13336). The result is the same bit for 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor
 
-from manyhands.core import Group, PartialStepReplica, ReduceScatterGroup, Strategy, Tensors, Work
+from manyhands.core import Group, PartialStepReplica, Strategy, Tensors, Work
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class AllReduce(Strategy[PartialStepReplica, Group]):
             loss = replica.backward()
             replica.step()
             return loss
-        parts = cast(ReduceScatterGroup, group) if replica.updates_slice else None
-        reduce = group.all_reduce if parts is None else parts.reduce_scatter
+        reduce = group.reduce_scatter if replica.updates_slice else group.all_reduce
         pending: list[Work] = []
         loss = replica.backward(on_ready=lambda grads: pending.append(reduce(grads)))
         pending.append(group.all_reduce({"count": replica.count}))
@@ -41,6 +40,6 @@ class AllReduce(Strategy[PartialStepReplica, Group]):
         if (norm := replica.square_norm()) is not None:
             group.all_reduce({"norm": norm}).wait()
         replica.step()
-        if parts is not None:
-            parts.all_gather(replica.params).wait()
+        if replica.updates_slice:
+            group.all_gather(replica.params).wait()
         return loss

@@ -15,8 +15,7 @@ from torch import nn
 
 from manyhands.core import Group, Tensors
 from manyhands.exchange.inproc import World
-from manyhands.exchange.reduce_scatter import parted
-from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.shared import SharedGroup, shard_memory
 from manyhands.parallel.reshard.rank_state import SlicedState
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.parallel.zero.full_state import model_state
@@ -82,8 +81,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def held(group: Group, stage: int) -> tuple[SlicedState, Resharding]:
     module = model()
     parts = {n: ShardSpec(n, tuple(v.shape)) for n, v in module.state_dict().items()}
-    link, allocate, common = parted(group)
-    flat = ShardedParameters(module, link, stage, allocate=allocate, common=common, unit_bytes=1)
+    allocate, common = shard_memory(group)
+    flat = ShardedParameters(module, group, stage, allocate=allocate, common=common, unit_bytes=1)
     slices = SlicedState(
         flat, ShardUpdate(flat, adam(p for p in module.parameters() if p.requires_grad))
     )

@@ -17,7 +17,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
-from manyhands.exchange.reduce_scatter import parted
+from manyhands.exchange.shared import shard_memory
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.diloco import DiLoCo
 from manyhands.merge.easgd import EASGD
@@ -137,12 +137,12 @@ def test_uneven_shares_and_ragged_micro_batches_weigh_what_they_have(
 @pytest.mark.parametrize("stage", STAGES)
 def test_where_nobody_has_samples_nothing_moves(stage: int) -> None:
     batch = data_of("mlp", 1, 8)[0]
-    halves, nothing = cut(batch, [4, 4]), tuple(x[:0] for x in batch)
+    group, nothing = cut(batch, [4, 4]), tuple(x[:0] for x in batch)
     got = together(
         2,
         stage,
         MLP["make"],
-        [[[h] for h in halves], [[nothing], [nothing]]],
+        [[[h] for h in group], [[nothing], [nothing]]],
         MLP["loss"],
         optimizer=OPTIMIZERS["sgd"],
     )
@@ -453,13 +453,13 @@ def test_closed_it_leaves_no_hook_behind(stage: int) -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     def main(group: Group) -> None:
-        halves, memory, _ = parted(group)
+        memory, _ = shard_memory(group)
         model = model_of("mlp")
         with pytest.raises(PlanError, match="zero=4; needed: 1"):
-            ShardedParameters(model, halves, 4, allocate=memory)
+            ShardedParameters(model, group, 4, allocate=memory)
         with pytest.raises(TaskError, match="LBFGS is not known to treat every element by itself"):
             ShardUpdate(
-                ShardedParameters(model, halves, 1, allocate=memory),
+                ShardedParameters(model, group, 1, allocate=memory),
                 torch.optim.LBFGS(model.parameters()),
             )
         walk = Walk(model, [[tuple(x[:0] for x in data_of("mlp", 1, 4)[0])]], MLP["loss"], False)
@@ -467,6 +467,6 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(TaskError, match="no samples and did not run it"):
             mine.backward()
         with pytest.raises(TaskError, match="no parameter of the model trains"):
-            ShardedParameters(model_of("mlp").requires_grad_(False), halves, 2, allocate=memory)
+            ShardedParameters(model_of("mlp").requires_grad_(False), group, 2, allocate=memory)
 
     World(1).run(main)

@@ -101,8 +101,6 @@ def wrap(group: Group, name: str, **options: Any) -> AlgorithmGroup:
 class AlgorithmGroup(GroupWrapper):
     """`watch` is told of every step of every rank that is on this link: for pictures and tests."""
 
-    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
-
     def __init__(self, group: Group, name: str, *, watch: Watch | None = None, **options: Any):
         check(name, group.size, **options)
         super().__init__(group)
@@ -110,8 +108,6 @@ class AlgorithmGroup(GroupWrapper):
         self._options, self._watch, self._scratch = options, watch, Scratch()
         self._measured: LinkCost | None = None
         self._chosen: dict[int, partial[None]] = {}
-        if hasattr(group, "allocate"):
-            self.allocate = group.allocate
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if op not in get_args(Op):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -105,9 +104,7 @@ def measure(
 ) -> LinkCost:
     """Neighbouring ranks send to each other, all pairs and both ways at once as the algorithms do; the mean over ranks of the
     best time each saw, the same on every rank. A link with a clock of its own, as in a simulation, is measured by that."""
-    tick: Callable[[], float] = (
-        getattr(group, "clock", time.perf_counter) if clock is None else clock
-    )
+    tick = group.clock if clock is None else clock
     peer = group.rank ^ 1
     seen = torch.zeros(4, dtype=torch.float64)
     if peer < group.size:

@@ -26,6 +26,7 @@ from manyhands.core import (
     Tensors,
     Work,
 )
+from manyhands.exchange import reduce_scatter
 from manyhands.exchange.compression.codec import Codec, Memory, Shapes
 from manyhands.exchange.compression.quantised import Quantised
 from manyhands.exchange.wrapper import GroupWrapper
@@ -37,8 +38,6 @@ SMALLEST = 1024  # below, the message costs more than its bytes
 class CompressedGroup(GroupWrapper):
     """`state` is everything that a checkpoint must hold, by "<kind>/<tensor>", live; each rank has its own. `shapes` says
     which parameters lie where in a vector, for wires that look at matrices."""
-
-    allocate: Callable[[int, torch.dtype], Tensor]  # there only when the inner link has it
 
     def __init__(
         self,
@@ -54,8 +53,6 @@ class CompressedGroup(GroupWrapper):
         self._shapes, self._smallest = shapes or {}, smallest
         self._memories: dict[str, Memory] = {}
         self._under_way: list[_Exchange] = []
-        if hasattr(group, "allocate"):
-            self.allocate = group.allocate
 
     def warm(self, like: Tensor) -> None:
         """Compile the kernels, or load them, for values on `like`'s device: before training, not within its first step."""
@@ -81,6 +78,15 @@ class CompressedGroup(GroupWrapper):
         exchanges = [self._begin(name, values[name], op) for name in encoded]
         rest = {k: v for k, v in values.items() if k not in encoded}
         return _Reduction(self, exchanges, self.group.all_reduce(rest, op) if rest else Finished())
+
+    def own(self, tensor: Tensor) -> list[slice]:
+        return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
+
+    def reduce_scatter(self, values: Tensors, op: Op = "sum") -> Work:
+        return reduce_scatter.reduce_scatter(self, values, op)
+
+    def all_gather(self, values: Tensors) -> Work:
+        return reduce_scatter.all_gather(self, values)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         encoded = self._encoded(values) if self.compress.point_to_point else []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from manyhands.core import ReduceScatterGroup, Work
+from manyhands.core import Group, Work
 from manyhands.parallel.zero.spans import Span, Unit
 
 
@@ -31,7 +31,7 @@ class Gathering:
         self,
         module: nn.Module,
         units: list[Unit],
-        group: ReduceScatterGroup,
+        group: Group,
         send: Callable[[Span], None],
         watch: Callable[[], None],
         ahead: bool = True,

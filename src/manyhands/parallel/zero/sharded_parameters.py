@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhands.core import ReduceScatterGroup, Tensors, Work
+from manyhands.core import Group, Tensors, Work
 from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.zero.block_gather import Gathering
 from manyhands.parallel.zero.spans import (
@@ -48,7 +48,7 @@ class ShardedParameters:
     def __init__(
         self,
         module: nn.Module,
-        group: ReduceScatterGroup,
+        group: Group,
         stage: int,
         *,
         allocate: Allocate,
