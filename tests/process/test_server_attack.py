@@ -350,16 +350,18 @@ def let_in(servers: Servers, role: str = "data", worker: int = 1) -> Iterator[fr
         yield channel
 
 
-def keyed(table: str = "sum", count: int = 1, mode: int = m.IDS, key: int = 0) -> m.Keyed:
-    return m.Keyed(table, count, mode, key)
+def keyed(
+    table: str = "sum", count: int = 1, mode: int = m.IDS_SENT, key: int = 0
+) -> m.TableRequest:
+    return m.TableRequest(table, count, mode, key)
 
 
-NOW = m.How(0)
+NOW = m.PushMessage(0)
 ID, ROW = memoryview(struct.pack("<q", 900)), memoryview(struct.pack("<4d", 1, 1, 1, 1))
 INSANE = [
     ("a table that is not", m.Exchange(1, 0, [keyed("nope")], [], NOW), [ID, ROW], m.Failed),
     ("a pull of one", m.Exchange(1, 0, [], [keyed("nope")]), [ID], m.Failed),
-    ("no ids of a sparse table", m.Exchange(1, 0, [keyed(mode=m.ALL)], [], NOW), [ROW], m.Failed),
+    ("no ids of a sparse table", m.Exchange(1, 0, [keyed(mode=m.DENSE)], [], NOW), [ROW], m.Failed),
     (
         "a gradient of NaN",
         m.Exchange(1, 0, [keyed()], [], NOW),
@@ -386,21 +388,21 @@ INSANE = [
     ),
     (
         "memory that was never shared",
-        m.Exchange(1, 0, [keyed()], [], NOW, place=m.ArenaRange(7, 0, 64, 64, 64)),
+        m.Exchange(1, 0, [keyed()], [], NOW, arena=m.ArenaRange(7, 0, 64, 64, 64)),
         [],
         m.Refused,
     ),
-    ("a dump of what is not", m.Dump("nope"), [], m.Failed),
-    ("a rule that is not", m.Create(Table("bad", optimizer="nope"), None, []), [], m.Failed),
+    ("a dump of what is not", m.DumpTable("nope"), [], m.Failed),
+    ("a rule that is not", m.CreateTable(Table("bad", optimizer="nope"), None, []), [], m.Failed),
     (
         "a rule of a module that was not allowed",
-        m.Create(Table("bad", optimizer="os:system"), None, []),
+        m.CreateTable(Table("bad", optimizer="os:system"), None, []),
         [],
         m.Failed,
     ),
     (
         "a part of a vector that cannot be",
-        m.Create(Table("bad", length=10), (5, 2**40), []),
+        m.CreateTable(Table("bad", length=10), (5, 2**40), []),
         [],
         (m.Failed, m.Refused),
     ),
@@ -469,10 +471,10 @@ KILLED = """
 import sys, time, struct
 from manyhands.server.protocol import frame, handshake, messages as m
 host, port, token = sys.argv[1:]
-channel = handshake.connect(m.Where(host, int(port)), 60.0, False)
+channel = handshake.connect(m.ShardAddress(host, int(port)), 60.0, False)
 handshake.prove(channel, token, m.Proof(b"", "data", 0, 1, 0, b""), time.monotonic() + 60)
 n = 1 << 20
-push = m.Exchange(1, 0, [m.Keyed("sum", n, m.IDS)], [], m.How(0))
+push = m.Exchange(1, 0, [m.TableRequest("sum", n, m.IDS_SENT)], [], m.PushMessage(0))
 whole = frame.encode(push, 0, n * 8 + n * 32) + bytes(n * 8) + b"\\1" * (n * 32)
 channel.sock.sendall(whole[: len(whole) // 2])
 print("half", flush=True)

@@ -13,7 +13,7 @@ import pytest
 from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.server.counters import since, together
-from manyhands.server.protocol.messages import How
+from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.shard import Shard, TableUpdate, Want
 from manyhands.server.slots import SLOTS, even, ranges
 from manyhands.server.tables.hashing import seed_of, slot_of
@@ -55,7 +55,9 @@ def block(ids: list[int], value: float, name: str = "rows") -> TableUpdate:
 def push(
     shard: Shard, *parts: TableUpdate, worker: int = 0, sequence: int | None = None, **how: object
 ) -> bool:
-    return shard.push(worker, 0, next(numbers) if sequence is None else sequence, parts, How(**how))  # type: ignore[arg-type]
+    return shard.push(
+        worker, 0, next(numbers) if sequence is None else sequence, parts, PushMessage(**how)
+    )  # type: ignore[arg-type]
 
 
 # -- exactly once --
@@ -97,14 +99,14 @@ def test_a_dump_carries_the_marks_so_that_a_copy_refuses_what_the_original_had()
 
 def test_a_newer_incarnation_replaces_what_the_older_held() -> None:
     shard = shard_with(DENSE)
-    shard.push(0, 0, 0, [vector(5)], How(clock=3, pending=True))
-    assert shard.push(0, 1, 0, [vector(1)], How())
+    shard.push(0, 0, 0, [vector(5)], PushMessage(clock=3, pending=True))
+    assert shard.push(0, 1, 0, [vector(1)], PushMessage())
     shard.commit(1, [(0, 3)])
     assert dense(shard).tolist() == [1] * 6
     with pytest.raises(StoreError, match="incarnation 0, but incarnation 1 took its place"):
-        shard.push(0, 0, 1, [vector(1)], How())
+        shard.push(0, 0, 1, [vector(1)], PushMessage())
     dense(shard, remember=True)
-    assert shard.push(0, 2, 0, [vector(1)], How(compensate=1.0)), (
+    assert shard.push(0, 2, 0, [vector(1)], PushMessage(compensate=1.0)), (
         "what the newest pulled before its first push is its own"
     )
 
@@ -179,18 +181,21 @@ def test_parts_that_do_not_fit_are_refused_before_others_are_applied(
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        (How(lr=-1.0), "lr=-1.0 of a push"),
-        (How(lr=math.nan), "lr=nan"),
-        (How(weight=1.0), "weight=1.0 without pending"),
-        (How(weight=-1.0, pending=True), "weight=-1.0; a finite number"),
-        (How(pending=True, adapt=True), "pending with adapt or compensate"),
-        (How(pending=True, compensate=1.0), "pending with adapt or compensate"),
-        (How(decay=0.9), "decay=0.9; it belongs to compensate"),
-        (How(compensate=1.0, decay=1.0), r"lies in \[0, 1\)"),
-        (How(compensate=1.0), "worker 0 has nothing to compare with; pull it with remember=True"),
+        (PushMessage(lr=-1.0), "lr=-1.0 of a push"),
+        (PushMessage(lr=math.nan), "lr=nan"),
+        (PushMessage(weight=1.0), "weight=1.0 without pending"),
+        (PushMessage(weight=-1.0, pending=True), "weight=-1.0; a finite number"),
+        (PushMessage(pending=True, adapt=True), "pending with adapt or compensate"),
+        (PushMessage(pending=True, compensate=1.0), "pending with adapt or compensate"),
+        (PushMessage(decay=0.9), "decay=0.9; it belongs to compensate"),
+        (PushMessage(compensate=1.0, decay=1.0), r"lies in \[0, 1\)"),
+        (
+            PushMessage(compensate=1.0),
+            "worker 0 has nothing to compare with; pull it with remember=True",
+        ),
     ],
 )
-def test_words_that_mean_nothing_are_refused(how: How, says: str) -> None:
+def test_words_that_mean_nothing_are_refused(how: PushMessage, says: str) -> None:
     shard = shard_with(DENSE)
     with pytest.raises(StoreError, match=says):
         shard.push(0, 0, 0, [vector(1)], how)
@@ -267,7 +272,9 @@ def test_a_single_member_gives_its_own_bits() -> None:
     table = Table("w", length=1000, optimizer="sum")
     for weight in (None, 0.3, 7.0):
         shard = shard_with(table)
-        shard.push(4, 0, 0, [TableUpdate("w", None, g.copy())], How(pending=True, weight=weight))
+        shard.push(
+            4, 0, 0, [TableUpdate("w", None, g.copy())], PushMessage(pending=True, weight=weight)
+        )
         shard.commit(1, [(4, 0)])
         assert np.array_equal(dense(shard), g)
 
@@ -282,7 +289,7 @@ def test_a_mean_of_float32_is_rounded_once() -> None:
             0,
             0,
             [TableUpdate("w", None, parts[worker].copy())],
-            How(pending=True, weight=2.0),
+            PushMessage(pending=True, weight=2.0),
         )
     shard.commit(1, [(w, 0) for w in range(5)])
     exact = sum(0.2 * p.astype(np.float64) for p in parts)
@@ -324,7 +331,9 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(
                         "rows", np.ascontiguousarray(ids[mine]), np.ascontiguousarray(g[mine])
                     )
                     parts = [sparse, TableUpdate("w", None, d[slice(*cuts[s])].copy())]
-                    words = How(clock, pending=pending, weight=1.0 + worker if pending else None)
+                    words = PushMessage(
+                        clock, pending=pending, weight=1.0 + worker if pending else None
+                    )
                     assert shard.push(worker, 0, clock, parts, words)
             if pending:
                 for shard in shards:
@@ -642,7 +651,7 @@ def test_threads_that_push_at_once_lose_nothing() -> None:
 
     def work(worker: int) -> None:
         for s in range(200):
-            shard.push(worker, 0, s, [vector(1), block([s % 5, worker], 1)], How())
+            shard.push(worker, 0, s, [vector(1), block([s % 5, worker], 1)], PushMessage())
             dense(shard, worker)
 
     threads = [threading.Thread(target=work, args=(w,)) for w in range(10, 14)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from manyhands.server.protocol.messages import Where
+from manyhands.server.protocol.messages import ShardAddress
 from manyhands.server.protocol.row_encoding import BLOCK
 from manyhands.server.slots import (
     SLOTS,
@@ -21,15 +21,15 @@ from manyhands.server.tables.partition import partition, withhold
 
 
 def slot_map(shards: int) -> SlotMap:
-    return SlotMap.start([Where("host", 9000 + i) for i in range(shards)])
+    return SlotMap.start([ShardAddress("host", 9000 + i) for i in range(shards)])
 
 
 def test_the_place_of_a_row_is_the_same_in_every_process() -> None:
     code = """
 import numpy as np
-from manyhands.server.protocol.messages import Where
+from manyhands.server.protocol.messages import ShardAddress
 from manyhands.server.slots import SlotMap
-print(*SlotMap.start([Where("host", i) for i in range(5)]).shard_of("users", np.arange(50) * 7919))
+print(*SlotMap.start([ShardAddress("host", i) for i in range(5)]).shard_of("users", np.arange(50) * 7919))
 """
     there = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

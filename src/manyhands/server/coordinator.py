@@ -26,7 +26,7 @@ GRACE_S = 0.5  # after a lease's connection broke: a network may have lost it, a
 class _Member:
     """A server."""
 
-    def __init__(self, places: list[m.Where], tell: Callable[[SlotMap | None], None]):
+    def __init__(self, places: list[m.ShardAddress], tell: Callable[[SlotMap | None], None]):
         self.places, self.tell = places, tell  # None: the run is over
         self.ready, self.gone = 0, False  # the epoch it has taken
 
@@ -48,7 +48,7 @@ class Coordinator:
         match proof.role:
             case "server":
                 self._serve_server(channel)
-            case "lease":
+            case "heartbeat":
                 self._hold_lease(channel, proof)
             case _:
                 self._serve_worker(channel, proof)
@@ -73,7 +73,9 @@ class Coordinator:
 
     # -- servers --
 
-    def register_here(self, places: list[m.Where], assign: Callable[[SlotMap], None]) -> None:
+    def register_here(
+        self, places: list[m.ShardAddress], assign: Callable[[SlotMap], None]
+    ) -> None:
         """The server that coordinates is one of the servers."""
 
         def tell(slots: SlotMap | None) -> None:
@@ -213,7 +215,7 @@ class Coordinator:
         while True:
             head, message = channel.receive()
             try:
-                if isinstance(message, m.Enter):
+                if isinstance(message, m.Join):
                     answer: m.Message = self._enter(proof.worker, message)
                     incarnation = self._incarnations[proof.worker]
                 else:
@@ -226,7 +228,7 @@ class Coordinator:
             if isinstance(message, m.Leave):
                 return
 
-    def _enter(self, worker: int, message: m.Enter) -> m.Assign:
+    def _enter(self, worker: int, message: m.Join) -> m.AssignSlots:
         slots = self._map()
         with self._changed:
             if self.clock is None:
@@ -256,28 +258,28 @@ class Coordinator:
                 f"worker {worker} is now another process, of incarnation {self._incarnations[worker]}; this is {incarnation}"
             )
         match x:
-            case m.Advance():
+            case m.TickClock():
                 tick = clock.tick(
-                    worker, x.clock, x.staleness, x.quorum, x.late, x.delay, x.held, x.timeout_s
+                    worker, x.clock, x.staleness, x.quorum, x.late, x.delay, x.pending, x.timeout_s
                 )
                 commits = clock.commits_since(x.version)
-                return m.Advanced(
+                return m.ClockTicked(
                     tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
                 )
             case m.ClaimStep():
                 return m.StepClaimed(clock.deal(worker, x.limit, x.shared, number))
-            case m.Start():
+            case m.SetFirstStep():
                 clock.start(worker, x.base)
             case m.RequestSync():
                 clock.call(worker)
-            case m.Made():
+            case m.TableCreated():
                 clock.made(x.name)
-            case m.Await():
+            case m.AwaitTable():
                 clock.wait_made(x.name, x.timeout_s)
-            case m.Ready():  # asks for the map
+            case m.GetSlotMap():
                 return self._map().message()
-            case m.Ask():
-                return m.Told(clock.stats())
+            case m.GetStats():
+                return m.Stats(clock.stats())
             case m.Ping():
                 pass
             case m.Leave():

@@ -29,7 +29,7 @@ from manyhands.core import (
 from manyhands.errors import StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.counters import since, together
-from manyhands.server.protocol.messages import How
+from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.shard import Shard, TableUpdate, Want
 from manyhands.server.slots import even, ranges
 from manyhands.server.tables.gradient_kernels import finite
@@ -175,7 +175,7 @@ class LocalStore:
             # a shard refuses its part alone: where there are several, all must be known to be good before one has it
             if len(self.shards) > 1 and not finite(array.reshape(-1)):
                 raise not_finite(name, numbers, array)
-        how = How(self._now, **options)
+        how = PushMessage(self._now, **options)
         for shard, some in zip(self.shards, parts, strict=True):
             shard.push(self.rank, self._incarnation, self._sequence, some, how)
         self._sequence += 1

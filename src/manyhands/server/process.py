@@ -30,14 +30,14 @@ from manyhands.server.coordinator import Coordinator
 from manyhands.server.protocol import arena, handshake
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.protocol.messages import (
-    Assign,
+    AssignSlots,
     Done,
     Failed,
     Leave,
     Proof,
     Ready,
     Register,
-    Where,
+    ShardAddress,
 )
 from manyhands.server.request_loop import Desk
 from manyhands.server.shard import Shard
@@ -88,7 +88,7 @@ class Server:
         self.shards = [Shard(i, memory_bytes=part, modules=modules) for i in range(shards)]
         self.desks = [Desk(self, shard) for shard in self.shards]
         self._token, self._tls, self._client_tls = token, tls, client_tls
-        self._root = None if coordinator is None else Where(*parse(coordinator))
+        self._root = None if coordinator is None else ShardAddress(*parse(coordinator))
         self._lock, self._channels, self._threads = (
             threading.Lock(),
             set[Channel](),
@@ -114,9 +114,9 @@ class Server:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def places(self) -> list[Where]:
+    def places(self) -> list[ShardAddress]:
         return [
-            Where(self.host, self.port, i, self.local, handshake.machine())
+            ShardAddress(self.host, self.port, i, self.local, handshake.machine())
             for i in range(len(self.shards))
         ]
 
@@ -324,7 +324,7 @@ class Server:
             channel.send(Register(self.places()))
             while True:
                 head, message = channel.receive()
-                if isinstance(message, Assign):
+                if isinstance(message, AssignSlots):
                     self._assign(SlotMap.of(message))
                     channel.send(Ready(self.epoch), head.number)
                 elif isinstance(message, Failed):
@@ -350,7 +350,7 @@ class Server:
 
 
 def handshake_with(
-    where: Where,
+    where: ShardAddress,
     token: str,
     proof: Proof,
     timeout_s: float,

@@ -150,7 +150,7 @@ class _Conversation:
                 self._answer(head.number, message, memory)
             except _Unknown:
                 self._keys = KeyLists()  # as the other side does when it hears this
-                self._again(head.number, m.Again("keys"))
+                self._ask_to_resend(head.number, m.Resend("keys"))
             except StoreError as e:
                 channel.send(
                     m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
@@ -162,7 +162,7 @@ class _Conversation:
             finally:
                 self.busy = False
 
-    def _again(self, number: int, message: m.Again) -> None:
+    def _ask_to_resend(self, number: int, message: m.Resend) -> None:
         self._ignoring = True
         self._channel.send(message, number)
 
@@ -178,24 +178,24 @@ class _Conversation:
         match message:
             case m.Exchange():
                 self._exchange(number, message, memory)
-            case m.Create():
+            case m.CreateTable():
                 arrays = unpack(message.arrays, memory)
                 state = {
                     name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
                 }
                 self._desk.create(message.table, message.part, arrays.get("values"), state or None)
                 self._channel.send(m.Done(), number)
-            case m.Dump():
+            case m.DumpTable():
                 content = self._shard.dump(message.name)
                 described, parts = pack(content)
-                self._channel.send(m.Content(described), number, parts)
-            case m.Load():
+                self._channel.send(m.TableContent(described), number, parts)
+            case m.RestoreTable():
                 if message.clear:
                     self._shard.clear(message.name)
                 self._shard.load(message.name, unpack(message.arrays, memory))
                 self._channel.send(m.Done(), number)
-            case m.Ask():
-                self._channel.send(m.Told(self._desk.stats()), number)
+            case m.GetStats():
+                self._channel.send(m.Stats(self._desk.stats()), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
 
@@ -203,20 +203,22 @@ class _Conversation:
 
     def _exchange(self, number: int, x: m.Exchange, memory: np.ndarray) -> None:
         if x.epoch != self._desk.server.epoch:
-            self._again(number, m.Again("epoch", self._desk.server.epoch))
+            self._ask_to_resend(number, m.Resend("epoch", self._desk.server.epoch))
             return
         answer, self._used = None, 0
-        if x.place is not None:  # both are looked at before anything is applied
-            memory = self._piece_of(x.place.segment, x.place.at, x.place.nbytes)
-            answer = self._piece_of(x.place.segment, x.place.answer_at, x.place.answer_bytes)
+        if x.arena is not None:  # both are looked at before anything is applied
+            memory = self._piece_of(x.arena.segment, x.arena.at, x.arena.nbytes)
+            answer = self._piece_of(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
         cursor = Cursor(memory)
-        parts = [self._part(keyed, x.code, cursor) for keyed in x.push]
-        wants = [Want(keyed.table, self._ids(keyed, cursor)) for keyed in x.pull]
+        parts = [self._part(request, x.codec, cursor) for request in x.push]
+        wants = [Want(request.table, self._ids(request, cursor)) for request in x.pull]
         for version, members in x.commits:
             self._shard.commit(version, members)
         applied = True
-        if x.how is not None:
-            applied = self._shard.push(self._worker, self._incarnation, x.sequence, parts, x.how)
+        if x.options is not None:
+            applied = self._shard.push(
+                self._worker, self._incarnation, x.sequence, parts, x.options
+            )
         if not wants:
             self._channel.send(m.RowsReply(0, applied), number)
         else:
@@ -228,48 +230,48 @@ class _Conversation:
             (self._shard.spec(name), 0) if found is None else found
         )  # the shard says what is wrong with the name
 
-    def _ids(self, keyed: m.Keyed, cursor: Cursor) -> np.ndarray | None:
-        if keyed.mode == m.ALL:
+    def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
+        if request.mode == m.DENSE:
             return None
-        if keyed.mode == m.KNOWN:
-            known = self._keys.know(keyed.table, keyed.key, keyed.count)
+        if request.mode == m.IDS_KNOWN:
+            known = self._keys.know(request.table, request.key, request.count)
             if known is None or known[1] is None:
                 raise _Unknown
             return known[1]
-        ids = cursor.take(keyed.count, np.int64)
-        if keyed.key:
-            self._keys.learn(keyed.table, keyed.key, keyed.count, ids.copy())
+        ids = cursor.take(request.count, np.int64)
+        if request.key:
+            self._keys.learn(request.table, request.key, request.count, ids.copy())
         return ids
 
-    def _numbers(self, keyed: m.Keyed) -> tuple[np.dtype, int, int, tuple[int, ...]]:
+    def _numbers(self, request: m.TableRequest) -> tuple[np.dtype, int, int, tuple[int, ...]]:
         """Of a part: dtype, how many, how many with one scale, and their shape."""
-        spec, here = self._spec(keyed.table)
-        if (keyed.mode == m.ALL) != (spec.length is not None):
+        spec, here = self._spec(request.table)
+        if (request.mode == m.DENSE) != (spec.length is not None):
             raise StoreError(
-                f"table {keyed.table!r} is {'sparse: give ids' if spec.length is None else 'dense: give no ids'}"
+                f"table {request.table!r} is {'sparse: give ids' if spec.length is None else 'dense: give no ids'}"
             )
-        if spec.length is not None and keyed.count != here:
+        if spec.length is not None and request.count != here:
             raise StoreError(
-                f"table {keyed.table!r}: {keyed.count} numbers were given for the {here} that are on this shard"
+                f"table {request.table!r}: {request.count} numbers were given for the {here} that are on this shard"
             )
         if spec.length is not None:
             return np.dtype(spec.dtype), here, row_encoding.BLOCK, (here,)
-        return np.dtype(spec.dtype), keyed.count * spec.dim, spec.dim, (keyed.count, spec.dim)
+        return np.dtype(spec.dtype), request.count * spec.dim, spec.dim, (request.count, spec.dim)
 
-    def _part(self, keyed: m.Keyed, code: m.Code, cursor: Cursor) -> TableUpdate:
-        dtype, count, width, shape = self._numbers(keyed)
-        ids = self._ids(keyed, cursor)
-        nbytes = row_encoding.nbytes(code, count, dtype.itemsize, width)
+    def _part(self, request: m.TableRequest, codec: m.RowCodec, cursor: Cursor) -> TableUpdate:
+        dtype, count, width, shape = self._numbers(request)
+        ids = self._ids(request, cursor)
+        nbytes = row_encoding.nbytes(codec, count, dtype.itemsize, width)
         raw = (
             cursor.take(nbytes, np.uint8)
-            if keyed.room is None
-            else self._piece_of(*keyed.room, nbytes)
+            if request.updates_at is None
+            else self._piece_of(*request.updates_at, nbytes)
         )
-        if code == "none":
-            return TableUpdate(keyed.table, ids, raw.view(dtype).reshape(shape))
+        if codec == "none":
+            return TableUpdate(request.table, ids, raw.view(dtype).reshape(shape))
         values = self._scratch(count, dtype)
-        row_encoding.decode(code, raw, values, width)
-        return TableUpdate(keyed.table, ids, values.reshape(shape))
+        row_encoding.decode(codec, raw, values, width)
+        return TableUpdate(request.table, ids, values.reshape(shape))
 
     def _scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory for this request: fresh memory would cost more than what is done to it."""
@@ -287,12 +289,12 @@ class _Conversation:
         applied: bool,
         answer: np.ndarray | None,
     ) -> None:
-        shapes = [self._numbers(keyed) for keyed in x.pull]
+        shapes = [self._numbers(request) for request in x.pull]
         sizes = [
-            row_encoding.nbytes(x.code, count, dtype.itemsize, width)
+            row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        if answer is None and x.code == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
+        if answer is None and x.codec == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
             self._rows_in_pieces(number, wants, shapes, applied)
             return
         if answer is None:
@@ -302,7 +304,7 @@ class _Conversation:
             answer = self._out
         cursor = Cursor(answer)
         raws = [cursor.take(size, np.uint8) for size in sizes]
-        if x.code == "none":
+        if x.codec == "none":
             outs = [
                 raw.view(dtype).reshape(shape)
                 for raw, (dtype, _, _, shape) in zip(raws, shapes, strict=True)
@@ -310,10 +312,10 @@ class _Conversation:
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
         version = self._shard.pull(self._worker, wants, outs, remember=x.remember)
-        if x.code != "none":
+        if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
-                row_encoding.encode(x.code, out.reshape(-1), raw, width)
-        if x.place is not None:
+                row_encoding.encode(x.codec, out.reshape(-1), raw, width)
+        if x.arena is not None:
             self._channel.send(m.RowsReply(version, applied), number)
         else:
             self._channel.send(m.RowsReply(version, applied), number, raws)
@@ -386,14 +388,14 @@ class _Conversation:
         return segment.memory[at : at + nbytes]
 
 
-def pack(arrays: dict[str, np.ndarray]) -> tuple[list[m.Array], list[np.ndarray]]:
+def pack(arrays: dict[str, np.ndarray]) -> tuple[list[m.ArraySpec], list[np.ndarray]]:
     whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    return [m.Array(name, x.dtype.str, list(x.shape)) for name, x in whole.items()], list(
+    return [m.ArraySpec(name, x.dtype.str, list(x.shape)) for name, x in whole.items()], list(
         whole.values()
     )
 
 
-def unpack(described: list[m.Array], memory: np.ndarray) -> dict[str, np.ndarray]:
+def unpack(described: list[m.ArraySpec], memory: np.ndarray) -> dict[str, np.ndarray]:
     """Views of the payload."""
     cursor, found = Cursor(memory), {}
     for array in described:

@@ -28,7 +28,7 @@ from manyhands.server.pending import (
     shares_of,
     united,
 )
-from manyhands.server.protocol.messages import How
+from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.slots import SLOTS
 from manyhands.server.tables.delay_compensation import MEAN_SQUARE, compensate
 from manyhands.server.tables.dense import DenseTable
@@ -164,7 +164,12 @@ class Shard:
     # -- push --
 
     def push(
-        self, worker: int, incarnation: int, sequence: int, parts: Sequence[TableUpdate], how: How
+        self,
+        worker: int,
+        incarnation: int,
+        sequence: int,
+        parts: Sequence[TableUpdate],
+        how: PushMessage,
     ) -> bool:
         """False: it had been here before, and nothing changed. Updates are scratch: they may be changed."""
         with self._lock:
@@ -192,7 +197,7 @@ class Shard:
             return True
 
     def _check(
-        self, worker: int, parts: Sequence[TableUpdate], how: How
+        self, worker: int, parts: Sequence[TableUpdate], how: PushMessage
     ) -> list[SparseTable | DenseTable]:
         tables = [self._table(part.table) for part in parts]
         if len({part.table for part in parts}) < len(parts):
@@ -224,7 +229,7 @@ class Shard:
         worker: int,
         parts: Sequence[TableUpdate],
         tables: Sequence[SparseTable | DenseTable],
-        how: How,
+        how: PushMessage,
     ) -> None:
         """Sum repeated ids and refuse what is not finite, for all parts before any is applied."""
         self._share_memory()
@@ -248,7 +253,7 @@ class Shard:
                 table.prepare(part.updates)
 
     def _apply(
-        self, worker: int, part: TableUpdate, table: SparseTable | DenseTable, how: How
+        self, worker: int, part: TableUpdate, table: SparseTable | DenseTable, how: PushMessage
     ) -> None:
         tau = table.version - self._seen.get((worker, part.table), table.version)
         lr = how.lr
@@ -297,7 +302,7 @@ class Shard:
 
     # -- hold and commit --
 
-    def _hold(self, worker: int, parts: Sequence[TableUpdate], how: How) -> None:
+    def _hold(self, worker: int, parts: Sequence[TableUpdate], how: PushMessage) -> None:
         held = self._held.get(worker)
         if held is not None and held.clock > how.clock:
             return  # overtaken on the way by what replaces it
@@ -481,7 +486,7 @@ def _prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> N
         ) from e
 
 
-def _check_words(how: How) -> None:
+def _check_words(how: PushMessage) -> None:
     if how.lr is not None and not 0 <= how.lr < float("inf"):
         raise StoreError(f"lr={how.lr} of a push; a finite number, 0 or more, is needed")
     if how.pending and (how.adapt or how.compensate is not None):

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from manyhands.server.protocol.messages import Assign, Where
+from manyhands.server.protocol.messages import AssignSlots, ShardAddress
 from manyhands.server.protocol.row_encoding import BLOCK
 from manyhands.server.tables.hashing import seed_of, slot_of
 
@@ -31,18 +31,18 @@ def even(shards: int) -> np.ndarray:
 class SlotMap:
     epoch: int
     owner: np.ndarray = field(repr=False)  # uint16 a slot
-    shards: tuple[Where, ...]
+    shards: tuple[ShardAddress, ...]
 
     @classmethod
-    def start(cls, shards: Sequence[Where], epoch: int = 1) -> SlotMap:
+    def start(cls, shards: Sequence[ShardAddress], epoch: int = 1) -> SlotMap:
         return cls(epoch, even(len(shards)), tuple(shards))
 
     @classmethod
-    def of(cls, message: Assign) -> SlotMap:
+    def of(cls, message: AssignSlots) -> SlotMap:
         return cls(message.epoch, np.frombuffer(message.owner, np.uint16), tuple(message.shards))
 
-    def message(self) -> Assign:
-        return Assign(self.epoch, self.owner.tobytes(), list(self.shards))
+    def message(self) -> AssignSlots:
+        return AssignSlots(self.epoch, self.owner.tobytes(), list(self.shards))
 
     def shard_of(self, table: str, ids: np.ndarray) -> np.ndarray:
         return self.owner[slot_of(np.ascontiguousarray(ids, np.int64), seed_of(table), SLOTS)]

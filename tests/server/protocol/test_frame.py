@@ -26,9 +26,9 @@ from manyhands.server.protocol.frame import Channel, Malformed
 from manyhands.server.protocol.messages import (
     Done,
     Exchange,
-    How,
-    Keyed,
     Proof,
+    PushMessage,
+    TableRequest,
 )
 from manyhands.server.request_loop import KeyLists, pack, unpack
 
@@ -50,9 +50,9 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
     message = Exchange(
         7,
         3,
-        [Keyed("users", 5, messages.IDS, 99)],
-        [Keyed("w", 4)],
-        How(2, lr=0.1, pending=True),
+        [TableRequest("users", 5, messages.IDS_SENT, 99)],
+        [TableRequest("w", 4)],
+        PushMessage(2, lr=0.1, pending=True),
         "bf16",
     )
     ids, numbers = np.arange(5), np.ones(300_000, np.float32)
@@ -80,11 +80,11 @@ def test_every_kind_of_message_has_a_number_of_its_own() -> None:
     }
     parts = {
         messages.Message,
-        messages.Keyed,
-        messages.How,
+        messages.TableRequest,
+        messages.PushMessage,
         messages.ArenaRange,
-        messages.Array,
-        messages.Where,
+        messages.ArraySpec,
+        messages.ShardAddress,
     }
     assert set(messages.KINDS.values()) == kinds - parts
 
@@ -228,7 +228,9 @@ BOUNDS = {"bf16": lambda x: 2**-8 * np.abs(x), "fp16": lambda x: 2**-11 * np.abs
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("code", ["none", "bf16", "fp16", "int8"])
-def test_what_is_decoded_is_within_the_bound_of_its_code(code: messages.Code, dtype: str) -> None:
+def test_what_is_decoded_is_within_the_bound_of_its_code(
+    code: messages.RowCodec, dtype: str
+) -> None:
     width = 24
     x = np.random.default_rng(0).normal(size=100 * width).astype(dtype)
     x[:width] *= 1e-3
@@ -251,7 +253,7 @@ def test_what_is_decoded_is_within_the_bound_of_its_code(code: messages.Code, dt
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("code", ["none", "bf16", "fp16", "int8"])
-def test_what_is_not_finite_stays_so(code: messages.Code, bad: float) -> None:
+def test_what_is_not_finite_stays_so(code: messages.RowCodec, bad: float) -> None:
     x = np.ones(64, np.float32)
     x[40] = bad
     raw, y = np.empty(row_encoding.nbytes(code, 64, 4, 16), np.uint8), np.empty_like(x)
@@ -282,9 +284,9 @@ def test_arrays_are_packed_and_unpacked_and_strange_ones_refused() -> None:
         at += frame.aligned(part.nbytes)
     assert all(np.array_equal(arrays[k], v) for k, v in unpack(described, memory).items())
     for strange in (
-        messages.Array("x", "|O", [3]),
-        messages.Array("x", "<f4", [-1]),
-        messages.Array("x", "<f4", [1 << 40]),
+        messages.ArraySpec("x", "|O", [3]),
+        messages.ArraySpec("x", "<f4", [-1]),
+        messages.ArraySpec("x", "<f4", [1 << 40]),
     ):
         with pytest.raises(Malformed):
             unpack([strange], memory)

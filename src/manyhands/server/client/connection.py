@@ -77,7 +77,7 @@ class PendingRequest:
 class Connection:
     def __init__(
         self,
-        where: m.Where,
+        where: m.ShardAddress,
         token: str,
         proof: Callable[[], m.Proof],
         *,
@@ -114,7 +114,7 @@ class Connection:
         self._channel: Channel | None = None
         self._reader: threading.Thread | None = None
         self._broken: Exception | None = Closed("not connected yet")
-        self._again: tuple[int, m.Again] | None = None
+        self._again: tuple[int, m.Resend] | None = None
         self._outstanding: dict[int, PendingRequest] = {}
         self._numbers = 0
         self._sending, self._reading = threading.RLock(), threading.Lock()
@@ -297,7 +297,7 @@ class Connection:
             self._break(handshake.Unwelcome(f"refused ({message.reason}): {message.text}"))
             return
         with self._changed:
-            if isinstance(message, m.Again):
+            if isinstance(message, m.Resend):
                 self._again = head.number, message
             elif pending is not None:
                 del self._outstanding[head.number]

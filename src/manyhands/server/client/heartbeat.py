@@ -12,7 +12,7 @@ import time
 from manyhands.errors import ServerLost, StoreError
 from manyhands.server.protocol import handshake
 from manyhands.server.protocol.frame import Channel
-from manyhands.server.protocol.messages import Ping, Proof, Where
+from manyhands.server.protocol.messages import Ping, Proof, ShardAddress
 
 PINGS = 4  # in the time after which silence means death
 
@@ -20,7 +20,7 @@ PINGS = 4  # in the time after which silence means death
 class Heartbeat:
     def __init__(
         self,
-        where: Where,
+        where: ShardAddress,
         token: str,
         proof: Proof,
         lease_s: float,

@@ -28,7 +28,7 @@ from manyhands.core import (
     Work,
 )
 from manyhands.server.protocol import row_encoding
-from manyhands.server.protocol.messages import Code
+from manyhands.server.protocol.messages import RowCodec
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class ObservedStore:
         self,
         store: TableStore,
         account: TrafficMeter,
-        code: Code = "none",
+        code: RowCodec = "none",
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.store, self.rank, self.size = store, store.rank, store.size

@@ -58,12 +58,12 @@ class ShardPart:
             self.count, self.width = 0 if self.ids is None else self.ids.size, self.table.dim
             self.numbers = self.count * self.width
 
-    def raw_bytes(self, code: m.Code) -> int:
+    def raw_bytes(self, code: m.RowCodec) -> int:
         return row_encoding.nbytes(
             code, self.numbers, 4 if self.table.dtype == "float32" else 8, self.width
         )
 
-    def write(self, code: m.Code, cursor: Cursor) -> None:
+    def write(self, code: m.RowCodec, cursor: Cursor) -> None:
         if self.ids is not None:
             self.ids_at = cursor.at
             cursor.take(self.ids.size, np.int64)[:] = self.ids
@@ -86,7 +86,7 @@ class ShardPart:
             if code != "none":
                 row_encoding.encode(code, plain, raw, self.width)
 
-    def read(self, code: m.Code, cursor: Cursor, out: np.ndarray) -> None:
+    def read(self, code: m.RowCodec, cursor: Cursor, out: np.ndarray) -> None:
         """`out`: of the whole table, or a row for each id as given."""
         if self.direct:
             np.copyto(out, self.rows(cursor).reshape(-1))
@@ -118,7 +118,7 @@ class ShardPart:
         self.cut.spread(rows, self.shard, self.table.dim, out)
 
 
-def describe(push: list[ShardPart], pull: list[ShardPart], how: m.How | None) -> str:
+def describe(push: list[ShardPart], pull: list[ShardPart], how: m.PushMessage | None) -> str:
     if how is None and not pull:
         return "commit"
     names = ", ".join(dict.fromkeys(share.table.name for share in (*push, *pull)))
@@ -132,7 +132,7 @@ class Request(PendingRequest):
         link: Connection,
         push: list[ShardPart],
         pull: list[ShardPart],
-        how: m.How | None,
+        how: m.PushMessage | None,
         sequence: int,
         remember: bool,
     ):
@@ -147,7 +147,7 @@ class Request(PendingRequest):
             sequence,
             remember,
         )
-        self.code: m.Code = store.code
+        self.code: m.RowCodec = store.code
         self.epoch, self.generation = (
             store.epoch,
             store.generation,
@@ -181,29 +181,29 @@ class Request(PendingRequest):
             *((True, share) for share in self.push),
             *((False, share) for share in self.pull),
         ]:
-            keyed = m.Keyed(share.table.name, share.count)
+            keyed = m.TableRequest(share.table.name, share.count)
             (message.push if given else message.pull).append(keyed)
             if share.ids is not None:
-                keyed.mode = m.IDS
+                keyed.mode = m.IDS_SENT
                 if not self.link.shared and share.count and share.key:
                     keyed.key = share.key
                     if self.link.keys.know(keyed.table, keyed.key, keyed.count) is not None:
-                        keyed.mode, whole = m.KNOWN, False
+                        keyed.mode, whole = m.IDS_KNOWN, False
                         self.store.counted["key_hits"] += 1
                     else:
                         self.link.keys.learn(keyed.table, keyed.key, keyed.count)
-                if keyed.mode == m.IDS:
+                if keyed.mode == m.IDS_SENT:
                     parts.append(memory[share.ids_at : share.ids_at + 8 * share.count])
             if share.room is not None:
                 whole = False
                 if self.link.shared:
-                    keyed.room = share.room.segment.number, share.room.at
+                    keyed.updates_at = share.room.segment.number, share.room.at
                 parts.append(share.room.memory[: share.raw_bytes(self.code)])
             elif given:
                 parts.append(memory[share.raw_at : share.raw_at + share.raw_bytes(self.code)])
         if self.link.shared:
             at = self.region.at
-            message.place = m.ArenaRange(
+            message.arena = m.ArenaRange(
                 self.region.segment.number,
                 at,
                 self.payload_bytes,

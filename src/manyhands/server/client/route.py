@@ -36,7 +36,7 @@ PARTITIONS = 4  # of each table, remembered: a push nearly always follows a pull
 
 
 class Router:
-    def __init__(self, slots: SlotMap, code: m.Code, kkt: float | None, shared: bool):
+    def __init__(self, slots: SlotMap, code: m.RowCodec, kkt: float | None, shared: bool):
         self.slots, self.code, self.kkt = slots, code, kkt
         self.shards, self.shared = len(slots.shards), shared  # shared: all reach us through memory
         self.generation = 0  # how often rows were moved

@@ -90,7 +90,7 @@ class ServerStore:
                 f"coordinator {coordinator!r}; HOST:PORT is needed, such as 10.0.0.1:9000"
             )
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.code: m.Code = payload  # type: ignore[assignment]
+        self.code: m.RowCodec = payload  # type: ignore[assignment]
         self.counted: Counter[str] = Counter()
         self.failures: list[Exception] = []  # of pushes that nobody has waited for
         self._token, self._transport, self._tls = token, transport, tls
@@ -102,7 +102,7 @@ class ServerStore:
         self._told: dict[str, float] = {}
         self._lock = threading.RLock()
         self._closed = False
-        root = m.Where(host.strip("[]"), int(port))
+        root = m.ShardAddress(host.strip("[]"), int(port))
         self._links: list[Connection] = []
         self._control = Connection(
             root,
@@ -114,14 +114,14 @@ class ServerStore:
         )
         self._lease: Heartbeat | None = None
         try:
-            entered = self._control.ask(m.Enter(size, None), "first word to the coordinator")
+            entered = self._control.ask(m.Join(size, None), "first word to the coordinator")
             slots = SlotMap.of(entered)
             self._incarnation, self._now, self._version = (
                 entered.incarnation,
                 entered.clock,
                 entered.version,
             )
-            self._lease = Heartbeat(root, token, self._proof("lease"), entered.lease_s, tls)
+            self._lease = Heartbeat(root, token, self._proof("heartbeat"), entered.lease_s, tls)
             for where in slots.shards:
                 self._links.append(self._open(where))
             self._route = Router(slots, self.code, kkt, all(link.shared for link in self._links))
@@ -136,7 +136,7 @@ class ServerStore:
     def _proof(self, role: Any, shard: int = 0) -> m.Proof:
         return m.Proof(b"", role, shard, self.rank, self._incarnation, b"")
 
-    def _open(self, where: m.Where) -> Connection:
+    def _open(self, where: m.ShardAddress) -> Connection:
         return Connection(
             where, self._token, lambda: self._proof("data", where.shard), timeout_s=self.timeout_s, transport=self._transport,
             tls=self._tls, on_epoch=self._on_epoch, on_absence=self._on_absence,
@@ -160,7 +160,7 @@ class ServerStore:
             if self.rank > 0:
                 await_s = self.timeout_s
                 self._control.ask(
-                    m.Await(table.name, await_s),
+                    m.AwaitTable(table.name, await_s),
                     f"wait for table {table.name}",
                     timeout_s=await_s + SLACK_S,
                 )
@@ -180,10 +180,10 @@ class ServerStore:
                         for name, x in (state or {}).items()
                     }
                 described, parts = pack(content)
-                link.ask(m.Create(table, part, described), f"create of {table.name}", parts)
+                link.ask(m.CreateTable(table, part, described), f"create of {table.name}", parts)
             self._route.specs[table.name] = table
             if self.rank == 0:
-                self._control.ask(m.Made(table.name), f"create of {table.name}")
+                self._control.ask(m.TableCreated(table.name), f"create of {table.name}")
 
     # -- rows --
 
@@ -202,7 +202,7 @@ class ServerStore:
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Pushed:
         with self._lock:
             self._look()
-            how = m.How(self._now, **options)
+            how = m.PushMessage(self._now, **options)
             requests = self._post(self._route.shares(rows, updates), [], how, False)
             self._holds |= how.pending
             return Pushed(self, requests)
@@ -214,7 +214,7 @@ class ServerStore:
         with self._lock:
             self._look()
             shares, outs = self._route.wanted(wants, None)
-            how = m.How(self._now, **options)
+            how = m.PushMessage(self._now, **options)
             requests = self._post(self._route.shares(rows, updates), shares, how, False)
             self._holds |= how.pending
             return Pulled(self, requests, outs)
@@ -264,7 +264,7 @@ class ServerStore:
         self,
         push: list[list[ShardPart]],
         pull: list[list[ShardPart]],
-        how: m.How | None,
+        how: m.PushMessage | None,
         remember: bool,
     ) -> list[Request]:
         """A push goes to every shard, also where it has nothing for it: tables count their pushes. So do commits."""
@@ -343,7 +343,7 @@ class ServerStore:
     def _on_absence(self, link: Connection) -> None:
         """A server cannot be reached: perhaps another has taken its place."""
         try:
-            found = SlotMap.of(self._control.ask(m.Ready(0), "slot map", timeout_s=1.0))
+            found = SlotMap.of(self._control.ask(m.GetSlotMap(), "slot map", timeout_s=1.0))
         except ManyhandsError:
             return
         if len(found.shards) == len(self._links):
@@ -352,7 +352,7 @@ class ServerStore:
 
     def _on_epoch(self, link: Connection, epoch: int) -> None:
         """A shard has another map. Where only its number differs, requests can be sent as they are."""
-        found = SlotMap.of(self._control.ask(m.Ready(epoch), "slot map"))
+        found = SlotMap.of(self._control.ask(m.GetSlotMap(), "slot map"))
         if len(found.shards) != len(self._links):
             raise StoreError(
                 f"there are {len(found.shards)} shards now, and there were {len(self._links)}; start the store anew"
@@ -396,7 +396,7 @@ class ServerStore:
         delay: int | None = None,
     ) -> Tick:
         self.flush()
-        ask = m.Advance(
+        ask = m.TickClock(
             self._now, staleness, quorum, late, delay, self._holds, self._version, self.timeout_s
         )
         answer = self._control.ask(
@@ -437,7 +437,9 @@ class ServerStore:
             shards = []
             for link in self._links:
                 pending = PendingRequest(
-                    f"dump of {name}", lambda: (m.Dump(name), ()), time.monotonic() + self.timeout_s
+                    f"dump of {name}",
+                    lambda: (m.DumpTable(name), ()),
+                    time.monotonic() + self.timeout_s,
                 )
                 link.wait(link.post(pending))
                 memory = pending.arrived if pending.arrived is not None else np.empty(0, np.uint8)
@@ -506,13 +508,13 @@ class ServerStore:
         self, link: Connection, name: str, clear: bool, arrays: dict[str, np.ndarray]
     ) -> None:
         described, parts = pack(arrays)
-        link.ask(m.Load(name, clear, described), f"restore of {name}", parts)
+        link.ask(m.RestoreTable(name, clear, described), f"restore of {name}", parts)
 
     # -- the end --
 
     def stats(self) -> dict[str, float]:
         with self._lock:
-            told = [link.ask(m.Ask("stats"), "stats").numbers for link in self._links]
+            told = [link.ask(m.GetStats(), "stats").numbers for link in self._links]
             mine = {
                 f"client_{name}": float(n)
                 for name, n in (self.counted + self._route.counted).items()
@@ -520,7 +522,7 @@ class ServerStore:
             mine["client_sent_bytes"] = float(sum(link.sent_bytes for link in self._links))
             mine["client_received_bytes"] = float(sum(link.received_bytes for link in self._links))
             mine["client_reconnects"] = float(sum(max(0, link.reconnects) for link in self._links))
-            now = together(told) | self._control.ask(m.Ask("stats"), "stats").numbers | mine
+            now = together(told) | self._control.ask(m.GetStats(), "stats").numbers | mine
             found, self._told = since(self._told, now), now
             return found
 

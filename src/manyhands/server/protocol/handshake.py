@@ -24,8 +24,8 @@ from manyhands.server.protocol.messages import (
     Hello,
     Proof,
     Refused,
+    ShardAddress,
     Welcome,
-    Where,
 )
 
 HANDSHAKE_S = 5.0
@@ -118,7 +118,7 @@ def local_name() -> str:
 
 
 def connect(
-    where: Where, timeout_s: float, local: bool, tls: ssl.SSLContext | None = None
+    where: ShardAddress, timeout_s: float, local: bool, tls: ssl.SSLContext | None = None
 ) -> Channel:
     if local:
         sock = socket.socket(socket.AF_UNIX)

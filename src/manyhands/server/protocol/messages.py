@@ -1,14 +1,18 @@
-"""What is said between workers, servers and the coordinator: one small typed message (msgspec) a frame, before raw numbers.
+"""Messages of the parameter server's protocol: one typed message (msgspec) in every frame.
 
-    stranger -> anyone      Hello (a nonce) . Proof (who, and a code that only the token can make) . Welcome, or Refused with a reason
-    worker -> shard         Create, Exchange (push and pull, all tables at once), Dump, Load, Ask;  Attach: here is shared memory
-    shard -> worker         Rows, Done, Failed (this request, the connection goes on), Again (send it once more, and how)
-    server -> coordinator   Register, Ready;                                    back: Assign (the slot map)
-    worker -> coordinator   Enter, Advance (a tick), Deal, Start, Call, Made, Await, Ping, Leave;   back: Assign, Advanced, Dealt, Done, Failed
+    handshake               Hello, Proof, Welcome or Refused                     (see `handshake`)
+    worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
+                            RestoreTable, GetStats, Attach (shared memory), Resume
+    shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend
+    server -> coordinator   Register, Ready
+    coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
+    worker -> coordinator   Join, TickClock, ClaimStep, SetFirstStep, RequestSync, TableCreated,
+                            AwaitTable, GetSlotMap, GetStats, Ping, Leave
+    coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
 
-Frames that follow each other on a connection are numbered. A shard that cannot serve number n as it came (it does not know the key
-list, or has another slot map) answers Again and ignores all that follows until Resume, after which the worker sends n and what came
-after it once more: so order is kept.
+Frames of a connection are numbered. A shard that cannot serve request n as it came (it does not
+know the key list, or has another slot map) answers Resend and ignores all that follows until
+Resume. The worker then sends n and all requests after it once more, so their order is kept.
 """
 
 from __future__ import annotations
@@ -19,19 +23,17 @@ import msgspec
 
 from manyhands.core import Table
 
-Code = Literal["none", "bf16", "fp16", "int8"]  # how rows and updates are written on the way
-ALL, IDS, KNOWN = (
-    0,
-    1,
-    2,
-)  # where the ids of a part are: it is dense; in the payload; the shard has kept them under their hash
+RowCodec = Literal["none", "bf16", "fp16", "int8"]  # how a frame encodes rows and updates
+# Where the ids of a table are: it is dense and has none; in the payload; the shard has kept them
+# under their hash.
+DENSE, IDS_SENT, IDS_KNOWN = 0, 1, 2
 
 
 class Message(msgspec.Struct, array_like=True):
-    pass
+    """Base of all messages; encoded as an array of its fields."""
 
 
-# -- the handshake --
+# -- handshake --
 
 
 class Hello(Message):
@@ -39,8 +41,10 @@ class Hello(Message):
 
 
 class Proof(Message):
+    """Who connects, and a code that only someone with the token can make."""
+
     nonce: bytes
-    role: Literal["data", "control", "lease", "server"]
+    role: Literal["data", "control", "heartbeat", "server"]
     shard: int  # of this server
     worker: int
     incarnation: int
@@ -48,16 +52,16 @@ class Proof(Message):
 
 
 class Welcome(Message):
-    code: bytes  # proves that this side knows the token too
-    instance: int  # a number that a server draws when it starts
+    code: bytes  # proves that the server knows the token too
+    instance: int  # a random number of this server process
 
 
 class Refused(Message):
-    reason: str  # a word, as counted: token, version, garbage, size, slow, crowd
+    reason: str  # the name of a counter: token, version, garbage, size, slow, crowd
     text: str
 
 
-# -- answers --
+# -- replies --
 
 
 class Done(Message):
@@ -65,42 +69,47 @@ class Done(Message):
 
 
 class Failed(Message):
-    kind: Literal["store", "finite", "peer", "internal"]  # finite: the updates are not
+    """This request failed; the connection goes on."""
+
+    kind: Literal["store", "finite", "peer", "internal"]  # finite: updates that are not finite
     text: str
     ranks: list[int] = []  # msgspec copies it
 
 
-class Again(Message):
-    reason: Literal["keys", "epoch"]
+class Resend(Message):
+    """Send this request and all after it once more."""
+
+    reason: Literal["keys", "epoch"]  # an unknown key list, or another slot map
     epoch: int = 0
 
 
 class Resume(Message):
-    """From here on it is new again."""
+    """The requests that follow are those to serve."""
 
 
 class RowsReply(Message):
-    """They follow, or are in shared memory where they were asked for."""
+    """Acknowledges an Exchange. Its rows follow, or are in shared memory where asked for."""
 
     version: int  # of the shard, when it was read
-    applied: bool  # False: the push had been here before
+    applied: bool  # False: the push had been applied before
 
 
 # -- data --
 
 
-class Keyed(Message):
+class TableRequest(Message):
+    """One table's part of an Exchange."""
+
     table: str
     count: int  # rows, or elements of a dense part
-    mode: int = ALL
+    mode: int = DENSE
     key: int = 0  # hash of the ids
-    room: tuple[int, int] | None = (
-        None  # segment and place of its updates, where they stand apart from the rest of the payload
-    )
+    # segment and offset of its updates, where they are not with the rest of the payload
+    updates_at: tuple[int, int] | None = None
 
 
-class How(Message):
-    """The words of one push; see `core.Store.push`."""
+class PushMessage(Message):
+    """Clock and options of one push; see `core.PushOptions`."""
 
     clock: int = 0
     lr: float | None = None
@@ -111,7 +120,7 @@ class How(Message):
     decay: float | None = None
 
 
-Commits = list[tuple[int, list[tuple[int, int]]]]
+Commits = list[tuple[int, list[tuple[int, int]]]]  # version, (worker, clock) in rank order
 
 
 class ArenaRange(Message):
@@ -125,113 +134,122 @@ class ArenaRange(Message):
 
 
 class Exchange(Message):
-    """Payload: of each pushed part ids (mode IDS) and updates, then the ids (mode IDS) of each wanted one, each begins at a
-    multiple of `wire.ALIGN`."""
+    """Commit, then push, then pull, each optional.
+
+    Payload: for each pushed table its ids (IDS_SENT) and updates, then for each pulled table its
+    ids (IDS_SENT). Each array begins at a multiple of `frame.ALIGN`.
+    """
 
     epoch: int
     sequence: int
-    push: list[Keyed]
-    pull: list[Keyed]
-    how: How | None = None
-    code: Code = "none"
+    push: list[TableRequest]
+    pull: list[TableRequest]
+    options: PushMessage | None = None  # None: no push
+    codec: RowCodec = "none"
     remember: bool = False
     commits: Commits = []  # msgspec copies it
-    place: ArenaRange | None = None
+    arena: ArenaRange | None = None
 
 
-class Array(Message):
-    """One array of a payload."""
+class ArraySpec(Message):
+    """Name, dtype and shape of one array of a payload."""
 
     name: str
     dtype: str
     shape: list[int]
 
 
-class Create(Message):
+class CreateTable(Message):
     table: Table
     part: tuple[int, int] | None
-    arrays: list[Array]  # values, state/NAME
+    arrays: list[ArraySpec]  # values, state/NAME
 
 
-class Dump(Message):
+class DumpTable(Message):
     name: str
 
 
-class Content(Message):
-    arrays: list[Array]
+class TableContent(Message):
+    arrays: list[ArraySpec]
 
 
-class Load(Message):
+class RestoreTable(Message):
     name: str
-    clear: bool  # what is there first
-    arrays: list[Array]
+    clear: bool  # empty the table first
+    arrays: list[ArraySpec]
 
 
-class Ask(Message):
-    what: Literal["stats"]
+class GetStats(Message):
+    pass
 
 
-class Told(Message):
+class Stats(Message):
     numbers: dict[str, float]
 
 
 class Attach(Message):
+    """Map a segment of shared memory; its file descriptor follows."""
+
     segment: int
     nbytes: int
-    drop: list[int]  # of older segments, which nothing under way needs
+    drop: list[int]  # older segments that no request uses any more
 
 
-# -- the coordinator --
+# -- coordinator --
 
 
-class Where(Message):
-    """A shard: how to reach its server, and which of the server's shards it is."""
+class ShardAddress(Message):
+    """How to reach a shard: the address of its server, and its number among the server's shards."""
 
     host: str
     port: int
     shard: int = 0
     local: str = ""  # a unix socket
-    machine: str = ""  # who has the same can reach it
+    machine: str = ""  # processes with the same value can reach the unix socket
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 class Register(Message):
-    shards: list[Where]
+    shards: list[ShardAddress]
 
 
 class Ready(Message):
+    """The server uses the slot map of this epoch."""
+
     epoch: int
 
 
-class Assign(Message):
+class AssignSlots(Message):
+    """The slot map; to a worker that joins, also its place in the run."""
+
     epoch: int
-    owner: bytes  # uint16 a slot
-    shards: list[Where]
-    incarnation: int = 0  # what follows is for a worker that enters
+    owner: bytes  # uint16 per slot
+    shards: list[ShardAddress]
+    incarnation: int = 0  # this and what follows: for a worker that joins
     clock: int = 0
     version: int = 0  # commits so far
     lease_s: float = 10.0
 
 
-class Enter(Message):
+class Join(Message):
     size: int
-    incarnation: int | None  # None: a new process; else the one that was given before
+    incarnation: int | None  # None: a new process; else the one that was assigned before
 
 
-class Advance(Message):
+class TickClock(Message):
     clock: int
     staleness: float
     quorum: int | None
     late: Literal["drop", "keep"]
     delay: int | None
-    held: bool
+    pending: bool
     version: int  # the last commit that this worker knows
     timeout_s: float
 
 
-class Advanced(Message):
+class ClockTicked(Message):
     clock: int
     counted: bool
     version: int
@@ -247,7 +265,7 @@ class StepClaimed(Message):
     step: int | None
 
 
-class Start(Message):
+class SetFirstStep(Message):
     base: int
 
 
@@ -255,12 +273,12 @@ class RequestSync(Message):
     pass
 
 
-class Made(Message):
+class TableCreated(Message):
     name: str
 
 
-class Await(Message):
-    """Answered when rank 0 has made the table."""
+class AwaitTable(Message):
+    """Answered when rank 0 has created the table."""
 
     name: str
     timeout_s: float
@@ -274,14 +292,17 @@ class Leave(Message):
     pass
 
 
-KINDS: dict[int, type[Message]] = dict(
-    enumerate(
-        [
-            Hello, Proof, Welcome, Refused, Done, Failed, Again, Resume, RowsReply, Exchange, Create, Dump, Content, Load, Ask, Told, Attach,
-            Register, Ready, Assign, Enter, Advance, Advanced, ClaimStep, StepClaimed, Start, RequestSync, Made,
-            Await, Ping, Leave,
-        ],
-        start=1,
-    )
-)  # fmt: skip
+class GetSlotMap(Message):
+    pass
+
+
+_MESSAGES: list[type[Message]] = [
+    *(Hello, Proof, Welcome, Refused),
+    *(Done, Failed, Resend, Resume, RowsReply),
+    *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
+    *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
+    *(SetFirstStep, RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
+]
+# The kind of a frame is the number of its message here: append, do not reorder.
+KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))
 KIND_OF: dict[type[Message], int] = {kind: number for number, kind in KINDS.items()}

@@ -14,7 +14,7 @@ import torch
 from manyhands.kernels import codecs
 from manyhands.kernels.compile import compiling
 from manyhands.server.protocol.frame import aligned
-from manyhands.server.protocol.messages import Code
+from manyhands.server.protocol.messages import RowCodec
 
 BLOCK = 1024  # elements of a dense part with one scale; parts begin at multiples of it, so cutting differently changes nothing
 
@@ -45,14 +45,14 @@ def blocks(count: int, width: int) -> int:
     return -(-count // width)
 
 
-def nbytes(code: Code, count: int, itemsize: int, width: int) -> int:
+def nbytes(code: RowCodec, count: int, itemsize: int, width: int) -> int:
     """Of `count` numbers, `width` of them with one scale."""
     if code == "none":
         return count * itemsize
     return 2 * count if code != "int8" else aligned(4 * blocks(count, width)) + count
 
 
-def encode(code: Code, values: np.ndarray, into: np.ndarray, width: int) -> None:
+def encode(code: RowCodec, values: np.ndarray, into: np.ndarray, width: int) -> None:
     """`values` in one dimension; `into` bytes, as many as `nbytes` says."""
     if code == "none":
         np.copyto(into.view(values.dtype), values)
@@ -69,7 +69,7 @@ def encode(code: Code, values: np.ndarray, into: np.ndarray, width: int) -> None
         )
 
 
-def decode(code: Code, raw: np.ndarray, into: np.ndarray, width: int) -> None:
+def decode(code: RowCodec, raw: np.ndarray, into: np.ndarray, width: int) -> None:
     if code == "none":
         np.copyto(into, raw.view(into.dtype))
         return
