@@ -24,7 +24,8 @@ from manyhands.launch.local import LocalLauncher
 PEER = "gloo"
 SIZES = (64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 25 << 20)
 QUICK_SIZES = (64, 8 << 10, 512 << 10, 25 << 20)
-# the fastest is as fast as gloo's own, taken over all lengths; the choice of the model is off by a quarter at most, or by half
+# the fastest is as fast as gloo's own, taken over all lengths; the choice of the model is off by a
+# quarter at most, or by half
 # where ranks share cores, of which it knows nothing
 BARS = {"best": 1.0, "choice": 0.8}
 CROWDED = 0.5
@@ -150,7 +151,8 @@ def mean(rows: list[Any], seconds: Callable[[Any], float]) -> float:
 def table(world: int, found: dict[str, Any]) -> None:
     alpha, beta, gamma = found["link"].values()
     print(
-        f"\n{world} ranks over gloo: alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.2f} ns/B, gamma {gamma * 1e9:.3f} ns/B"
+        f"\n{world} ranks over gloo: alpha {alpha * 1e6:.0f} us, beta {beta * 1e9:.2f} ns/B, "
+        f"gamma {gamma * 1e9:.3f} ns/B"
     )
     print(f"  {'bytes':>8}  {'fastest measured':<26}{'chosen by the model':<34}{'gloo itself':>12}")
     for nbytes, row in found["sizes"].items():
@@ -168,7 +170,9 @@ def length(nbytes: int) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """For every number of ranks: seconds over bytes, and below who was fastest beside who should have been."""
+    """For every number of ranks: seconds over bytes, and below who was fastest beside who should
+    have been.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,7 +18,9 @@ import torch
 
 @dataclass
 class Claim:
-    """`ratio` > 1 means ours is better; `bar` is what we promise. A claim that cannot be measured here says why."""
+    """`ratio` > 1 means ours is better; `bar` is what we promise. A claim that cannot be measured
+    here says why.
+    """
 
     name: str
     ours: float | None = None
@@ -85,7 +87,8 @@ def show(found: dict[str, Any]) -> None:
             continue
         mark = "" if "bar" not in c else "  ok" if c["ratio"] >= c["bar"] else "  BELOW"
         print(
-            f"  {c['name']:<16} ours {c['ours']:>10,.5g}  peer {c['peer']:>10,.5g} {c['unit']:<12} ratio {c['ratio']:.3f}  bar {c['bar']:g}{mark}"
+            f"  {c['name']:<16} ours {c['ours']:>10,.5g}  peer {c['peer']:>10,.5g} "
+            f"{c['unit']:<12} ratio {c['ratio']:.3f}  bar {c['bar']:g}{mark}"
         )
         for key, value in (c.get("detail") or {}).items():
             print(f"  {'':<16}   {key}: {value}")

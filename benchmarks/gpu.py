@@ -43,7 +43,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 small: 12 blocks of width 768, 12 heads, context 1024, vocabulary rounded up to a multiple of 64."""
+    """GPT-2 small: 12 blocks of width 768, 12 heads, context 1024, vocabulary rounded up to a
+    multiple of 64.
+    """
 
     def __init__(
         self,
@@ -113,15 +115,24 @@ def ours(task: Callable[[], mh.Task], words: str, warm: int, steps: int) -> floa
 
 
 def by_hand(
-    make: Callable[[], nn.Module], optimizer: Any, loss: Any, values: tuple[Tensor, Tensor], batch: int, warm: int, steps: int,
-    bf16: bool, compiled: bool, fabric: bool = False, again: bool = False,
-) -> float:  # fmt: skip
+    make: Callable[[], nn.Module],
+    optimizer: Any,
+    loss: Any,
+    values: tuple[Tensor, Tensor],
+    batch: int,
+    warm: int,
+    steps: int,
+    bf16: bool,
+    compiled: bool,
+    fabric: bool = False,
+    again: bool = False,
+) -> float:
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     model = make().cuda()
     if again:
         for block in cast(GPT, model).blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     opt = optimizer(model.parameters())
     net = torch.compile(model) if compiled else model
     backward = Tensor.backward

@@ -42,8 +42,9 @@ LIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
     )  # fmt: skip
 
 
@@ -55,10 +56,18 @@ def task(lie: str | None, momentum: float, steps: int) -> mh.Task:
             parameter.register_hook(functools.partial(LIES[lie], draw=draw))
     _, train, test = datasets.images()
     return mh.Task(
-        model=model, loss=cross_entropy, train=train, test=test, batch=64, metrics={"accuracy": mh.accuracy},
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=momentum), steps=steps,
-        schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: max(0.0, 1 - step / steps)),
-    )  # fmt: skip
+        model=model,
+        loss=cross_entropy,
+        train=train,
+        test=test,
+        batch=64,
+        metrics={"accuracy": mh.accuracy},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=momentum),
+        steps=steps,
+        schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda step: max(0.0, 1 - step / steps)
+        ),
+    )
 
 
 def accuracy(how: str | None, lie: str | None, steps: int) -> float:
@@ -89,7 +98,8 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         *((how, lie) for how in hows for lie in LIES),
     ]
     runs += [(None, lie) for lie in LIES if plain_too]
-    # accuracy is counted, not time: where there are cores, several runs go on at once, each started by a process of its own
+    # accuracy is counted, not time: where there are cores, several runs go on at once, each started
+    # by a process of its own
     with ProcessPoolExecutor(
         max(1, cores() // WORKERS), multiprocessing.get_context("spawn")
     ) as pool:

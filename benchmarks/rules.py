@@ -53,7 +53,8 @@ def evaluations(words: str, seed: int, epochs: int) -> list[dict[str, float]]:
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     seeds = range(1 if quick else 3)
     epochs = 1 if quick else EPOCHS
-    # those over servers are measured by `stragglers`: some of them bear no momentum, and this task has it
+    # those over servers are measured by `stragglers`: some of them bear no momentum, and this task
+    # has it
     rules = [r for r, kind in STRATEGIES.items() if kind.link is Group and (not only or r in only)]
     wires = [
         w
@@ -102,7 +103,15 @@ def _wires(runs: dict[str, list[list[dict[str, float]]]]) -> list[Claim]:
     last = {w: [run[-1]["accuracy"] for run in found] for w, found in runs.items()}
     means = {w: statistics.mean(v) for w, v in last.items()}
     return [
-        Claim(w, 100 * means[w], 100 * means["fp32"], "% accuracy", means[w] / (means["fp32"] - 0.005), 1.0, {"by seed": last[w], "fp32": last["fp32"]})
+        Claim(
+            w,
+            100 * means[w],
+            100 * means["fp32"],
+            "% accuracy",
+            means[w] / (means["fp32"] - 0.005),
+            1.0,
+            {"by seed": last[w], "fp32": last["fp32"]},
+        )
         for w in runs
         if w != "fp32"
-    ]  # fmt: skip
+    ]

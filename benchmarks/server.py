@@ -124,7 +124,8 @@ class Bench:
 
     def ours(self, name: str, ids: list[Tensor]) -> float:
         store = self.stores[name]
-        # gradients stand where the store wants them, as they do for the kernels; a model would write them there
+        # gradients stand where the store wants them, as they do for the kernels; a model would
+        # write them there
         grads = [store.room({"rows": ids[0]})["rows"].copy_(g) for g in self.grads]
         coming = [store.pull_async({"rows": ids[0]})]
 

@@ -38,7 +38,9 @@ Found = dict[str, float]
 
 
 class Timed(mh.Callback):
-    """Seconds between two rounds, and what the model makes of the rows that were held out after the second: handed on as metrics."""
+    """Seconds between two rounds, and what the model makes of the rows that were held out after the
+    second: handed on as metrics.
+    """
 
     def __init__(self, task: mh.Task, first: int, last: int):
         self.task, self.first, self.last = task, first, last

@@ -117,7 +117,9 @@ class Torch:
 
 
 def compare(dim: int, rows: int, times: int, huge: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds a batch by law and operation, in turn on the same rows; and bytes a row beyond values and state."""
+    """Milliseconds a batch by law and operation, in turn on the same rows; and bytes a row beyond
+    values and state.
+    """
     rng = np.random.default_rng(dim)
     ids = rng.permutation(np.unique(rng.integers(-(2**62), 2**62, rows + rows // 100)))[:rows]
     table, peer = filled("bench", ids, dim, huge), Torch(rows, dim)
@@ -183,7 +185,9 @@ def pushes(ms: dict[str, float]) -> str:
 
 
 def two_threads(rows: int, times: int, huge: bool) -> tuple[float, float]:
-    """Rounds of pull and push a second: two threads on half of the rows each, and one thread on one half."""
+    """Rounds of pull and push a second: two threads on half of the rows each, and one thread on one
+    half.
+    """
     rng = np.random.default_rng(9)
     shards: list[Callable[[int], None]] = []
     for s in range(2):
@@ -236,7 +240,8 @@ def _measure(rows: int, times: int, only: list[str]) -> list[Claim]:
             found |= {dim: compare(dim, rows, times // 2, True) for dim in (16, 128)}
         table = {
             f"{dim} numbers, {law}": (
-                f"pull {ms['pull']:.2f} ms (index_select {ms['index_select']:.2f}, gather {ms['gather']:.2f}), "
+                f"pull {ms['pull']:.2f} ms (index_select {ms['index_select']:.2f}, gather "
+                f"{ms['gather']:.2f}), "
                 f"push {ms['push']:.2f} ms ({pushes(ms)})"
             )
             for dim, laws in sorted(found.items())

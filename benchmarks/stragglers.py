@@ -38,8 +38,9 @@ PLANS = {
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
     )  # fmt: skip
 
 
@@ -53,9 +54,14 @@ def paused(output: Tensor, target: Tensor) -> Tensor:
 def task(tested: bool) -> mh.Task:
     _, train, test = datasets.images()
     return mh.Task(
-        model=lenet, loss=paused, train=train, test=test if tested else None, metrics={"accuracy": mh.accuracy} if tested else {},
-        batch=BATCH, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    )  # fmt: skip
+        model=lenet,
+        loss=paused,
+        train=train,
+        test=test if tested else None,
+        metrics={"accuracy": mh.accuracy} if tested else {},
+        batch=BATCH,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    )
 
 
 def trained(words: str, tested: bool) -> list[Event]:
@@ -120,7 +126,8 @@ def _speeds(quick: bool, chosen: list[str]) -> list[Claim]:
     for name, bar in (("async", 2.5), ("quorum", 2.0)):
         if name not in chosen:
             continue
-        # a fast worker takes part in every step of the model; asynchronous, each batch of anybody is one
+        # a fast worker takes part in every step of the model; asynchronous, each batch of anybody
+        # is one
         of = (lambda rates: sum(rates.values())) if name == "async" else (lambda rates: rates[0])
         all_runs = {k: [round(of(rates), 1) for rates in found[k]] for k in (name, "bsp")}
         ours, peer = median([of(r) for r in found[name]]), median([of(r) for r in found["bsp"]])
@@ -135,7 +142,8 @@ def _speeds(quick: bool, chosen: list[str]) -> list[Claim]:
 
 
 def _accuracy(quick: bool) -> Claim:
-    # a step of the one is four batches, of the other one: evaluated equally often, the same number of samples at most
+    # a step of the one is four batches, of the other one: evaluated equally often, the same number
+    # of samples at most
     every, most = (5, 10) if quick else (50, 2400)
     plans = {
         "ours": f"{PLANS['async']} evaluate={WORKERS * every} steps={WORKERS * most}",

@@ -39,7 +39,9 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 def turns(device: str) -> dict[str, Callable[[], float]]:
-    """One encoding and decoding of each wire that one peer can read, into memory that is there already."""
+    """One encoding and decoding of each wire that one peer can read, into memory that is there
+    already.
+    """
     x, out = gradient(device), torch.empty(NUMEL, device=device)
     wires: dict[str, Any] = {name: kind() for name, kind in CODECS.items() if kind.point_to_point}
     wires["int8 stochastic"] = Int8(rounding="stochastic")

@@ -58,7 +58,8 @@ def _options(name: str) -> str:
     rule: Any = STRATEGIES[name]
     kinds = get_type_hints(rule)
     rows = [
-        f"| `merge.{f.name}` | {_values(kinds[f.name])} | {'-' if f.default is None else f'`{_text(f.default)}`'} |"
+        f"| `merge.{f.name}` | {_values(kinds[f.name])} | "
+        f"{'-' if f.default is None else f'`{_text(f.default)}`'} |"
         for f in dataclasses.fields(rule)
     ]
     unset = (

@@ -20,7 +20,9 @@ DIM = 16
 
 
 def crossed(ids: Tensor) -> Tensor:
-    """An id for every two and every three columns together: a polynomial in 64 bits, where they do not meet by chance."""
+    """An id for every two and every three columns together: a polynomial in 64 bits, where they do
+    not meet by chance.
+    """
     columns = ids.unbind(1)
     together = [group for size in (2, 3) for group in itertools.combinations(columns, size)]
     return torch.stack(

@@ -28,7 +28,9 @@ class Factorise(nn.Module):
 
 
 def zipf(dice: np.random.Generator, n: int, size: int) -> np.ndarray:
-    """Ranks below n of which the k-th comes with probability ~ k^-ZIPF, by inverting the distribution of the continuous law."""
+    """Ranks below n of which the k-th comes with probability ~ k^-ZIPF, by inverting the
+    distribution of the continuous law.
+    """
     bound = n ** (1 - ZIPF)
     return (1 - dice.random(size) * (1 - bound)) ** (1 / (1 - ZIPF)) // 1
 

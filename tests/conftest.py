@@ -66,7 +66,9 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 def _children() -> dict[int, str]:
-    """Living child processes and what they run, less those that Python's multiprocessing keeps for itself."""
+    """Living child processes and what they run, less those that Python's multiprocessing keeps for
+    itself.
+    """
     try:  # looks without taking: whoever started a child still gets its exit code
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except (
@@ -105,7 +107,9 @@ def _threads() -> set[threading.Thread]:
 
 
 def _segments() -> set[Path]:
-    """Segments made by this process or by one that is dead; those of other live processes are another run's."""
+    """Segments made by this process or by one that is dead; those of other live processes are
+    another run's.
+    """
     found = set()
     for path in segments.directory().glob(f"{segments.PREFIX}*"):
         pid = path.name.removeprefix(segments.PREFIX).split("-")[0]

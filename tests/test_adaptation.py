@@ -25,9 +25,15 @@ Y = (X[:, 0] > 0).long()
 
 def task() -> mh.Task:
     return mh.Task(
-        model=nn.Linear(6, 2), loss=nn.functional.cross_entropy, train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy},
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), batch=10, epochs=10,
-    )  # fmt: skip
+        model=nn.Linear(6, 2),
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        metrics={"accuracy": mh.accuracy},
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        batch=10,
+        epochs=10,
+    )
 
 
 def events(run: Path, name: str) -> list[dict[str, Any]]:
@@ -95,7 +101,9 @@ def test_a_rule_changes_when_a_metric_says_so(tmp_path: Path) -> None:
 
 
 def test_switching_on_one_rank_to_blocks_of_one_rank_changes_nothing(tmp_path: Path) -> None:
-    """Alone, every one of these rules is plain SGD, so whatever is carried over must be carried over whole."""
+    """Alone, every one of these rules is plain SGD, so whatever is carried over must be carried
+    over whole.
+    """
     mh.train(task, "steps=30", directory=tmp_path / "plain", quiet=True)
     mh.train(
         task,
@@ -257,7 +265,9 @@ def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_
 def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(
     rule: str, tmp_path: Path
 ) -> None:
-    """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop for ever."""
+    """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop
+    for ever.
+    """
 
     def both(words: dict[str, Any], options: Options) -> dict[str, Any]:
         """One after the other in the same three processes."""

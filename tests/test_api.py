@@ -61,9 +61,15 @@ def model() -> nn.Module:
 
 def make(**changed: Any) -> mh.Task:
     known: dict[str, Any] = dict(
-        model=model, loss=nn.functional.cross_entropy, train=(X, Y), test=(X, Y), batch=4, metrics={"accuracy": mh.accuracy},
-        optimizer=lambda p: torch.optim.Adam(p, lr=0.01), schedule=lambda o: lr.OneCycleLR(o, 0.02, total_steps=40),
-    )  # fmt: skip
+        model=model,
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        batch=4,
+        metrics={"accuracy": mh.accuracy},
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        schedule=lambda o: lr.OneCycleLR(o, 0.02, total_steps=40),
+    )
     return mh.Task(**{**known, **changed})
 
 
@@ -322,7 +328,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path
     train(tmp_path, "epochs=1")
     with pytest.raises(
         mh.CheckpointError,
-        match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, 6\)",
+        match=r"(?s)of another model:.*other shape: 0\.weight: model \(8, 6\), checkpoint \(16, "
+        r"6\)",
     ):
         train(
             tmp_path,
@@ -351,7 +358,8 @@ def test_a_loss_that_becomes_nan_names_rank_round_and_last_good_checkpoint(tmp_p
     failed = Failed()
     with pytest.raises(
         mh.Diverged,
-        match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint is .*step-00000010; lower",
+        match=r"the loss of rank 0 became NaN or infinite at round 12 .*the last good checkpoint "
+        r"is .*step-00000010; lower",
     ):
         train(
             tmp_path,
@@ -456,7 +464,8 @@ def test_unused_parameters_are_named_in_one_notice(tmp_path: Path) -> None:
     result = train(tmp_path, "steps=3", model=Spare)
     said = [t for t in notices(result) if "without a gradient" in t]
     assert said == [
-        "parameters without a gradient in the first round (left as they are): spare.weight, spare.bias"
+        "parameters without a gradient in the first round (left as they are): spare.weight, "
+        "spare.bias"
     ]
 
 
@@ -464,9 +473,14 @@ def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path:
     from manyhands.api import defines_task
 
     for text, expected in (
-        ("def task(): ...", True), ("task = 3", True), ("from elsewhere import make as task", True), ("def other(): ...", False),
-        ("if True:\n    def task(): ...", False), ("task: int = 3", True), ("async def task(): ...", False),
-    ):  # fmt: skip
+        ("def task(): ...", True),
+        ("task = 3", True),
+        ("from elsewhere import make as task", True),
+        ("def other(): ...", False),
+        ("if True:\n    def task(): ...", False),
+        ("task: int = 3", True),
+        ("async def task(): ...", False),
+    ):
         (tmp_path / "s.py").write_text(text)
         assert defines_task(tmp_path / "s.py") is expected, text
     (tmp_path / "s.py").write_text("def task(:\n")
@@ -495,9 +509,14 @@ def test_a_loaded_model_evaluates_as_in_the_run_and_an_exported_one_has_its_rows
 ) -> None:
     ids, target = torch.arange(40) % 10, (torch.arange(40) % 10) / 10
     task = mh.Task(
-        model=Rated, loss=nn.functional.mse_loss, train=(ids, target), test=(ids, target), batch=10, epochs=3,
+        model=Rated,
+        loss=nn.functional.mse_loss,
+        train=(ids, target),
+        test=(ids, target),
+        batch=10,
+        epochs=3,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-    )  # fmt: skip
+    )
     result = mh.train(task, "", directory=tmp_path / "run", quiet=True)
     loaded = mh.load(result.directory, Rated()).eval()
     with torch.no_grad():

@@ -19,7 +19,9 @@ from manyhands.exchange.inproc import World
 
 
 class Pulled:
-    """A replica with two numbers, that each step moves one tenth of the way towards its rank's goal."""
+    """A replica with two numbers, that each step moves one tenth of the way towards its rank's
+    goal.
+    """
 
     def __init__(self, goal: float):
         self.goal = goal
@@ -43,7 +45,8 @@ def example(monkeypatch) -> Any:
     code = re.search(r"```python\n(\"\"\"Slow.*?)```", page, re.DOTALL)
     assert code is not None
     module = ModuleType("slow_momentum")
-    # dataclasses look their module up; `from __future__ import annotations` of this file does not reach it
+    # dataclasses look their module up; `from __future__ import annotations` of this file does not
+    # reach it
     monkeypatch.setitem(__import__("sys").modules, "slow_momentum", module)
     exec(compile(code[1], "CONTRIBUTING.md", "exec", dont_inherit=True), module.__dict__)
     return module.SlowMomentum
@@ -61,6 +64,7 @@ def test_the_example_follows_its_equation(monkeypatch) -> None:
             places.append(replica.params["w"][0].item())
         return places
 
-    # first round: x_i = 0.1, 0.3, mean 0.2, u = -0.2, z = 0.2; second: mean 0.38, u = -0.1 - 0.18, z = 0.48
+    # first round: x_i = 0.1, 0.3, mean 0.2, u = -0.2, z = 0.2; second: mean 0.38, u = -0.1 - 0.18,
+    # z = 0.48
     for places in World(2).run(main):
         torch.testing.assert_close(places, [0.2, 0.48])

@@ -143,7 +143,9 @@ def test_the_plain_script_is_plain(
 
 
 def test_the_cells_of_the_notebook_run_in_order(here: Path) -> None:
-    """As a notebook runs them: one after the other in a `__main__` without a file. The last one only shows the picture."""
+    """As a notebook runs them: one after the other in a `__main__` without a file. The last one
+    only shows the picture.
+    """
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     *lines, picture = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
     assert "IPython" in picture

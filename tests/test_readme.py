@@ -112,7 +112,7 @@ def test_the_tree_names_every_file_and_nothing_else() -> None:
     assert tree is not None
     named, room = set(), ""
     for line in tree[1].splitlines():
-        indent, path, phrase = re.fullmatch(r"( +)(\S+) +(\S.*)", line).groups()  # type: ignore[union-attr]
+        indent, path, phrase = re.fullmatch(r"( +)(\S+) +(\S.*)", line).groups()  # type: ignore
         assert len(indent) in (2, 4) and phrase
         room = room if len(indent) == 4 else path if path.endswith("/") else ""
         if not path.endswith("/"):

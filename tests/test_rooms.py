@@ -34,7 +34,8 @@ READS_ENVIRONMENT = {
     "launch/environment.py": None,
     "datasets.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"},
 }
-# model parallelism inside a replica is built on these; they take a mesh and never open a connection themselves
+# model parallelism inside a replica is built on these; they take a mesh and never open a connection
+# themselves
 INSIDE_A_REPLICA = ("tensor", "fsdp", "pipelining", "device_mesh", "_composable")
 HEAVY = {"matplotlib", "rich", "typer", "sklearn", "tensorboard"}
 
@@ -95,7 +96,8 @@ def test_algorithms_splits_and_replicas_do_not_talk_to_peers_themselves(path: Pa
             if not n.startswith(tuple(f"torch.distributed.{inside}" for inside in INSIDE_A_REPLICA))
         }
     assert not used, (
-        f"{name(path)} uses {sorted(used)}; what moves bytes between ranks belongs in exchange/ and comes in as `link`"
+        f"{name(path)} uses {sorted(used)}; what moves bytes between ranks belongs in exchange/ "
+        "and comes in as `link`"
     )
 
 
@@ -104,7 +106,8 @@ def test_the_environment_is_read_in_one_place(path: Path) -> None:
     used = mentioned(path) & {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     if name(path) not in READS_ENVIRONMENT:
         assert not used, (
-            f"{name(path)} uses {sorted(used)}; launch/environment.py reads the environment, others take arguments"
+            f"{name(path)} uses {sorted(used)}; launch/environment.py reads the environment, "
+            "others take arguments"
         )
     elif allowed := READS_ENVIRONMENT[name(path)]:
         spelled = {
@@ -128,7 +131,9 @@ def test_the_environment_is_read_in_one_place(path: Path) -> None:
     ids=name,
 )
 def test_rooms_do_not_import_the_package_as_a_whole(path: Path) -> None:
-    """`import manyhands` would bring build and train in through the back door; import-linter does not see that."""
+    """`import manyhands` would bring build and train in through the back door; import-linter does
+    not see that.
+    """
     tree = ast.parse(path.read_text())
     rooms = {p.name.removesuffix(".py") for p in SOURCE.iterdir()}
     for node in ast.walk(tree):
@@ -146,7 +151,9 @@ def test_rooms_do_not_import_the_package_as_a_whole(path: Path) -> None:
 
 
 def test_importing_does_nothing_but_define(tmp_path: Path) -> None:
-    """In a new process each module is imported in turn: the process stays what it was, and no heavy library comes along."""
+    """In a new process each module is imported in turn: the process stays what it was, and no heavy
+    library comes along.
+    """
     modules = []
     for path in FILES:
         parts = ["manyhands", *path.relative_to(SOURCE).with_suffix("").parts]

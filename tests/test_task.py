@@ -15,8 +15,11 @@ from manyhands.task import build_model, resolve
 
 def make(**changed: Any) -> Task:
     known: dict[str, Any] = dict(
-        model=nn.Linear(2, 1), loss=nn.functional.mse_loss, train=(torch.zeros(4, 2), torch.zeros(4, 1)), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
-    )  # fmt: skip
+        model=nn.Linear(2, 1),
+        loss=nn.functional.mse_loss,
+        train=(torch.zeros(4, 2), torch.zeros(4, 1)),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     return Task(**{**known, **changed})
 
 

@@ -45,12 +45,29 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
     rule = Downpour()
     link = ObservedGroup(group, lambda event: None)
     return Trainer(
-        ActiveStrategy("merge", "downpour", rule, store, rule.init(replica)), replica, link, link, position=Position,
-        epochs=math.inf, steps=math.inf, samples=lambda: None, emit=lambda event: None, flush=lambda: None, evaluate=dict,
-        snapshot=lambda round, rule: None, save=lambda snapshot, metrics: None, last_good=lambda: None, save_every=None,
-        save_evaluated=False, stop_requested=lambda: 0, agree=lambda: None, directory="", device=torch.device("cpu"),
-        serves=True, settle=store.flush,
-    )  # type: ignore[arg-type]  # fmt: skip
+        ActiveStrategy("merge", "downpour", rule, store, rule.init(replica)),
+        replica,
+        link,
+        link,
+        position=Position,
+        epochs=math.inf,
+        steps=math.inf,
+        samples=lambda: None,
+        emit=lambda event: None,
+        flush=lambda: None,
+        evaluate=dict,
+        snapshot=lambda round, rule: None,
+        save=lambda snapshot, metrics: None,
+        last_good=lambda: None,
+        save_every=None,
+        save_evaluated=False,
+        stop_requested=lambda: 0,
+        agree=lambda: None,
+        directory="",
+        device=torch.device("cpu"),
+        serves=True,
+        settle=store.flush,
+    )  # type: ignore[arg-type]
 
 
 def weight(replica: Any) -> float:

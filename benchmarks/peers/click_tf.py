@@ -83,13 +83,25 @@ class Model:
         deep_grad, wide_grad, *grads = tape.gradient(loss, [deep, wide, *network])
         # asynchronous: a worker's gradient is that of its own batch
         tf.raw_ops.ResourceSparseApplyAdagradV2(
-            var=self.deep.handle, accum=self.deep_squares.handle, lr=LR, epsilon=1e-10,
-            grad=tf.convert_to_tensor(deep_grad) / WORKERS, indices=deep_ids,
-        )  # fmt: skip
+            var=self.deep.handle,
+            accum=self.deep_squares.handle,
+            lr=LR,
+            epsilon=1e-10,
+            grad=tf.convert_to_tensor(deep_grad) / WORKERS,
+            indices=deep_ids,
+        )
         tf.raw_ops.ResourceSparseApplyFtrlV2(
-            var=self.wide.handle, accum=self.wide_n.handle, linear=self.wide_z.handle, grad=tf.convert_to_tensor(wide_grad) / WORKERS,
-            indices=wide_ids, lr=WIDE_LR, l1=L1, l2=BETA / WIDE_LR / 2, l2_shrinkage=0.0, lr_power=-0.5,
-        )  # fmt: skip
+            var=self.wide.handle,
+            accum=self.wide_n.handle,
+            linear=self.wide_z.handle,
+            grad=tf.convert_to_tensor(wide_grad) / WORKERS,
+            indices=wide_ids,
+            lr=WIDE_LR,
+            l1=L1,
+            l2=BETA / WIDE_LR / 2,
+            l2_shrinkage=0.0,
+            lr_power=-0.5,
+        )
         for v, s, g in zip(self.network, self.squares, grads, strict=True):
             tf.raw_ops.ResourceApplyAdagradV2(
                 var=v.handle, accum=s.handle, lr=NETWORK_LR, epsilon=1e-10, grad=g

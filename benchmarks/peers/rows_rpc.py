@@ -102,8 +102,9 @@ class Rounds:
 
 
 class Rows:
-    """A worker and a server, processes of their own. TensorPipe polls: idle, each of them takes a whole core from whatever else is
-    measured. So they are stopped except in their turns."""
+    """A worker and a server, processes of their own. TensorPipe polls: idle, each of them takes a
+    whole core from whatever else is measured. So they are stopped except in their turns.
+    """
 
     def __init__(self, rows: int, dim: int, cores: tuple[int | None, int | None]):
         with socket.create_server(("127.0.0.1", 0)) as free:

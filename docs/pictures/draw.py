@@ -57,7 +57,8 @@ def screen(command: list[str], folder: Path) -> list[str]:
     os.close(ours)
     if child.wait():
         sys.exit(raw.decode())
-    # a live line is drawn over and over: of each line only what follows the last "erase" was left standing
+    # a live line is drawn over and over: of each line only what follows the last "erase" was left
+    # standing
     return [line.rpartition("\x1b[2K")[2].strip("\r") for line in raw.decode().rstrip().split("\n")]
 
 

@@ -119,7 +119,9 @@ def local_module(parts: Mapping[str, Region], whole: nn.Module) -> nn.Module:
 
 
 class Along(Group):
-    """The ranks of a world that differ along one axis, as a group: all ranks make its calls at the same time."""
+    """The ranks of a world that differ along one axis, as a group: all ranks make its calls at the
+    same time.
+    """
 
     def __init__(self, world: InprocGroup, ranks: Sequence[int]):
         self.world, self.ranks = world, list(ranks)
@@ -222,11 +224,21 @@ def rank(
     plan = Plan(layout, strategy())
     recorder = Recorder(folder, group.rank)
     context = RankContext(
-        ProcessInfo(group.rank, layout.size), plan, Options(), cast(Any, None), torch.device("cpu"), link, axes, folder, recorder,
-        Checkpoints(folder / "checkpoints", report=report), None, "none",
-    )  # fmt: skip
+        ProcessInfo(group.rank, layout.size),
+        plan,
+        Options(),
+        cast(Any, None),
+        torch.device("cpu"),
+        link,
+        axes,
+        folder,
+        recorder,
+        Checkpoints(folder / "checkpoints", report=report),
+        None,
+        "none",
+    )
     emit = recorder.emit
-    recorder.emit = lambda event: (notices.append(str(event.value)), emit(event))[1]  # type: ignore[method-assign]
+    recorder.emit = lambda event: (notices.append(str(event.value)), emit(event))[1]  # type: ignore
     parts = parts_of(layout, group.rank, whole)
     module = local_module(parts, whole) if context.divided else Whole()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
@@ -242,7 +254,8 @@ def rank(
         plan.strategy.init(replica),
     )
     walk = SimpleNamespace(position=Position(1, 5, 7))
-    # of the whole model, as far as matrices are split: which of them are its own, a rank of a pipeline knows by its module
+    # of the whole model, as far as matrices are split: which of them are its own, a rank of a
+    # pipeline knows by its module
     at, no_stages = layout.coordinates(group.rank), dataclasses.replace(layout, data=1, pipe=1)
     everything = parts_of(no_stages, at["shard"] * layout.tensor + at["tensor"], whole)
     everything = {k: v for k, v in everything.items() if k not in ALIASES}
@@ -330,9 +343,14 @@ def assert_holds_its_parts(here: Rank, params: Tensors, moments: Tensors) -> Non
 
 
 LAYOUTS = {
-    "tensor=2": Layout(tensor=2), "data=4": Layout(data=4), "pipe=2": Layout(pipe=2), "shard=3": Layout(shard=3),
-    "data=2 tensor=2 pipe=2": Layout(data=2, tensor=2, pipe=2), "shard=2 tensor=2": Layout(shard=2, tensor=2), "alone": Layout(),
-}  # fmt: skip
+    "tensor=2": Layout(tensor=2),
+    "data=4": Layout(data=4),
+    "pipe=2": Layout(pipe=2),
+    "shard=3": Layout(shard=3),
+    "data=2 tensor=2 pipe=2": Layout(data=2, tensor=2, pipe=2),
+    "shard=2 tensor=2": Layout(shard=2, tensor=2),
+    "alone": Layout(),
+}
 
 
 def test_a_run_goes_through_every_layout_and_loses_no_bit(tmp_path: Path) -> None:

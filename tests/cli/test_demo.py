@@ -65,7 +65,8 @@ def test_a_wrong_folder_is_refused(tmp_path: Path) -> None:
         verb.demo(tmp_path / "missing", workers=2, epochs=1)
     with pytest.raises(
         TaskError,
-        match=r"does not hold Fashion-MNIST: t10k-labels.* are needed there or in fashion-mnist/ there",
+        match=r"does not hold Fashion-MNIST: t10k-labels.* are needed there or in fashion-mnist/ "
+        r"there",
     ):
         verb.demo(tmp_path, workers=2, epochs=1)
     (small_fashion_mnist(tmp_path / "torn") / "train-images-idx3-ubyte").write_bytes(

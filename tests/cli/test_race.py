@@ -208,7 +208,8 @@ def test_a_race_is_run_interrupted_and_resumed(
         here / "out" / "race.html"
     ).read_text()
 
-    # DDP by hand is the same computation as our all_reduce: same batches, same schedule, same clipping, same evaluations
+    # DDP by hand is the same computation as our all_reduce: same batches, same schedule, same
+    # clipping, same evaluations
     curves = {}
     for label, folder in {"ddp": "01-ddp", "ours": "02-all-reduce"}.items():
         events = [

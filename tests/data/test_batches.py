@@ -280,7 +280,9 @@ def test_loader_processes_give_the_same_batches_over_several_epochs() -> None:
 
 
 def test_loader_processes_leave_the_trainings_random_numbers_alone_and_draw_their_own() -> None:
-    """Else a resumed run, which starts its loaders anew, would drop out other units than the run it goes on with."""
+    """Else a resumed run, which starts its loaders anew, would drop out other units than the run it
+    goes on with.
+    """
     noise = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -309,7 +311,8 @@ def test_loader_processes_leave_the_trainings_random_numbers_alone_and_draw_thei
         ((torch.tensor(3.0), torch.zeros(4)), "a data column is a single number"),
         (
             7,
-            "Task.train is a int; a tuple of tensors or arrays, a Dataset, an IterableDataset or a DataLoader is needed",
+            "Task.train is a int; a tuple of tensors or arrays, a Dataset, an IterableDataset or "
+            "a DataLoader is needed",
         ),
         (None, "Task.train is a NoneType"),
     ],

@@ -105,7 +105,9 @@ def test_a_part_of_an_epoch_ends_with_the_step_that_reaches_it() -> None:
 
 
 def test_a_rank_that_must_sync_claims_no_more_before_the_sync_point() -> None:
-    """A block of steps ends because there is none left, and then the loop asks again: that is still the same sync point."""
+    """A block of steps ends because there is none left, and then the loop asks again: that is still
+    the same sync point.
+    """
     asked = []
 
     def claim_step(limit: int) -> int | None:
@@ -132,7 +134,9 @@ def test_a_step_claimed_but_not_begun_is_left_out_when_a_rank_stops_claiming() -
 
 
 def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one() -> None:
-    """Three ranks, of which the last comes once in seven times: when it comes, its rate is that of the others."""
+    """Three ranks, of which the last comes once in seven times: when it comes, its rate is that of
+    the others.
+    """
     counter, size, halving = (
         Counter(),
         3,
@@ -142,9 +146,13 @@ def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one()
     for _ in range(size):
         claims = StepClaims(split, Position(), counter.claim_step, counter.request_sync)
         mine = replica(
-            mlp(), [[rows(4)]] * 20, nominal=4, schedule=halving, schedule_at=lambda c=claims: c.latest.steps // size,
+            mlp(),
+            [[rows(4)]] * 20,
+            nominal=4,
+            schedule=halving,
+            schedule_at=lambda c=claims: c.latest.steps // size,
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
-        )  # fmt: skip
+        )
         ranks.append((claims, claims.claimed_samples(), mine))
     for number, who in enumerate([0, 1, 0, 1, 0, 1, 2, 0, 1, 0, 1, 1, 2, 0]):
         claims, samples, mine = ranks[who]

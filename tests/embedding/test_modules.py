@@ -46,7 +46,7 @@ def both(
     ours = make("rows", DIM, optimizer="sgd", lr=0.1, **options)
     held = attached(ours)
     weight = theirs.weight.detach().clone()  # type: ignore[union-attr]
-    held.restore({"rows/ids": torch.arange(len(weight)), "rows/values": weight})  # type: ignore[arg-type]
+    held.restore({"rows/ids": torch.arange(len(weight)), "rows/values": weight})  # type: ignore
     return ours, theirs, held
 
 
@@ -293,7 +293,7 @@ def test_all_rows_go_out_and_come_back() -> None:
 
     def train(model: nn.Module, held: EmbeddingTables) -> None:
         for _ in range(3):
-            sum(m(ids).square().sum() + m(ids).sum() for m in model).backward()  # type: ignore[attr-defined, union-attr]
+            sum(m(ids).square().sum() + m(ids).sum() for m in model).backward()  # type: ignore
             held.push()
 
     first, second = make(), make()
@@ -337,7 +337,7 @@ def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model(
         (lambda: Embedding("t", 0), "dim=0, but a whole number of at least 1"),
         (lambda: Embedding("t", 2.5), "dim=2.5"),  # type: ignore[arg-type]
         (lambda: Embedding("t", 2, lr=0.0), "lr=0.0, but a positive number is needed"),
-        (lambda: Embedding("t", 2, init="ones"), "init='ones', but zeros, uniform or normal"),  # type: ignore[arg-type]
+        (lambda: Embedding("t", 2, init="ones"), "init='ones', but zeros, uniform or normal"),
         (lambda: Embedding("t", 2, dtype=torch.float16), "float32 or torch.float64 is needed"),
         (
             lambda: EmbeddingBag("t", 2, mode="median"),

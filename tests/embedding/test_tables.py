@@ -220,7 +220,8 @@ def test_ids_that_the_model_computes_are_not_guessed_and_this_is_said_once() -> 
         tables.push()
     assert [sorted(p) for p in store.pulls[2:4]] == [["known"], ["made"]]
     assert said == [
-        "ids of made are computed in the model, so their rows are not fetched ahead; Task.ids can tell"
+        "ids of made are computed in the model, so their rows are not fetched ahead; Task.ids can "
+        "tell"
     ]
 
 
@@ -235,7 +236,7 @@ def test_batches_of_other_lengths_and_shapes_are_still_understood() -> None:
             "y": [torch.arange(rows * 2).view(rows, 2)],
         }
         tables.begin(batch)
-        out = model["a"](batch["x"].view(-1)).sum() + model["b"](batch["y"][0][:, 1]).sum()  # type: ignore[call-overload, union-attr]
+        out = model["a"](batch["x"].view(-1)).sum() + model["b"](batch["y"][0][:, 1]).sum()
         out.backward()
         tables.push()
     assert len(store.pulls) == 2 + 3 and store.pulls[-1] == {"a": 1, "b": 1}
@@ -317,7 +318,9 @@ def test_batches_drawn_ahead_do_not_move_the_position_of_the_run(lookahead: int)
 
 
 def test_gradients_held_together_equal_one_process() -> None:
-    """Two ranks, each with half of every batch and a loss scaled by its share, and a rule that is not linear."""
+    """Two ranks, each with half of every batch and a loss scaled by its share, and a rule that is
+    not linear.
+    """
     shards, clock = [Shard()], Clock(2)
     data = columns(24)
     models = [Model() for _ in range(2)]

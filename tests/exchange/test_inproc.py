@@ -21,7 +21,9 @@ def reduce_once(link: Group, numel: int = 2) -> None:
 
 
 def traced(world: World) -> Trace:
-    """What happens when, in the order in which it happens, with ranks of different speed and calls that overlap."""
+    """What happens when, in the order in which it happens, with ranks of different speed and calls
+    that overlap.
+    """
     trace: Trace = []
 
     def main(link: InprocGroup) -> None:
@@ -245,7 +247,8 @@ def test_a_sender_goes_on_while_its_message_travels_and_its_port_is_busy() -> No
             link.transfer({}, {0: torch.zeros(1)}).wait()
         return came_at
 
-    # the first is on the way from 0 to 4, the second, from the same port, from 4 to 6, the third to 7
+    # the first is on the way from 0 to 4, the second, from the same port, from 4 to 6, the third to
+    # 7
     assert world.run(main) == [0.0, 4.0, 6.0]
     assert world.now == [7.0, 7.0, 6.0]
     assert asked == [("transfer", 16, 1), ("transfer", 8, 1), ("transfer", 4, 1)]
@@ -299,13 +302,15 @@ def test_a_message_that_nobody_sends() -> None:
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
     assert (
-        "rank 0 waits in transfer #1 for ranks [1, 2]; rank 1 waits in transfer #1 for ranks [0, 2]; rank 2 finished"
-        in str(e.value)
+        "rank 0 waits in transfer #1 for ranks [1, 2]; rank 1 waits in transfer #1 for ranks [0, "
+        "2]; rank 2 finished" in str(e.value)
     )
 
 
 def test_a_message_that_nobody_asks_for() -> None:
-    """A link without buffers would hang, and one with small buffers would hang on long messages only."""
+    """A link without buffers would hang, and one with small buffers would hang on long messages
+    only.
+    """
 
     def main(link: Group) -> None:
         link.transfer({1 - link.rank: torch.ones(1)}, {}).wait()
@@ -352,8 +357,8 @@ def test_a_rank_that_waits_elsewhere_is_named_with_where() -> None:
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
     assert (
-        "rank 0 waits in all_reduce #1 for ranks [1, 2]; rank 1 waits in all_reduce #0 for rank 2; rank 2 finished"
-        in str(e.value)
+        "rank 0 waits in all_reduce #1 for ranks [1, 2]; rank 1 waits in all_reduce #0 for rank "
+        "2; rank 2 finished" in str(e.value)
     )
 
 
@@ -364,7 +369,8 @@ def test_a_swap_with_a_rank_that_does_not_come() -> None:
 
     with pytest.raises(
         Deadlock,
-        match=r"rank 0 waits in swap #0 for rank 2; rank 1 waits in swap #0 for rank 2; rank 2 finished",
+        match=r"rank 0 waits in swap #0 for rank 2; rank 1 waits in swap #0 for rank 2; rank 2 "
+        r"finished",
     ):
         World(3).run(main)
 

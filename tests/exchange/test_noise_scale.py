@@ -16,7 +16,9 @@ MEAN = torch.linspace(-1, 1, DIM, dtype=torch.float64)
 
 
 def measure(shares: list[int], rounds: int, sigma: float = SIGMA, every: int = 1) -> list[float]:
-    """Gradients of `shares` samples a rank, each sample MEAN plus noise of `sigma`, sent in two buckets with their count."""
+    """Gradients of `shares` samples a rank, each sample MEAN plus noise of `sigma`, sent in two
+    buckets with their count.
+    """
 
     def main(group: Group) -> list[float]:
         now = [0]

@@ -52,7 +52,8 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
     except PeerLost as e:
         parent.send((str(e), e.ranks))
     link.close()
-    parent.recv()  # stay alive: the others must learn it from the link, not from the end of this process
+    # stay alive: the others must learn it from the link, not from the end of this process
+    parent.recv()
 
 
 CASES = [Case("shared", "aaa"), Case("gloo", "aaa"), Case("hierarchical", "aab")]

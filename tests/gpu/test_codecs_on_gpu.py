@@ -59,7 +59,8 @@ def test_ranks_on_a_gpu_hold_the_same_bits_and_those_of_the_cpu_up_to_rounding(n
     for theirs in gpu[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gpu[0], theirs, strict=True))
     for step, (a, b) in enumerate(zip(gpu[0], cpu[0], strict=True)):
-        # a value on the edge between two codes may fall to either side, and what was not sent then follows later
+        # a value on the edge between two codes may fall to either side, and what was not sent then
+        # follows later
         near = torch.isclose(a.cpu(), b, rtol=1e-2, atol=0.15 if "stochastic" in name else 0.06)
         assert near.float().mean() > (0.98 if name in ("topk", "dgc", "onebit") else 0.999), step
 

@@ -30,16 +30,28 @@ class Click(nn.Module):
 
 def dense() -> mh.Task:
     return mh.Task(
-        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)), loss=nn.functional.cross_entropy, train=(X, Y), test=(X, Y),
-        metrics={"accuracy": mh.accuracy}, batch=16, epochs=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.5),
-    )  # fmt: skip
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)),
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        metrics={"accuracy": mh.accuracy},
+        batch=16,
+        epochs=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.5),
+    )
 
 
 def click() -> mh.Task:
     return mh.Task(
-        model=Click, loss=nn.functional.cross_entropy, train=(IDS, Y), test=(IDS, Y), metrics={"accuracy": mh.accuracy}, batch=16,
-        epochs=10, optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
-    )  # fmt: skip
+        model=Click,
+        loss=nn.functional.cross_entropy,
+        train=(IDS, Y),
+        test=(IDS, Y),
+        metrics={"accuracy": mh.accuracy},
+        batch=16,
+        epochs=10,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
+    )
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

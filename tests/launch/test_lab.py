@@ -42,7 +42,8 @@ def test_delays_and_losses_have_units_too() -> None:
     [
         (
             (2, "fast", None, None),
-            "--rate fast; needed: a number with kbit or mbit or gbit, e.g. 200mbit, 1gbit or 1.5gbit",
+            "--rate fast; needed: a number with kbit or mbit or gbit, e.g. 200mbit, 1gbit or "
+            "1.5gbit",
         ),
         ((2, "1000", None, None), "--rate 1000; needed: a number with"),
         ((2, "1gb", None, None), "--rate 1gb; needed: a number with"),
@@ -76,7 +77,8 @@ def test_a_lab_needs_a_command_that_is_no_lab(command: list[str], says: str) -> 
 def test_a_machine_without_the_tools_is_told_what_to_install() -> None:
     with pytest.raises(
         LaunchError,
-        match=r"needs the commands ip, tc, unshare, nsenter, setpriv, .* install iproute2 and util-linux",
+        match=r"needs the commands ip, tc, unshare, nsenter, setpriv, .* install iproute2 and "
+        r"util-linux",
     ):
         namespaces.rights({"PATH": "/nowhere"})
 
@@ -91,8 +93,8 @@ def test_a_user_without_rights_is_told_why_and_what_to_do(tmp_path: Path) -> Non
         namespaces.rights({"PATH": f"{tmp_path}:{os.defpath}"})
     text = str(refused.value)
     assert (
-        "unshare --net: unshare failed: Operation not permitted; unshare --user --map-root-user --net:"
-        in text
+        "unshare --net: unshare failed: Operation not permitted; unshare --user --map-root-user "
+        "--net:" in text
     )
     assert "run as root, or allow user namespaces" in text
 

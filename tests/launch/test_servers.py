@@ -123,7 +123,8 @@ def test_servers_end_only_when_no_rank_needs_them_any_more() -> None:
     [
         (
             "manyhands.no_such_module",
-            r"server 0 \(pid \d+\) ended with exit code 1\n.*No module named manyhands.no_such_module",
+            r"server 0 \(pid \d+\) ended with exit code 1\n.*No module named "
+            r"manyhands.no_such_module",
         ),
         ("this", "ended with exit code 0\n.*one honking great idea"),
     ],
@@ -166,8 +167,8 @@ def test_a_server_that_is_killed_is_told_with_its_fate() -> None:
         os.kill(here.children[0].process.pid, signal.SIGKILL)
         until(lambda: not here.alive(), "end of the server")
         assert (
-            f"server 0 (pid {here.children[0].process.pid}) was killed by SIGKILL; the kernel does so"
-            in here.fate()
+            f"server 0 (pid {here.children[0].process.pid}) was killed by SIGKILL; the kernel "
+            "does so" in here.fate()
         )
 
 

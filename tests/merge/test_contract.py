@@ -23,7 +23,9 @@ from support.quadratic import BATCH, Make, Outcome, Point, Problem, Rank, moment
 
 @dataclass(frozen=True)
 class Case:
-    """How a rule is asked: options with which it converges within few steps, and how near it must come then."""
+    """How a rule is asked: options with which it converges within few steps, and how near it must
+    come then.
+    """
 
     options: dict[str, Any] = field(default_factory=dict)
     rounds: int = 40
@@ -56,12 +58,15 @@ CASES = {
     "d_psgd": Case(rounds=150, idle=1e-4),
     "ad_psgd": Case(rounds=150, idle=0.05),  # who meets whom decides what the idle one repeats
     "sgp": Case(rounds=150, idle=0.05),
-    # models are not averaged: each finds the common answer by itself; one that never learns stays in the teachers' mean
+    # models are not averaged: each finds the common answer by itself; one that never learns stays
+    # in the teachers' mean
     "ensemble": Case({"period": 3, "distil": 3}, rounds=80, spread=0.0, idle=float("inf")),
-    # a vote finds the common answer, not that of the mean; one without samples votes for no change, which holds it up
+    # a vote finds the common answer, not that of the mean; one without samples votes for no change,
+    # which holds it up
     "robust": Case({"f": 0}, rounds=150, spread=0.0, idle=1e-4),
     "skeleton": Case({"period": 4}),  # a point has no units; with them: test_skeleton.py
-    # one rank's gradient after the other moves the model to and fro where the ranks' own answers differ
+    # one rank's gradient after the other moves the model to and fro where the ranks' own answers
+    # differ
     "stale_sync": Case(rounds=150, spread=0.0, idle=1e-4),  # its share of every step is missing
     "backup": Case(rounds=150, mixed=1.0),
     "downpour": Case({"adapt": True}, rounds=150, spread=0.0),
@@ -134,7 +139,9 @@ def test_it_repeats_bit_for_bit(name: str) -> None:
 @every_rule
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_what_is_saved_of_it_is_all_that_it_needs_to_go_on(name: str, optimizer: str) -> None:
-    """Parameters, optimizer and state of each rank into new objects: the second half has the bits of an unbroken run."""
+    """Parameters, optimizer and state of each rank into new objects: the second half has the bits
+    of an unbroken run.
+    """
     problem, make = problem_of(name, 3, noise=0.1), OPTIMIZERS[optimizer]
     half = run(rule_of(name), problem, 3, make=make)
     resumed, unbroken = (
@@ -214,7 +221,8 @@ def test_every_way_to_treat_optimizer_state_converges(name: str) -> None:
     for choice in get_args(get_type_hints(STRATEGIES[name]).get("moments")):
         outcome = run(rule_of(name, moments=choice), problem, rounds, make=momentum)[0]
         assert distance(outcome.consensus, problem.optimum()) < 0.2, choice
-        # where no step was ever taken the optimizer has nothing to average, and must not make others wait for it
+        # where no step was ever taken the optimizer has nothing to average, and must not make
+        # others wait for it
         idle = run(
             rule_of(name, moments=choice),
             problem,
@@ -282,26 +290,55 @@ def test_every_option_refuses_a_wrong_value_and_names_it(name: str) -> None:
     [
         ("merge=local_sgd merge.period=0", r"merge\.period=0: at least 1 local step is needed"),
         ("merge=local_sgd merge.post=soon", r"merge\.post=soon"),
-        ("merge=easgd merge.alpha=0.5", r"merge\.alpha=0\.5: the centre is stable for 0 < alpha < 2 / \(4 \+ 1\) = 0\.4; set merge\.alpha=0\.225"),
+        (
+            "merge=easgd merge.alpha=0.5",
+            r"merge\.alpha=0\.5: the centre is stable for 0 < alpha < 2 / \(4 \+ 1\) = 0\.4; set "
+            r"merge\.alpha=0\.225",
+        ),
         ("merge=easgd merge.beta=1.7", r"merge\.beta=1\.7, so alpha = beta / 4 = 0\.425: .* 0\.4"),
         ("merge=easgd merge.alpha=0", r"merge\.alpha=0\.0: more than 0"),
-        ("merge=easgd merge.alpha=0.1 merge.beta=0.5", r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1"),
-        ("servers=1 merge=async_easgd merge.alpha=0.5", r"merge\.alpha=0\.5: where all ranks come at once, the centre is stable for .* = 0\.4; set"),
-        ("servers=1 merge=async_easgd merge.beta=1.7", r"merge\.beta=1\.7, so alpha = beta / 4 = 0\.425: .* 0\.4"),
+        (
+            "merge=easgd merge.alpha=0.1 merge.beta=0.5",
+            r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1",
+        ),
+        (
+            "servers=1 merge=async_easgd merge.alpha=0.5",
+            r"merge\.alpha=0\.5: where all ranks come at once, the centre is stable for .* = "
+            r"0\.4; set",
+        ),
+        (
+            "servers=1 merge=async_easgd merge.beta=1.7",
+            r"merge\.beta=1\.7, so alpha = beta / 4 = 0\.425: .* 0\.4",
+        ),
         ("servers=1 merge=async_easgd merge.alpha=0", r"merge\.alpha=0\.0: more than 0"),
-        ("servers=1 merge=async_easgd merge.alpha=0.1 merge.beta=0.5", r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1"),
+        (
+            "servers=1 merge=async_easgd merge.alpha=0.1 merge.beta=0.5",
+            r"merge\.beta=0\.5: has no effect beside merge\.alpha=0\.1",
+        ),
         ("merge=bmuf merge.eta=1", r"merge\.eta=1\.0: block momentum of 0 or more and less than 1"),
-        ("merge=diloco merge.momentum=1", r"merge\.momentum=1\.0: outer momentum of 0 or more and less than 1"),
+        (
+            "merge=diloco merge.momentum=1",
+            r"merge\.momentum=1\.0: outer momentum of 0 or more and less than 1",
+        ),
         ("merge=diloco merge.lr=0", r"merge\.lr=0\.0: an outer learning rate of more than 0"),
-        ("merge=streaming_diloco merge.period=8 merge.fragments=9", r"merge\.fragments=9: 1 to 8 are needed"),
-        ("merge=streaming_diloco merge.period=9 merge.fragments=4 merge.tau=2", r"merge\.tau=2: .* period / fragments = 9 / 4 .* merge\.tau=1 or less"),
-        ("merge=streaming_diloco merge.alpha=1", r"merge\.alpha=1\.0: the weight of the local fragment"),
+        (
+            "merge=streaming_diloco merge.period=8 merge.fragments=9",
+            r"merge\.fragments=9: 1 to 8 are needed",
+        ),
+        (
+            "merge=streaming_diloco merge.period=9 merge.fragments=4 merge.tau=2",
+            r"merge\.tau=2: .* period / fragments = 9 / 4 .* merge\.tau=1 or less",
+        ),
+        (
+            "merge=streaming_diloco merge.alpha=1",
+            r"merge\.alpha=1\.0: the weight of the local fragment",
+        ),
         ("merge=admm merge.rho=0", r"merge\.rho=0\.0: a penalty of more than 0"),
         ("merge=admm merge.ratio=1", r"merge\.ratio=1\.0: more than 1 is needed"),
         ("merge=admm merge.span=0.5", r"merge\.span=0\.5: 1 \(rho stays\) or more"),
         ("merge=admm merge.tolerance=1", r"merge\.tolerance=1\.0"),
     ],
-)  # fmt: skip
+)
 def test_bounds_are_said_with_the_value_given_and_what_would_do(words: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         parse(f"data=4 {words}")
@@ -311,7 +348,9 @@ def test_bounds_are_said_with_the_value_given_and_what_would_do(words: str, said
 
 
 def elastic(size: int, rounds: int, still: Make) -> list[list[tuple[Tensor, Tensor]]]:
-    """(x_i, c) of every rank after every round, from places that differ, under an optimizer that does not move."""
+    """(x_i, c) of every rank after every round, from places that differ, under an optimizer that
+    does not move.
+    """
     seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(size)]
     saved = run(EASGD(period=1), Problem(size), 1)
 

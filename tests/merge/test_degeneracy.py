@@ -87,7 +87,9 @@ def test_streaming_in_one_piece_is_diloco() -> None:
 
 
 def test_streaming_in_one_piece_weighs_uneven_shares_as_diloco_does_to_single_precision() -> None:
-    """Shares travel as a part of a step's samples, in float32, so that nobody has to wait for their sum first."""
+    """Shares travel as a part of a step's samples, in float32, so that nobody has to wait for their
+    sum first.
+    """
     rule = StreamingDiLoCo(period=6, fragments=1, tau=0, alpha=0.0, lr=0.7, momentum=0.4)
     streamed, whole = (run(r, NOISY, 5, make=momentum, counts=uneven) for r in (rule, DILOCO))
     torch.testing.assert_close(streamed[0].consensus, whole[0].consensus, rtol=1e-6, atol=1e-6)
@@ -114,10 +116,14 @@ def test_what_nesterov_bmuf_broadcasts_is_diloco_with_its_momentum_and_rate(zeta
 
 
 def test_diloco_and_bmuf_are_torch_nesterov_and_momentum_on_the_mean_displacement() -> None:
-    """One block of one step of plain SGD moves by -lr g, so outer SGD sees the pseudo-gradient lr g of the union batch."""
+    """One block of one step of plain SGD moves by -lr g, so outer SGD sees the pseudo-gradient lr g
+    of the union batch.
+    """
     problem = Problem(2, noise=0.3)
-    for rule, options in ((DiLoCo(period=1, lr=0.7, momentum=0.9), {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-                          (BMUF(period=1, eta=0.6, nesterov=False), {"lr": 1.0, "momentum": 0.6})):  # fmt: skip
+    for rule, options in (
+        (DiLoCo(period=1, lr=0.7, momentum=0.9), {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        (BMUF(period=1, eta=0.6, nesterov=False), {"lr": 1.0, "momentum": 0.6}),
+    ):
         ours = run(rule, problem, 8)
         ranks = [Rank(problem, r) for r in range(2)]
         x = torch.nn.Parameter(ranks[0].point())
@@ -315,7 +321,9 @@ def test_post_local_sgd_starts_at_the_first_decay_of_the_rate_and_a_warm_up_is_n
 
 
 def test_one_round_of_diloco_from_a_known_displacement() -> None:
-    """theta_i = theta + d on every rank, mu = 0: theta + lr d, so the pseudo-gradient has the right sign."""
+    """theta_i = theta + d on every rank, mu = 0: theta + lr d, so the pseudo-gradient has the right
+    sign.
+    """
     problem = Problem(3, spread=0.0)
     start, (moved, *_) = Rank(problem, 0).point(), run(LocalSGD(period=4), problem, 1)
     outcome = run(DiLoCo(period=4, lr=0.3, momentum=0.0), problem, 1)[0]

@@ -47,7 +47,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def mixed_only(rule: Any, size: int, rounds: int) -> list[list[tuple[Tensor, Tensors]]]:
-    """What each rank holds after every round of mixing alone, from places of its own; the places come first."""
+    """What each rank holds after every round of mixing alone, from places of its own; the places
+    come first.
+    """
 
     def main(link: Group) -> list[tuple[Tensor, Tensors]]:
         me = Rank(Problem(size), link.rank, still)
@@ -254,7 +256,9 @@ def test_a_slow_rank_holds_up_its_neighbours_and_not_the_whole_ring() -> None:
 
 
 def test_parameters_travel_while_the_gradient_is_computed() -> None:
-    """cta and ad_psgd hide an exchange behind a gradient of the same length; atc, which steps first, cannot."""
+    """cta and ad_psgd hide an exchange behind a gradient of the same length; atc, which steps
+    first, cannot.
+    """
 
     def seconds(rule: Any) -> float:
         def main(link: Any) -> None:

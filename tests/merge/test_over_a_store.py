@@ -40,8 +40,18 @@ from support.quadratic import (
 
 NOISY = Problem(4, mixed=1.0, noise=0.3)
 INF = float("inf")
-EVERY = [StaleSync(0), StaleSync(2), StaleSync(INF), Backup(quorum=2), Downpour(), Downpour(2, 3, adapt=True), DCASGD(),
-         DCASGD(adaptive=True), AsyncEASGD(3), AsyncADMM(3)]  # fmt: skip
+EVERY = [
+    StaleSync(0),
+    StaleSync(2),
+    StaleSync(INF),
+    Backup(quorum=2),
+    Downpour(),
+    Downpour(2, 3, adapt=True),
+    DCASGD(),
+    DCASGD(adaptive=True),
+    AsyncEASGD(3),
+    AsyncADMM(3),
+]
 MAKES: dict[str, Make] = {
     "sgd": sgd,
     "momentum": momentum,
@@ -93,8 +103,20 @@ def test_without_staleness_and_with_all_ranks_it_is_synchronous_sgd(
 
 
 @pytest.mark.parametrize("make", ["sgd", "momentum", "nesterov"])
-@pytest.mark.parametrize("rule", [StaleSync(0), StaleSync(3), StaleSync(INF), Backup(), Downpour(), Downpour(adapt=True), DCASGD(),
-                                  DCASGD(adaptive=True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        StaleSync(0),
+        StaleSync(3),
+        StaleSync(INF),
+        Backup(),
+        Downpour(),
+        Downpour(adapt=True),
+        DCASGD(),
+        DCASGD(adaptive=True),
+    ],
+    ids=str,
+)
 def test_of_one_rank_it_is_the_plain_optimizer_to_the_bit(rule: Any, make: str) -> None:
     problem = Problem(1, noise=0.3)
     (outcome,) = run(rule, problem, 12, make=MAKES[make])
@@ -111,7 +133,9 @@ def test_of_one_rank_it_is_the_plain_optimizer_whatever_that_is(make: str) -> No
 
 
 def one_after_the_other(rule: Any, problem: Problem, rounds: int) -> Tensor:
-    """All rounds of rank 0, then all of rank 1, ...: what a rank pulled is what stands there when it pushes."""
+    """All rounds of rank 0, then all of rank 1, ...: what a rank pulled is what stands there when
+    it pushes.
+    """
     world, shards, clock = World(problem.size), [Shard()], Clock(problem.size)
 
     def main(group: InprocGroup) -> Tensor:
@@ -163,7 +187,9 @@ def test_staleness_of_at_most_one_leaves_the_rate_as_it_is_to_the_bit() -> None:
 
 
 def test_local_steps_between_fetch_and_push_are_those_of_serial_sgd() -> None:
-    """One rank that fetches and pushes every third step: where its own steps took it is where the pushed sum takes the server."""
+    """One rank that fetches and pushes every third step: where its own steps took it is where the
+    pushed sum takes the server.
+    """
     problem = Problem(1, noise=0.3)
     (outcome,) = run(Downpour(n_push=3, n_fetch=3), problem, 4)
     assert outcome.steps == 12
@@ -173,7 +199,9 @@ def test_local_steps_between_fetch_and_push_are_those_of_serial_sgd() -> None:
 def test_updates_of_stale_ranks_carry_their_share_so_that_one_clock_is_one_synchronous_step() -> (
     None
 ):
-    """From a common start all pull the same: after one clock the sum of their updates is the mean gradient's step."""
+    """From a common start all pull the same: after one clock the sum of their updates is the mean
+    gradient's step.
+    """
     for staleness in (1, 3, INF):
         assert_outcomes_close(run(StaleSync(staleness), NOISY, 1), run(AllReduce(), NOISY, 1))
 
@@ -253,7 +281,9 @@ def test_the_divisor_is_the_quorum_and_a_late_gradient_never_counts() -> None:
 
 
 def test_a_rank_that_was_late_once_takes_part_again() -> None:
-    """Late with its first batch only: in the middle of step 7 it begins with the model of step 6, and comes in time."""
+    """Late with its first batch only: in the middle of step 7 it begins with the model of step 6,
+    and comes in time.
+    """
     slow_once = lambda rank, step: 3.0 if rank < 2 else 20.0 if step == 0 else 0.5
     found = [
         {worker for worker, _ in members}
@@ -291,7 +321,9 @@ def test_of_equally_fast_ranks_each_gradient_is_as_many_updates_late_as_there_ar
 
 
 def test_what_is_applied_is_the_sum_of_what_was_pushed() -> None:
-    """Plain SGD is linear: the model has moved by the rate times the sum of all accrued gradients, whoever pushed them when."""
+    """Plain SGD is linear: the model has moved by the rate times the sum of all accrued gradients,
+    whoever pushed them when.
+    """
     problem, given = Problem(3, noise=0.3), []
 
     class Watched(Downpour):
@@ -316,7 +348,9 @@ def test_what_is_applied_is_the_sum_of_what_was_pushed() -> None:
 
 
 def compensated(shift: float) -> tuple[float, float]:
-    """l = -log x, so l'' = l' l': the gradient at 2, applied where the model is `shift` further, and the true one there."""
+    """l = -log x, so l'' = l' l': the gradient at 2, applied where the model is `shift` further,
+    and the true one there.
+    """
     world, shards, clock = World(2), [Shard()], Clock(2)
 
     def main(group: InprocGroup) -> float:
@@ -382,7 +416,8 @@ def test_nobody_begins_a_clock_before_the_slowest_has_done_the_one_that_stalenes
 def test_without_a_bound_nobody_ever_waits() -> None:
     outcomes = run(StaleSync(INF), NOISY, 20, pace=jitter)
     world, spent = outcomes[0].link.world, [sum(jitter(r, n) for n in range(20)) for r in range(4)]
-    # until the meeting in the end a rank's time is what its steps and its calls took: a pull, a push and a tick each
+    # until the meeting in the end a rank's time is what its steps and its calls took: a pull, a
+    # push and a tick each
     for r in range(4):
         assert world.busy[r]["compute"] == spent[r]
         assert world.now[r] - world.busy[r]["wait"] == pytest.approx(spent[r] + 3 * 20, abs=6), r

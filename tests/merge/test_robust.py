@@ -365,16 +365,26 @@ def test_momentum_is_each_ranks_own_sum_over_time() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Robust("krum").check(4), r"merge\.how=krum with merge\.f=1 needs 2f\+3 = 5 ranks or more, but data=4; set data=5, merge\.f=0 or .*clipping"),
+        (
+            lambda: Robust("krum").check(4),
+            r"merge\.how=krum with merge\.f=1 needs 2f\+3 = 5 ranks or more, but data=4; set "
+            r"data=5, merge\.f=0 or .*clipping",
+        ),
         (lambda: Robust("multi_krum", f=2).check(6), r"2f\+3 = 7 ranks"),
-        (lambda: Robust("median").check(2), r"2f\+1 = 3 ranks or more, but data=2; set data=3, merge\.f=0"),
+        (
+            lambda: Robust("median").check(2),
+            r"2f\+1 = 3 ranks or more, but data=2; set data=3, merge\.f=0",
+        ),
         (lambda: Robust("trimmed_mean", f=2).check(4), r"2f\+1 = 5 ranks"),
         (lambda: Robust(f=-1), r"merge\.f=-1"),
         (lambda: Robust(momentum=1.0), r"merge\.momentum=1\.0"),
-        (lambda: Robust("median", radius=1.0), r"merge\.radius=1\.0.*no effect with merge\.how=median"),
+        (
+            lambda: Robust("median", radius=1.0),
+            r"merge\.radius=1\.0.*no effect with merge\.how=median",
+        ),
         (lambda: Robust(radius=0.0), r"merge\.radius=0\.0.*more than 0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_hold_is_refused_with_the_numbers(make: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         make()

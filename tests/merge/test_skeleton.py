@@ -129,8 +129,14 @@ def test_dealt_out_all_units_are_trained_in_every_round() -> None:
 
 def test_the_same_seed_draws_the_same_and_another_one_does_not() -> None:
     runs = [watch(Skeleton(seed=seed), 2, 3)[1] for seed in (5, 5, 6)]
-    same = [[torch.equal(a[1], b[1]) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-            for left, right in ((runs[0], runs[1]), (runs[0], runs[2]))]  # fmt: skip
+    same = [
+        [
+            torch.equal(a[1], b[1])
+            for x, y in zip(left, right, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ]
+        for left, right in ((runs[0], runs[1]), (runs[0], runs[2]))
+    ]
     assert all(same[0]) and not any(same[1])
 
 
@@ -176,7 +182,9 @@ def test_a_unit_that_nobody_holds_stays_as_it_is_with_what_is_remembered_of_it(
 
 
 def test_a_held_edge_gets_the_mean_over_the_samples_of_its_holders() -> None:
-    """One step of plain SGD, by hand: each rank's gradient on its own thinned network, weighed by samples where it holds an edge."""
+    """One step of plain SGD, by hand: each rank's gradient on its own thinned network, weighed by
+    samples where it holds an edge.
+    """
     sgd = lambda p: torch.optim.SGD(p, lr=1.0)
     rule, size, counts = Skeleton(core=0.3, explore=0.4), 3, (20, 5, 0)
     trained = train(rule, size, 1, make=sgd, uneven=lambda rank, step: counts[rank])
@@ -227,7 +235,9 @@ def test_rounds_in_which_nobody_has_a_sample_change_nothing() -> None:
 
 
 def test_only_what_is_held_travels() -> None:
-    """Per round: the edges in the union of what ranks hold, the samples of each rank, the count, and importance."""
+    """Per round: the edges in the union of what ranks hold, the samples of each rank, the count,
+    and importance.
+    """
     rule, size = Skeleton(core=0.1, explore=0.1), 2
     edges: list[int] = []
 
@@ -280,7 +290,8 @@ def test_it_learns_what_synchronous_sgd_learns(options: dict[str, Any]) -> None:
         ("merge.explore=-0.1", r"merge\.explore=-0\.1"),
         (
             "merge.core=0 merge.explore=0",
-            r"merge\.explore=0\.0: with merge\.core=0 a rank would hold nothing; set merge\.explore",
+            r"merge\.explore=0\.0: with merge\.core=0 a rank would hold nothing; set "
+            r"merge\.explore",
         ),
         ("merge.keep=0", r"merge\.keep=0: at least 1 round"),
         ("merge.redraw=0", r"merge\.redraw=0"),

@@ -18,7 +18,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    return json.loads(trace(run, None).read_bytes(), parse_constant=refuse)["traceEvents"]  # type: ignore[no-any-return]
+    return json.loads(trace(run, None).read_bytes(), parse_constant=refuse)["traceEvents"]
 
 
 def tracks(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -85,7 +85,9 @@ def test_counters_and_marks_are_there(tmp_path: Path) -> None:
 
 
 def test_what_overlaps_gets_a_track_of_its_own(tmp_path: Path) -> None:
-    """All-reduces of two buckets under the backward pass, and a checkpoint written beside the next rounds."""
+    """All-reduces of two buckets under the backward pass, and a checkpoint written beside the next
+    rounds.
+    """
     events = []
     for i in range(3):
         t = ZERO_S + i

@@ -106,7 +106,7 @@ def test_what_is_not_finite_and_what_users_log_survives(tmp_path: Path) -> None:
         "text": "hello",
         "thing": Path("x"),
     }
-    (event,) = read(record(tmp_path, [Event(1.0, 0, 0, "log", value=logged)]))  # type: ignore[arg-type]
+    (event,) = read(record(tmp_path, [Event(1.0, 0, 0, "log", value=logged)]))  # type: ignore
     assert isinstance(event.value, dict)
     assert math.isnan(event.value.pop("nan")) and math.isnan(event.value.pop("inf"))
     assert event.value == {"numpy": 0.5, "count": 3}

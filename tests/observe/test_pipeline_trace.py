@@ -30,7 +30,9 @@ def step(
     chunks: int = 1,
     evaluates: bool = False,
 ) -> list[Event]:
-    """One step of every pipeline of `layout`, a second after the one before; then perhaps a forward pass of an evaluation."""
+    """One step of every pipeline of `layout`, a second after the one before; then perhaps a forward
+    pass of an evaluation.
+    """
     seconds = {"F": T_F, "B": T_B if schedule == "zero_bubble" else T_B + T_W, "W": T_W}
     seconds = {
         kind: t / chunks for kind, t in seconds.items()

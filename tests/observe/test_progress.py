@@ -45,7 +45,9 @@ def plain(*writes: list[Event]) -> list[str]:
 
 
 class Window:
-    """A real pseudo-terminal: what is written to `stream` is read back as the terminal would get it."""
+    """A real pseudo-terminal: what is written to `stream` is read back as the terminal would get
+    it.
+    """
 
     def __init__(self, columns: int):
         self._master, self._slave = os.openpty()
@@ -144,7 +146,8 @@ def test_a_terminal_gets_one_live_line_with_the_rest_above(window: Window) -> No
         "notice      2 parameters got no gradient: [bold]head.bias",
         "evaluate    accuracy 0.9712  in 0.8 s",
         "checkpoint  runs/a[b]/checkpoints/1  12.3 MB in 0.4 s",
-        "epoch 2/10  ━━━━━━━━━━━━━━━━━━━━━━━━  100%  loss 0.4132  12,843 samples/s  exchange 4%  eta 0:41",
+        "epoch 2/10  ━━━━━━━━━━━━━━━━━━━━━━━━  100%  loss 0.4132  12,843 samples/s  exchange 4%  "
+        "eta 0:41",
         "done        accuracy 0.9800  in 0:41",
     ]
     assert "\x1b[36m" in raw and raw.rindex("\x1b[?25h") > raw.rindex(

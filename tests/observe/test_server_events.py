@@ -21,11 +21,25 @@ from manyhands.server.local_store import LocalStore
 from support.recorded_runs import ZERO_S, progress, record, whole_run
 
 STATS = {
-    "pulled_rows": 2e6, "pushed_rows": 5e5, "pulled_bytes": 5e8, "pushed_bytes": 1.4e8, "server_requests": 100.0,
-    "stale_0": 10.0, "stale_1": 10.0, "stale_3_4": 20.0, "stale_2": 0.0,
-    "cache_hits": 300.0, "cache_lookups": 400.0, "refused/token": 2.0, "refused/garbage": 1.0,
-    "hot/users/7": 0.25, "hot/items/9": 0.5, "now/queue": 3.0, "now/balance": 1.5, "duplicates": 4.0,
-}  # fmt: skip
+    "pulled_rows": 2e6,
+    "pushed_rows": 5e5,
+    "pulled_bytes": 5e8,
+    "pushed_bytes": 1.4e8,
+    "server_requests": 100.0,
+    "stale_0": 10.0,
+    "stale_1": 10.0,
+    "stale_3_4": 20.0,
+    "stale_2": 0.0,
+    "cache_hits": 300.0,
+    "cache_lookups": 400.0,
+    "refused/token": 2.0,
+    "refused/garbage": 1.0,
+    "hot/users/7": 0.25,
+    "hot/items/9": 0.5,
+    "now/queue": 3.0,
+    "now/balance": 1.5,
+    "duplicates": 4.0,
+}
 SERVED = server_event(STATS, ZERO_S + 1.5, 7, seconds=2.0)
 
 

@@ -62,7 +62,8 @@ def test_a_resumed_run_hides_what_it_replays(tmp_path: Path) -> None:
             ]
         )
         sink.close()
-        # Files of one directory are read by name, which is the second they were made in, then the host and the process.
+        # Files of one directory are read by name, which is the second they were made in, then the
+        # host and the process.
         for path in tmp_path.glob("events.out.tfevents.[0-9]*"):
             path.rename(
                 path.with_name(f"events.out.tfevents.{'a' if losses[0][1] == 9.0 else 'b'}")

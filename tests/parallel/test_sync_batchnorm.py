@@ -16,8 +16,11 @@ from support.compare import same_tensors
 from support.replicas import replica, weights
 
 SHAPES: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
-    "1d": (nn.BatchNorm1d, (4,)), "1d with length": (nn.BatchNorm1d, (4, 3)), "2d": (nn.BatchNorm2d, (4, 3, 5)), "3d": (nn.BatchNorm3d, (4, 2, 3, 2)),
-}  # fmt: skip
+    "1d": (nn.BatchNorm1d, (4,)),
+    "1d with length": (nn.BatchNorm1d, (4, 3)),
+    "2d": (nn.BatchNorm2d, (4, 3, 5)),
+    "3d": (nn.BatchNorm3d, (4, 2, 3, 2)),
+}
 COUNTS = [(3,), (3, 3), (5, 1), (1, 1, 1), (4, 0, 2), (0, 0, 6)]
 
 
@@ -71,7 +74,8 @@ def test_it_equals_batchnorm_on_the_union_forward_backward_and_running(
         )
 
     ys, dxs, dws, dbs, means, variances, batches = zip(*World(len(counts)).run(main), strict=True)
-    # the squares of 50 +- 3 are summed before the running mean has come near: five digits of 1e-16 are spent on that
+    # the squares of 50 +- 3 are summed before the running mean has come near: five digits of 1e-16
+    # are spent on that
     close = dict(rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(torch.cat(ys), out.detach(), **close)
     torch.testing.assert_close(torch.cat(dxs), whole.grad, **close)

@@ -158,8 +158,10 @@ def test_an_optimizer_that_works_tensor_by_tensor_needs_room_besides(overlap: bo
 
 
 def stage_peak(case: Case, stages: list[Any], place: int, flights: int, micros: int) -> int:
-    """Run one stage by hand, as a pipeline does: `flights` forward passes, of which only graphs are kept, then a way back; beside
-    them the batch, and with each neighbour a message that goes and one that comes."""
+    """Run one stage by hand, as a pipeline does: `flights` forward passes, of which only graphs are
+    kept, then a way back; beside them the batch, and with each neighbour a message that goes and
+    one that comes.
+    """
     *inputs, target = case.values
     given: dict[str, Any] = {}
     with torch.no_grad():
@@ -258,7 +260,7 @@ def test_recomputing_blocks_takes_what_was_forecast() -> None:
     made = case("gpt", 48)
     expected = forecast(made, Setting(recompute=True))
     for block in made.model.h:  # type: ignore[union-attr]
-        block.forward = lambda x, whole=block.forward: checkpoint(whole, x, use_reentrant=False)  # type: ignore[union-attr]
+        block.forward = lambda x, whole=block.forward: checkpoint(whole, x, use_reentrant=False)
     assert expected.total == pytest.approx(measured(made, 1, False), rel=0.15)
 
 
@@ -393,7 +395,8 @@ def test_what_does_not_fit_is_refused_with_numbers_and_the_smallest_change_that_
     assert refuse(needed, needed.total) is None
     with pytest.raises(
         PlanError,
-        match=r"about 99\.4 MB a rank.* but a rank has 89\.\d MB here; set recompute=true .*--anyway",
+        match=r"about 99\.4 MB a rank.* but a rank has 89\.\d MB here; set recompute=true "
+        r".*--anyway",
     ):
         refuse(needed, int(0.9 * needed.total), changes(study, setting, 48))
     offered = dict(changes(study, setting, 48))
@@ -413,8 +416,17 @@ def test_every_change_that_is_offered_needs_less_and_is_said_in_words_of_a_plan(
     )
     offered = dict(changes(study, Setting(), 8))
     assert list(offered) == [
-        "recompute=true", "micro=2", "micro=4", "micro=8", "shard=2", "tensor=2", "pipe=2", "batch=4", "batch=2", "batch=1",
-    ]  # fmt: skip
+        "recompute=true",
+        "micro=2",
+        "micro=4",
+        "micro=8",
+        "shard=2",
+        "tensor=2",
+        "pipe=2",
+        "batch=4",
+        "batch=2",
+        "batch=1",
+    ]
     assert offered["batch=1"].activations < offered["batch=4"].activations
 
 

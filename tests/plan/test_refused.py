@@ -14,7 +14,10 @@ from manyhands.plan.words import describe, parse, to_dict
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        *((f"data=4 merge={rule} merge.period=0", "merge.period=0") for rule in ("model_average", "local_sgd", "bmuf", "diloco", "easgd", "admm")),
+        *(
+            (f"data=4 merge={rule} merge.period=0", "merge.period=0")
+            for rule in ("model_average", "local_sgd", "bmuf", "diloco", "easgd", "admm")
+        ),
         ("data=4 merge=easgd merge.alpha=0.5", "0.4"),  # the bound 2/(M+1), said with the value
         ("data=4 merge=easgd merge.alpha=-0.1", "merge.alpha=-0.1"),
         ("data=4 merge=bmuf merge.eta=1", "merge.eta=1"),
@@ -31,9 +34,15 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 compress=int8 compress.block=0", "compress.block=0"),
         ("data=2 compress=zip", "unknown compress="),
         ("data=2 compress.density=0.1", "wire.density has no effect without compress="),
-        ("data=2 compress=bf16 compress.density=0.1", "wire.density has no effect: compress=bf16 has no options"),
+        (
+            "data=2 compress=bf16 compress.density=0.1",
+            "wire.density has no effect: compress=bf16 has no options",
+        ),
         ("data=2 compress=topk merge=d_psgd", "which sends parameters"),
-        ("data=3 compress=powersgd merge=robust merge.f=1", "only all ranks together can read powersgd"),
+        (
+            "data=3 compress=powersgd merge=robust merge.f=1",
+            "only all ranks together can read powersgd",
+        ),
         ("data=2 algorithm=rings", "did you mean ring?"),
         ("data=2 algorithm=ring link=nccl", "nccl has its own algorithms"),
         ("data=2 merge=downpour", "parameter server"),
@@ -53,7 +62,7 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 servers=1 staleness=-1", "staleness"),
         ("data=2 servers=1 quorum=3", "quorum"),
     ],
-)  # fmt: skip
+)
 def test_it_is_refused_before_anything_starts(words: str, says: str) -> None:
     with pytest.raises(PlanError) as refused:
         parse(words)

@@ -20,9 +20,18 @@ from manyhands.plan.words import (
 
 LINE = "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
 WORDS = {
-    "data": 3, "merge": "all_reduce", "split": "sampled", "batch": 16, "accumulate": 2, "steps": 7, "clip": 0.5,
-    "precision": "bf16", "compile": True, "save": 10, "best": "-loss",
-}  # fmt: skip
+    "data": 3,
+    "merge": "all_reduce",
+    "split": "sampled",
+    "batch": 16,
+    "accumulate": 2,
+    "steps": 7,
+    "clip": 0.5,
+    "precision": "bf16",
+    "compile": True,
+    "save": 10,
+    "best": "-loss",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +144,8 @@ def test_a_word_like_no_other_gets_the_list() -> None:
         ("micro=0", "micro=0, but more than 0"),
         (
             "tensor=2 precision=fp16",
-            "precision=fp16 needs one loss scale for all parts of the model, which tensor=2 does not have",
+            "precision=fp16 needs one loss scale for all parts of the model, which tensor=2 does "
+            "not have",
         ),
         (
             "shard=2 merge=downpour servers=1",
@@ -185,7 +195,8 @@ def test_a_value_that_cannot_be_is_refused_with_what_is_needed(words: str, says:
 def test_an_option_that_the_rule_does_not_have_names_those_it_has(with_options: None) -> None:
     with pytest.raises(
         PlanError,
-        match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, merge\.outer",
+        match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, "
+        r"merge\.outer",
     ):
         parse("merge=with_options merge.perod=2")
     with pytest.raises(PlanError, match=r"merge\.period=often: int is needed"):

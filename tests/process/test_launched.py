@@ -61,8 +61,8 @@ def test_when_a_worker_is_killed_the_others_stop_and_the_victim_is_named(
         wait_until_gone(pids, STOPPED_S)
         assert job.end() == 128 + signal.SIGKILL
         assert (
-            f"rank {victim} (pid {pids[victim]}) was killed by SIGKILL; the kernel does so when memory runs out"
-            in job.err
+            f"rank {victim} (pid {pids[victim]}) was killed by SIGKILL; the kernel does so when "
+            "memory runs out" in job.err
         )
         assert "Traceback" not in job.err
         assert_nothing_left(job, started)
@@ -195,7 +195,7 @@ def make(**changed: Any) -> mh.Task:
 def nan_on_rank_1(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     loss = model(batch[0]).square().mean()
     nan_on_rank_1.calls += 1  # type: ignore[attr-defined]
-    return loss * float("nan") if os.environ["RANK"] == "1" and nan_on_rank_1.calls == 8 else loss  # type: ignore[attr-defined]
+    return loss * float("nan") if os.environ["RANK"] == "1" and nan_on_rank_1.calls == 8 else loss
 
 
 nan_on_rank_1.calls = 0  # type: ignore[attr-defined]
@@ -223,7 +223,8 @@ def test_a_loss_that_becomes_nan_names_its_rank_round_and_the_last_good_checkpoi
 def test_more_ranks_than_samples_are_refused_with_what_to_set(tmp_path: Path) -> None:
     with pytest.raises(
         mh.LaunchError,
-        match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set data=2 or fewer",
+        match="PlanError: data=3 ranks, but only 2 samples: some ranks would never have any; set "
+        "data=2 or fewer",
     ):
         mh.train(lambda: make(train=(X[:2],)), "data=3", directory=tmp_path / "run", quiet=True)
 
@@ -237,7 +238,8 @@ def test_a_task_that_cannot_be_sent_says_what_to_do_before_anything_starts(tmp_p
 
     with pytest.raises(
         mh.TaskError,
-        match=r"the task cannot be sent to other processes \(TypeError: .*lock.*\); make locks, sockets.* inside task\(\)",
+        match=r"the task cannot be sent to other processes \(TypeError: .*lock.*\); make locks, "
+        r"sockets.* inside task\(\)",
     ):
         mh.train(task, "data=2", directory=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -341,8 +343,8 @@ def test_under_manyhands_run_such_a_script_is_told_to_guard_its_call(tmp_path: P
     job = run(tmp_path, [*RUN])
     assert job.process.returncode == 2
     assert (
-        "TaskError: job.py calls train() while its task() is loaded; put that call under: if __name__ == '__main__':"
-        in job.err
+        "TaskError: job.py calls train() while its task() is loaded; put that call under: if "
+        "__name__ == '__main__':" in job.err
     )
 
 

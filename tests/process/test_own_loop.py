@@ -95,11 +95,16 @@ def own(
 @pytest.mark.parametrize(
     ("words", "data"),
     [
-        ("", lambda: (X, Y)), ("accumulate=2", lambda: (X, Y)), ("clip=0.1 precision=bf16", lambda: (X, Y)), ("precision=fp16", lambda: (X, Y)),
-        ("", Rows), ("", lambda: DataLoader(Rows(), batch_size=4, shuffle=True)), ("split=ordered", Stream),
+        ("", lambda: (X, Y)),
+        ("accumulate=2", lambda: (X, Y)),
+        ("clip=0.1 precision=bf16", lambda: (X, Y)),
+        ("precision=fp16", lambda: (X, Y)),
+        ("", Rows),
+        ("", lambda: DataLoader(Rows(), batch_size=4, shuffle=True)),
+        ("split=ordered", Stream),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
-)  # fmt: skip
+)
 def test_it_ends_with_the_bits_of_train(tmp_path: Path, words: str, data: Any) -> None:
     own(tmp_path / "own", words, data=data())
     mh.train(task, f"{words} epochs=2", directory=tmp_path / "trained", quiet=True)
@@ -133,7 +138,8 @@ def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_p
 def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         mh.PlanError,
-        match="epochs= and steps= have no effect here: in a loop of your own, the loop says when to stop",
+        match="epochs= and steps= have no effect here: in a loop of your own, the loop says when "
+        "to stop",
     ):
         mh.join("epochs=3", directory=tmp_path / "a")
     run = mh.join(directory=tmp_path / "b", quiet=True)
@@ -145,7 +151,8 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
         run.prepare(net, optimizer, (X, Y))
     with pytest.raises(
         mh.TaskError,
-        match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate over that",
+        match=r"run\.step\(loss\) needs a batch from the data that run\.prepare returned; iterate "
+        r"over that",
     ):
         run.step(torch.zeros(()))
     run.close()

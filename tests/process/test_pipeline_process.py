@@ -111,7 +111,9 @@ REPEATS = 2
 
 
 class Pause(torch.autograd.Function):
-    """Time passes on the way back. No core is needed for it, so that more stages than cores do not disturb each other."""
+    """Time passes on the way back. No core is needed for it, so that more stages than cores do not
+    disturb each other.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -124,7 +126,9 @@ class Pause(torch.autograd.Function):
 
 
 class Padded(nn.Module):
-    """A layer of which forward, the gradient of its input and the gradient of its weight take the same time."""
+    """A layer of which forward, the gradient of its input and the gradient of its weight take the
+    same time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +179,8 @@ def test_the_measured_bubble_is_that_of_the_formula_and_zero_bubble_has_a_smalle
         formula = (p - 1) / (m + p - 1)
         gpipe, one, zero = (measured(i, m) for i in range(3))
         print(
-            f"m={m}: formula {formula:.3f}, gpipe {gpipe:.3f}, 1f1b {one:.3f}, zero_bubble {zero:.3f}"
+            f"m={m}: formula {formula:.3f}, gpipe {gpipe:.3f}, 1f1b {one:.3f}, zero_bubble "
+            f"{zero:.3f}"
         )
         assert gpipe == pytest.approx(formula, rel=0.15)
         assert one == pytest.approx(formula, rel=0.15)

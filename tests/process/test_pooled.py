@@ -57,7 +57,9 @@ def counted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 class Odd(nn.Module):
-    """A frozen layer, one that is never used, one used twice, two dtypes, weights that lie channels-last."""
+    """A frozen layer, one that is never used, one used twice, two dtypes, weights that lie
+    channels-last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,9 @@ def groups(parameters: Any) -> torch.optim.Optimizer:
 
 
 def unseeded() -> nn.Module:
-    """What a script that forgets to seed makes: other weights on every rank, trained, frozen and buffered ones."""
+    """What a script that forgets to seed makes: other weights on every rank, trained, frozen and
+    buffered ones.
+    """
     torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
     model = nn.Sequential(
         nn.Linear(6, 16).requires_grad_(False), nn.BatchNorm1d(16), nn.Linear(16, 3)
@@ -143,9 +147,15 @@ DIFFERENT = ("local batchnorm", "fp16", "bf16", "unseeded", "unseeded over gloo"
 
 def make(case: str, batch: int) -> mh.Task:
     known: dict[str, Any] = dict(
-        model=plain, loss=nn.functional.cross_entropy, train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy}, epochs=2, batch=batch,
+        model=plain,
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        metrics={"accuracy": mh.accuracy},
+        epochs=2,
+        batch=batch,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    )  # fmt: skip
+    )
     return mh.Task(**{**known, **CASES[case][1]})
 
 
@@ -248,7 +258,9 @@ def test_short_types_stay_near_and_their_scale_is_saved(ran: Path, case: str) ->
 def test_a_run_with_fewer_samples_a_step_than_ranks_goes_on_though_one_rank_never_has_any(
     tmp_path: Path,
 ) -> None:
-    """Two samples a step were two ranks' one each; on three ranks the third only listens, from its first round on."""
+    """Two samples a step were two ranks' one each; on three ranks the third only listens, from its
+    first round on.
+    """
     small = functools.partial(make, "fp16", 1)
     mh.train(small, "data=1 batch=2 precision=fp16 steps=3", directory=tmp_path / "run", quiet=True)
     result = mh.train(

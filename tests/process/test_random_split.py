@@ -25,26 +25,43 @@ X = PROTOTYPES[Y] + torch.randn(480, 1, 12, 12, generator=G)
 
 def lenet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 12, 3), nn.BatchNorm2d(12), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(12 * 25, 40), nn.ReLU(), nn.Linear(40, 4),
-    )  # fmt: skip
+        nn.Conv2d(1, 12, 3),
+        nn.BatchNorm2d(12),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(12 * 25, 40),
+        nn.ReLU(),
+        nn.Linear(40, 4),
+    )
 
 
 def task() -> mh.Task:
     torch.manual_seed(0)
     return mh.Task(
-        model=lenet(), loss=nn.functional.cross_entropy, train=(X[:400], Y[:400]), test=(X[400:], Y[400:]), batch=10,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), metrics={"accuracy": mh.accuracy},
-    )  # fmt: skip
+        model=lenet(),
+        loss=nn.functional.cross_entropy,
+        train=(X[:400], Y[:400]),
+        test=(X[400:], Y[400:]),
+        batch=10,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        metrics={"accuracy": mh.accuracy},
+    )
 
 
 def linear() -> mh.Task:
     torch.manual_seed(0)
     x = X.flatten(1).double()
     return mh.Task(
-        model=nn.Linear(144, 4).double(), loss=nn.functional.cross_entropy, train=(x[:400], Y[:400]), test=(x[400:], Y[400:]), batch=20,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), metrics={"accuracy": mh.accuracy}, steps=30,
-    )  # fmt: skip
+        model=nn.Linear(144, 4).double(),
+        loss=nn.functional.cross_entropy,
+        train=(x[:400], Y[:400]),
+        test=(x[400:], Y[400:]),
+        batch=20,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        metrics={"accuracy": mh.accuracy},
+        steps=30,
+    )
 
 
 RUNS = {

@@ -99,14 +99,20 @@ def test_a_job_killed_after_a_checkpoint_and_resumed_ends_with_the_same_bits(
 def task() -> mh.Task:
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)).double()
     return mh.Task(
-        model=model, loss=nn.functional.cross_entropy, train=(X.double(), Y), batch=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        model=model,
+        loss=nn.functional.cross_entropy,
+        train=(X.double(), Y),
+        batch=4,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         schedule=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, total_steps=12),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """Five steps on two ranks, in the middle of an epoch; and what one rank has after twelve steps of as many samples."""
+    """Five steps on two ranks, in the middle of an epoch; and what one rank has after twelve steps
+    of as many samples.
+    """
     folder = tmp_path_factory.mktemp("halves")
     mh.train(task, "data=2 steps=5", directory=folder / "half", quiet=True)
     mh.train(task, "batch=8 steps=12", directory=folder / "alone", quiet=True)

@@ -25,9 +25,13 @@ X, Y = torch.randn(N, 4, generator=G), torch.randn(N, 1, generator=G)
 
 def train(directory: Path, words: str, resume: bool = False, **changed: Any) -> mh.Result:
     known: dict[str, Any] = dict(
-        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), loss=nn.functional.mse_loss, train=(X, Y), batch=4,
-        epochs=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
-    )  # fmt: skip
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        loss=nn.functional.mse_loss,
+        train=(X, Y),
+        batch=4,
+        epochs=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
+    )
     return mh.train(
         lambda: mh.Task(**{**known, **changed}),
         words,
@@ -116,7 +120,9 @@ def steep(outputs: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("words", ["servers=1 merge=downpour", "", "servers=1"])
 def test_a_gradient_that_is_not_finite_ends_the_run_as_diverged(tmp_path: Path, words: str) -> None:
-    """Of the model; of rows; of rows whose push nobody waits for, so that it is refused when its round is over."""
+    """Of the model; of rows; of rows whose push nobody waits for, so that it is refused when its
+    round is over.
+    """
     task: dict[str, Any] = (
         {} if "merge" in words else {"model": Rows, "train": (torch.arange(N), Y)}
     )

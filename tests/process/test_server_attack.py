@@ -107,7 +107,9 @@ class Witness:
 
 @pytest.fixture
 def witness(servers: Servers) -> Iterator[Witness]:
-    """With a guard: after the attack the server holds no more threads and descriptors than before it."""
+    """With a guard: after the attack the server holds no more threads and descriptors than before
+    it.
+    """
     pid = servers.children[0].process.pid
     before = Footprint.of(pid)
     watching = Witness(servers)

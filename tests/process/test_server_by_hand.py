@@ -101,7 +101,8 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, Command, list[Command]]]:
         for job in (one, two):
             said(
                 job,
-                rf"server +at 127\.0\.0\.1:\d+, 1 shard, joins the coordinator at 127\.0\.0\.1:{port}",
+                r"server +at 127\.0\.0\.1:\d+, 1 shard, joins the coordinator at "
+                rf"127\.0\.0\.1:{port}",
             )
         yield f"127.0.0.1:{port}", scheduler, [one, two]
 
@@ -198,7 +199,8 @@ store.close()
 
 def test_with_tls_workers_check_the_certificate(tmp_path: Path) -> None:
     openssl = subprocess.run(
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext subjectAltName=IP:127.0.0.1 "
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -addext "
+        "subjectAltName=IP:127.0.0.1 "
         "-keyout key.pem -out cert.pem".split(),
         cwd=tmp_path,
         capture_output=True,

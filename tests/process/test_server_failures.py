@@ -120,7 +120,7 @@ def test_a_broken_connection_over_shared_memory_loses_nothing(alone: list[Tensor
         def cutting(*args: object) -> object:
             requests = post(*args)  # type: ignore[arg-type]
             if len(requests) > 1 and requests[1].number % 3 == 0:
-                store._links[1]._channel.stop()  # type: ignore[union-attr] - while the request is under way
+                store._links[1]._channel.stop()  # type: ignore - while the request is under way
             return requests
 
         store._post = cutting  # type: ignore[method-assign]

@@ -54,7 +54,8 @@ ROWS = {  # of runs with a table of rows
     "downpour": "merge=downpour",
     "async_easgd": "merge=async_easgd merge.period=4",
 }
-# each run starts servers of its own, which takes seconds: what is near to another one, and kept by the contract of rules over a
+# each run starts servers of its own, which takes seconds: what is near to another one, and kept by
+# the contract of rules over a
 # store as well, is run with -m slow only
 NEAR = {"ssp", "quorum", "dc_asgd", "async_admm"}
 NEAR_ROWS = {"async_easgd"}
@@ -66,10 +67,15 @@ def quick_and_slow(names: Iterable[str], slow: set[str]) -> list[Any]:
 
 def make(momentum: float = 0.5) -> mh.Task:
     return mh.Task(
-        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(), loss=nn.functional.cross_entropy,
-        train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy}, batch=BATCH, epochs=EPOCHS,
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(),
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        metrics={"accuracy": mh.accuracy},
+        batch=BATCH,
+        epochs=EPOCHS,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum),
-    )  # fmt: skip
+    )
 
 
 class Pulled(nn.Module):
@@ -89,9 +95,13 @@ class Pulled(nn.Module):
 
 def make_rows() -> mh.Task:
     return mh.Task(
-        model=Pulled, loss=lambda outputs, pull: (outputs * pull).mean(), train=(torch.arange(N), PULL), batch=BATCH, epochs=1,
+        model=Pulled,
+        loss=lambda outputs, pull: (outputs * pull).mean(),
+        train=(torch.arange(N), PULL),
+        batch=BATCH,
+        epochs=1,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
-    )  # fmt: skip
+    )
 
 
 def every(folder: str, near: bool, words: dict[str, Any], options: Options) -> dict[str, Any]:
@@ -213,8 +223,10 @@ def test_every_rule_learns_over_real_servers(served: Callable[[bool], Path], nam
 def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(
     served: Callable[[bool], Path], name: str
 ) -> None:
-    """Each id comes once an epoch, so a row has moved by lr times its own gradient over the samples of its step: those of all ranks,
-    or of one rank's batch, times the part of a step that such a batch is."""
+    """Each id comes once an epoch, so a row has moved by lr times its own gradient over the samples
+    of its step: those of all ranks, or of one rank's batch, times the part of a step that such a
+    batch is.
+    """
     found = Checkpoints(served(name in NEAR_ROWS) / "rows" / name / "checkpoints").latest()
     assert found is not None
     rows = dict(

@@ -43,10 +43,15 @@ every_rule = pytest.mark.parametrize("name", RULES)
 
 def make() -> mh.Task:
     return mh.Task(
-        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(), loss=nn.functional.cross_entropy,
-        train=(X, Y), test=(X, Y), metrics={"accuracy": mh.accuracy}, batch=BATCH, epochs=EPOCHS,
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double(),
+        loss=nn.functional.cross_entropy,
+        train=(X, Y),
+        test=(X, Y),
+        metrics={"accuracy": mh.accuracy},
+        batch=BATCH,
+        epochs=EPOCHS,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    )  # fmt: skip
+    )
 
 
 def words_of(name: str) -> dict[str, Any]:

@@ -33,12 +33,21 @@ HOSTS_OF_TWO = {**LINKS, "hierarchical": "ab"}
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
-    )  # fmt: skip
+        nn.Conv2d(1, 4, 3, stride=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 10),
+    )
 
 
 def task(name: str) -> Task:
-    """The examples as they are, on fewer samples: in float64 the whole of Fashion-MNIST would be read for four steps."""
+    """The examples as they are, on fewer samples: in float64 the whole of Fashion-MNIST would be
+    read for four steps.
+    """
     if name == "batchnorm":
         lenet = task("lenet")
         x, y = lenet.train
@@ -125,7 +134,9 @@ def test_n_ranks_equal_one_process_over_every_link(ran: Any, name: str, link: st
 
 
 def test_the_ranks_own_part_of_the_update_is_the_whole_update_bit_for_bit(ran: Any) -> None:
-    """Over shared memory each rank updates its part of one copy, over gloo every rank all of its own."""
+    """Over shared memory each rank updates its part of one copy, over gloo every rank all of its
+    own.
+    """
     size, folder, _ = ran
     if size != 2:
         return  # with more ranks the links add up in different orders
@@ -208,6 +219,7 @@ def test_a_script_without_a_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("print('a loop of my own')")
     with pytest.raises(
         mh.PlanError,
-        match=r"job\.py defines no task\(\), which verify needs to run it twice; wrap model, data and optimizer",
+        match=r"job\.py defines no task\(\), which verify needs to run it twice; wrap model, data "
+        r"and optimizer",
     ):
         verify(tmp_path / "job.py", ["data=2"])

@@ -267,7 +267,9 @@ def test_a_process_that_dies_while_saving_loses_nothing_that_was_saved(
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_is_said(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk: writing fails at the same call with the same kind of error."""
+    """The limit on a file's size stands in for the disk: writing fails at the same call with the
+    same kind of error.
+    """
     checkpoints, said = saved(tmp_path, [1])
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -308,9 +310,14 @@ def test_code_in_a_checkpoint_file_is_never_run(tmp_path: Path) -> None:
     torch.save({"x": _Evil(mark)}, path / "model.pt")
     # with a manifest that vouches for it, as somebody who can write the folder can make one
     manifest = {
-        "format": 1, "round": 2, "position": {"epoch": 0, "offset": 0, "steps": 2}, "metrics": {}, "meta": {},
-        "sha256": checkpoint._digest(path / TENSORS), "bytes": (path / TENSORS).stat().st_size,
-    }  # fmt: skip
+        "format": 1,
+        "round": 2,
+        "position": {"epoch": 0, "offset": 0, "steps": 2},
+        "metrics": {},
+        "meta": {},
+        "sha256": checkpoint._digest(path / TENSORS),
+        "bytes": (path / TENSORS).stat().st_size,
+    }
     manifest["manifest_sha256"] = checkpoint._manifest_digest(manifest)
     (path / MANIFEST).write_text(json.dumps(manifest))
     said = Said()

@@ -39,7 +39,8 @@ def test_to_resume_means_the_newest_run_of_exactly_this_name(tmp_path: Path) -> 
     assert choose(tmp_path, "lenet-big", None, True).name == "lenet-big-20260103-100000"
     with pytest.raises(
         CheckpointError,
-        match=r"there is no run of 'mlp' to resume in .*; give its directory with --dir, or start anew",
+        match=r"there is no run of 'mlp' to resume in .*; give its directory with --dir, or start "
+        r"anew",
     ):
         choose(tmp_path, "mlp", None, True)
 
@@ -80,7 +81,8 @@ def test_a_directory_in_use_by_a_live_process_is_refused_and_free_when_that_is_k
     assert owner.stdout is not None and owner.stdout.readline() == b"owned\n"
     with pytest.raises(
         RunBusy,
-        match=rf"is in use by a live run \(pid {owner.pid}\); wait for it, stop it, or give another directory",
+        match=rf"is in use by a live run \(pid {owner.pid}\); wait for it, stop it, or give "
+        r"another directory",
     ):
         claim(tmp_path)
     owner.kill()

@@ -56,7 +56,9 @@ def of_every_kind() -> Tensors:
 
 
 def cut(whole: Tensors, rank: int, size: int, way: str) -> list[Piece]:
-    """`size` ranks' shares: of rows, of columns, of columns in three groups, or slices of columns; what cannot be cut is rank 0's."""
+    """`size` ranks' shares: of rows, of columns, of columns in three groups, or slices of columns;
+    what cannot be cut is rank 0's.
+    """
     pieces = []
     for name, value in whole.items():
         shape = tuple(value.shape)
@@ -174,7 +176,9 @@ def test_ranks_that_do_not_see_the_disk_of_rank_0_say_so_on_every_rank(tmp_path:
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk: writing fails at the same call with the same kind of error."""
+    """The limit on a file's size stands in for the disk: writing fails at the same call with the
+    same kind of error.
+    """
     path, small, large = tmp_path / "file", {"x": torch.ones(4)}, {"x": torch.ones(100_000)}
     World(2).run(lambda group: write(path, shapes(small), cut(small, group.rank, 2, "rows"), group))
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -259,7 +263,9 @@ group.close()
 
 
 def test_no_process_needs_memory_for_more_than_its_own_part(tmp_path: Path) -> None:
-    """128 MiB in all, of which each of two processes holds half; it writes that without a copy of it."""
+    """128 MiB in all, of which each of two processes holds half; it writes that without a copy of
+    it.
+    """
     here = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(

@@ -124,8 +124,17 @@ def test_several_inputs_go_to_the_model_in_order() -> None:
             return a - b
 
     sums = forward.evaluate(
-        Two(), source((X, 2 * X, X), CPU, "t"), 0, 1, 5, lambda out, y: (out + y).abs().mean(), None, {}, "fp32", CPU
-    )  # fmt: skip
+        Two(),
+        source((X, 2 * X, X), CPU, "t"),
+        0,
+        1,
+        5,
+        lambda out, y: (out + y).abs().mean(),
+        None,
+        {},
+        "fp32",
+        CPU,
+    )
     assert sums.tolist() == [0.0, N]
 
 
@@ -135,7 +144,8 @@ def test_several_inputs_go_to_the_model_in_order() -> None:
 def test_batches_that_a_loss_cannot_take_are_named(data: Any, says: str) -> None:
     with pytest.raises(
         TaskError,
-        match=rf"loss=\(outputs, target\) needs batches \(inputs..., target\), got {says}; give step=",
+        match=rf"loss=\(outputs, target\) needs batches \(inputs..., target\), got {says}; give "
+        r"step=",
     ):
         evaluate(data, 0, 1)
 
@@ -151,9 +161,11 @@ def test_accuracy_counts_classes_tokens_and_pixels() -> None:
 
 
 def test_the_training_loss_of_no_samples_is_nothing_and_not_nan() -> None:
-    """0/0 of an empty batch, which a rank without samples runs for its BatchNorm, must not look like divergence."""
+    """0/0 of an empty batch, which a rank without samples runs for its BatchNorm, must not look
+    like divergence.
+    """
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    loss = forward.TaskLoss(net, None, nn.functional.cross_entropy, None, "fp32", CPU)  # type: ignore[arg-type]
+    loss = forward.TaskLoss(net, None, nn.functional.cross_entropy, None, "fp32", CPU)
     value, count = loss.forward((X[:0], Y[:0]), 0)
     assert count == 0 and float(value) == 0.0
     (value * 0.0).backward()
@@ -173,7 +185,8 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
     )  # type: ignore[arg-type]
     with pytest.raises(
         TaskError,
-        match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use reduction='mean'",
+        match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use "
+        r"reduction='mean'",
     ):
         loss.forward((X, Y), N)
 

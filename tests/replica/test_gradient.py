@@ -15,7 +15,9 @@ from support.replicas import mlp, replica, rows, sgd, weights
 
 
 def elsewhere(mine: ModuleReplica) -> None:
-    """The optimizer's step on the gradient as it was handed over, as a server on the flat vectors would make it."""
+    """The optimizer's step on the gradient as it was handed over, as a server on the flat vectors
+    would make it.
+    """
     mine.gradient()
     for piece in mine.flat.views:
         piece.parameter.grad = piece.grad

@@ -394,7 +394,9 @@ class Again(nn.Module):
 
 
 class Seen(nn.Module):
-    """BatchNorm, a reshape by batch size that an empty batch would break, and a branch that only some ranks take."""
+    """BatchNorm, a reshape by batch size that an empty batch would break, and a branch that only
+    some ranks take.
+    """
 
     def __init__(self) -> None:
         super().__init__()

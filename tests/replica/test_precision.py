@@ -57,10 +57,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale() ->
     def main(group: Group) -> list[Any]:
         model, rank = made[group.rank], group.rank
         mine = replica(
-            model, [[good], [bad if rank == 1 else good], [good], [bad if rank == 2 else good], [good]], nominal=12, loss=infinite,
-            optimizer=lambda p: torch.optim.Adam(p, lr=0.01), scaler=scaler(init_scale=1024.0, growth_interval=1000),
+            model,
+            [[good], [bad if rank == 1 else good], [good], [bad if rank == 2 else good], [good]],
+            nominal=12,
+            loss=infinite,
+            optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+            scaler=scaler(init_scale=1024.0, growth_interval=1000),
             schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
-        )  # fmt: skip
+        )
         rule, trace = AllReduce(), []
         for _ in range(5):
             rule.round(mine, group, {})

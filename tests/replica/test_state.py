@@ -131,7 +131,8 @@ def test_groups_keep_their_own_settings_and_this_machine_chooses_its_own_kernels
     fewer = torch.optim.AdamW(theirs.parameters())
     with pytest.raises(
         CheckpointError,
-        match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same optimizer",
+        match="the checkpoint's optimizer has 2 parameter groups, this one 1; use the same "
+        "optimizer",
     ):
         state.load_optimizer(theirs, fewer, tensors, meta)
 
@@ -145,9 +146,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_name_and_shape_that
     text = str(refused.value)
     assert text.startswith("the checkpoint is of another model:")
     for line in (
-        "only in the checkpoint: 1.running_mean (5,)", "other shape: 0.weight: model (3, 4), checkpoint (5, 4)",
-        "other shape: 0.bias: model (3,), checkpoint (5,)", "other shape: 1.weight: model (2, 3), checkpoint (5,)",
-    ):  # fmt: skip
+        "only in the checkpoint: 1.running_mean (5,)",
+        "other shape: 0.weight: model (3, 4), checkpoint (5, 4)",
+        "other shape: 0.bias: model (3,), checkpoint (5,)",
+        "other shape: 1.weight: model (2, 3), checkpoint (5,)",
+    ):
         assert line in text
     assert same_tensors(before, weights(ours)), "nothing was loaded"
     with pytest.raises(CheckpointError, match=r"only in the model:      1\.weight \(2, 3\)"):

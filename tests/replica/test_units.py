@@ -62,9 +62,18 @@ def test_hidden_layers_have_units_and_inputs_and_outputs_have_none() -> None:
 
 def test_channels_go_through_pooling_and_flatten() -> None:
     net = nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(400, 12), nn.Dropout(0.5), nn.SiLU(), nn.Linear(12, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 12),
+        nn.Dropout(0.5),
+        nn.SiLU(),
+        nn.Linear(12, 10),
+    )
     found = look(net, torch.randn(2, 1, 28, 28))
     assert found.names == ("0", "3", "7") and found.sizes == (6, 16, 12)
     assert sides(found)["7.weight"] == ((0, 2, 1), (1, 1, 25)), (

@@ -17,7 +17,9 @@ INF = math.inf
 
 
 class Workers:
-    """Drives a clock by hand: who computes ends its clock when `finish` says so, and waits until the clock lets it go on."""
+    """Drives a clock by hand: who computes ends its clock when `finish` says so, and waits until
+    the clock lets it go on.
+    """
 
     def __init__(self, size: int, **words: object):
         self.clock, self.words = Clock(size), words

@@ -88,7 +88,9 @@ def test_who_pulls_before_a_push_is_done_does_not_see_it() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_read_has_all_that_it_wrote_and_of_others_what_staleness_promises(staleness: int) -> None:
-    """Rank r adds 1 at r in every clock: at the beginning of clock c it finds c there, and at the others' at least c - s."""
+    """Rank r adds 1 at r in every clock: at the beginning of clock c it finds c there, and at the
+    others' at least c - s.
+    """
     clocks, freshest = 12, []
 
     def main(store: InprocStore, group: InprocGroup) -> None:

@@ -393,7 +393,7 @@ def test_steps_are_shared_out_among_threads() -> None:
         return found
 
     dealt = together(4, main)
-    assert sorted(n for some in dealt for n in some) == list(range(300))  # type: ignore[attr-defined]
+    assert sorted(n for some in dealt for n in some) == list(range(300))  # type: ignore
 
 
 # -- bad input --

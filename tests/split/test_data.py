@@ -69,7 +69,8 @@ def test_the_union_of_all_ranks_is_the_batch_of_one_rank_step_by_step() -> None:
         assert len(many) == len(one)
         for theirs, ours in zip(many, one, strict=True):
             assert sorted(offsets([theirs])) == offsets([ours])
-            # and micro-batch by micro-batch, so that BatchNorm over the union sees one process's micro-batches
+            # and micro-batch by micro-batch, so that BatchNorm over the union sees one process's
+            # micro-batches
             for k, block in enumerate(ours[0]):
                 assert [i for rank in theirs for i in rank[k]] == list(block)
 

@@ -183,6 +183,7 @@ def test_a_model_that_does_something_with_its_input_first_is_caught_in_the_first
 def test_data_that_has_no_columns_is_refused() -> None:
     with pytest.raises(
         TaskError,
-        match=r"needs inputs \(samples, columns\), but the first of each batch has shape \(50, 1, 13\)",
+        match=r"needs inputs \(samples, columns\), but the first of each batch has shape \(50, 1, "
+        r"13\)",
     ):
         _ = TensorSource((X[:, None], Y), CPU).features

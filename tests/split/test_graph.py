@@ -203,15 +203,18 @@ def test_what_cannot_fit_is_refused_with_numbers() -> None:
     with pytest.raises(PlanError) as refused:
         place(nodes, 2, 4, limit=21 * MIB)
     assert str(refused.value) == (
-        "no placement over pipe=2 ranks keeps each within 21.0 MiB: the model takes 40.0 MiB and 4.0 MiB per micro-batch under way, "
-        "and the fullest rank 22.0 MiB at the least; use more ranks, smaller micro-batches or recompute=true"
+        "no placement over pipe=2 ranks keeps each within 21.0 MiB: the model takes 40.0 MiB and "
+        "4.0 MiB per micro-batch under way, "
+        "and the fullest rank 22.0 MiB at the least; use more ranks, smaller micro-batches or "
+        "recompute=true"
     )
 
 
 def test_more_ranks_than_pieces_with_parameters_are_refused() -> None:
     with pytest.raises(
         PlanError,
-        match="pipe=4, but the model has 3 pieces with parameters to train that can be parted; set pipe=3 or less",
+        match="pipe=4, but the model has 3 pieces with parameters to train that can be parted; "
+        "set pipe=3 or less",
     ):
         place([*chain(3), Node("join", 1.0, (2,))], 4)
 

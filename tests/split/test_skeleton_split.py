@@ -20,7 +20,8 @@ class At:
     sides: tuple[tuple[int, int, int], ...]
 
 
-# 3 inputs -> layer a of 4 units -> layer b of 2, each read by two numbers in a row -> 1 output; then a bias of the output
+# 3 inputs -> layer a of 4 units -> layer b of 2, each read by two numbers in a row -> 1 output;
+# then a bias of the output
 A, A_BIAS = (
     At("a", "x", 0, (4, 3), (3, 1), ((0, 0, 1),)),
     At("a.bias", "x", 12, (4,), (1,), ((0, 0, 1),)),

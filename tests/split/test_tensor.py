@@ -39,8 +39,13 @@ def of(
 
 def test_linear_layers_pair_up_as_column_and_row() -> None:
     assert derived("mlp").cuts == {
-        "0.weight": Cut(0), "0.bias": Cut(0), "2.weight": Cut(1), "4.weight": Cut(0), "4.bias": Cut(0), "6.weight": Cut(1),
-    }  # fmt: skip
+        "0.weight": Cut(0),
+        "0.bias": Cut(0),
+        "2.weight": Cut(1),
+        "4.weight": Cut(0),
+        "4.bias": Cut(0),
+        "6.weight": Cut(1),
+    }
 
 
 def test_fused_q_k_v_are_cut_in_three_blocks_and_a_tied_matrix_under_both_its_names() -> None:
@@ -57,7 +62,8 @@ def test_fused_q_k_v_are_cut_in_three_blocks_and_a_tied_matrix_under_both_its_na
         assert f"h.{i}.attn.c_proj.bias" not in found.cuts
     assert found.cuts["wte.weight"] == found.cuts["lm_head.weight"] == Cut(0)
     assert found.sentences == [
-        "wpe stays whole on each of 2 ranks: a table of 12 rows is cheaper to hold than to exchange",
+        "wpe stays whole on each of 2 ranks: a table of 12 rows is cheaper to hold than to "
+        "exchange",
         "26 vectors (norms, and biases that are added after a sum over ranks) stay whole",
     ]
 
@@ -137,9 +143,9 @@ def test_a_layer_whose_output_is_needed_whole_stays_whole_and_the_others_do_not_
 
     found = of(Normed(), torch.randn(3, 5))
     assert found.cuts == {"up.weight": Cut(0), "up.bias": Cut(0), "down.weight": Cut(1)}
-    assert (
-        found.sentences[0]
-        == "embed stays whole on each of 2 ranks: what it gives goes into layer_norm, which needs all of it"
+    assert found.sentences[0] == (
+        "embed stays whole on each of 2 ranks: what it gives goes into layer_norm, which needs "
+        "all of it"
     )
 
 

@@ -40,7 +40,9 @@ class Towers(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Four branches of different lengths out of one value, joined by channels; with running statistics."""
+    """Four branches of different lengths out of one value, joined by channels; with running
+    statistics.
+    """
 
     def __init__(self, channels: int, out: int):
         super().__init__()
@@ -90,7 +92,9 @@ def branched(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor,
 def deal_of(
     model: nn.Module, example: tuple[Any, ...], ranks: int, micros: int = 4, **more: Any
 ) -> GraphPartition:
-    """Dealt out by made-up costs, the same in every process: a step with parameters takes a millisecond."""
+    """Dealt out by made-up costs, the same in every process: a step with parameters takes a
+    millisecond.
+    """
     traced = shortened(traced_finely(model, example, ranks))
     numbers: Sequence[int] = [
         n

@@ -101,7 +101,9 @@ class Point(nn.Module):
 
 
 class Student(ModuleReplica):
-    """A point says nothing about data; here what the teachers say is where they stand. And it has no layers: nothing to leave out."""
+    """A point says nothing about data; here what the teachers say is where they stand. And it has
+    no layers: nothing to leave out.
+    """
 
     teachers: Sequence[Tensors] = ()
     pull = 0.0
@@ -187,7 +189,9 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """How one rank ended: its own x, the one model that all stand for, and what happened on the way."""
+    """How one rank ended: its own x, the one model that all stand for, and what happened on the
+    way.
+    """
 
     x: Tensor
     consensus: Tensor
@@ -214,8 +218,10 @@ def run(
     servers: int = 1,
     meet_every: int | None = None,
 ) -> list[Outcome]:
-    """Let every rank of a World take `rounds` rounds, or what `total` steps allow, from the start or where `resumed` ended. Over
-    servers ranks meet in the end, and every so many rounds before it."""
+    """Let every rank of a World take `rounds` rounds, or what `total` steps allow, from the start
+    or where `resumed` ended. Over servers ranks meet in the end, and every so many rounds before
+    it.
+    """
     rule.check(problem.size)
     world = World(problem.size, cost)
     shards, clock = [Shard(i) for i in range(servers)], Clock(problem.size)
@@ -274,7 +280,9 @@ def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
 
 
 def meet(rule: Any, store: Store, group: Group) -> None:
-    """Rest, so that nobody waits for this rank, until all do; then everybody is at the same time and place."""
+    """Rest, so that nobody waits for this rank, until all do; then everybody is at the same time
+    and place.
+    """
     store.flush()
     assert store.claim_step(0, rule.shares_steps) is None
     group.all_reduce({"met": torch.zeros(1)}).wait()

@@ -39,7 +39,9 @@ def record(run: Path, events: list[Event], rank: int = 0) -> Path:
 
 
 def whole_run(run: Path, ranks: int = 2, epochs: int = 3, reports: int = 20) -> Path:
-    """A run of `ranks` ranks: rounds with compute, all_reduce and step inside, one evaluation and checkpoint an epoch."""
+    """A run of `ranks` ranks: rounds with compute, all_reduce and step inside, one evaluation and
+    checkpoint an epoch.
+    """
     for rank in range(ranks):
         events = [Event(ZERO_S, 0, 0, "start", value=PLAN)] if rank == 0 else []
         for i in range(epochs * reports):

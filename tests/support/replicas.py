@@ -72,7 +72,9 @@ def replica(
     schedule: Callable[[Optimizer], Any] | None = None,
     **options: Any,
 ) -> ModuleReplica:
-    """A replica that takes `steps` one after the other, each a list of micro-batches; `loss` may give its own count."""
+    """A replica that takes `steps` one after the other, each a list of micro-batches; `loss` may
+    give its own count.
+    """
     todo = [(micro, i == len(step) - 1) for step in steps for i, micro in enumerate(step)]
 
     def next_loss() -> Micro:
@@ -98,7 +100,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def train_together(
     steps: Sequence[Sequence[Micros]], make: Callable[[], nn.Module] = mlp, **options: Any
 ) -> tuple[list[dict[str, Tensor]], list[ObservedGroup]]:
-    """`steps[s][r]` are the micro-batches of rank r in step s; every rank's weights afterwards, and its link."""
+    """`steps[s][r]` are the micro-batches of rank r in step s; every rank's weights afterwards, and
+    its link.
+    """
     size = len(steps[0])
     models = [make() for _ in range(size)]
     nominal = options.pop("nominal", None) or max(

@@ -41,7 +41,7 @@ def joined(
     server: Server | str, rank: int = 0, size: int = 1, **words: object
 ) -> Iterator[ServerStore]:
     address = server if isinstance(server, str) else server.address
-    store = ServerStore(address, rank, size, TOKEN, **{"timeout_s": 20.0, **words})  # type: ignore[arg-type]
+    store = ServerStore(address, rank, size, TOKEN, **{"timeout_s": 20.0, **words})  # type: ignore
     try:
         yield store
     finally:
@@ -88,8 +88,11 @@ def process(**config: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as the launcher starts it, and its address."""
     started = subprocess.Popen(
         [sys.executable, "-m", "manyhands.server.process"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert started.stdin is not None and started.stdout is not None
         started.stdin.write(json.dumps({"token": TOKEN, **config}) + "\n")

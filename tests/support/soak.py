@@ -162,7 +162,9 @@ def shared_memory() -> set[str]:
 def settled(
     pids: list[int], wanted: list[Footprint] | None = None, limit_s: float = 10.0
 ) -> list[Footprint]:
-    """Footprints once the servers have noticed that all clients are gone; those of the end of `limit_s` if they do not."""
+    """Footprints once the servers have noticed that all clients are gone; those of the end of
+    `limit_s` if they do not.
+    """
     deadline = time.monotonic() + limit_s
     now = [Footprint.of(p) for p in pids]
     while time.monotonic() < deadline:
@@ -274,13 +276,15 @@ class Soak:
                     for row in found.tolist():
                         if len(set(row)) != 1 or not possible(row[0] - total, pending):
                             wrong.append(
-                                f"client {rank} life {life}: {total} acknowledged, {pending} open, but a row is {row}"
+                                f"client {rank} life {life}: {total} acknowledged, {pending} "
+                                f"open, but a row is {row}"
                             )
                     arrived += bin(int(found[0, 0] - total)).count("1")
                 extra = float(vector[rank]) - sure
                 if not 0 <= extra <= open_:
                     wrong.append(
-                        f"client {rank}: {sure} acknowledged and {open_} open in the dense table, but it holds {vector[rank]}"
+                        f"client {rank}: {sure} acknowledged and {open_} open in the dense table, "
+                        f"but it holds {vector[rank]}"
                     )
         finally:
             store.close()
@@ -294,10 +298,13 @@ class Soak:
 
 
 def _fast_context() -> Any:
-    """Clients are forked from a process that has loaded everything, so that they start in milliseconds."""
+    """Clients are forked from a process that has loaded everything, so that they start in
+    milliseconds.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["soak_preload"])
-    # it is told where to find that by a variable alone: Python 3.11 passes our sys.path on, and does not use it
+    # it is told where to find that by a variable alone: Python 3.11 passes our sys.path on, and
+    # does not use it
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *filter(None, [before])]
@@ -315,7 +322,8 @@ def soak(minutes: float, servers: int = 2, clients: int = 4, seed: int = 0) -> O
     """Run it all; `wrong` of what comes back says what must not have happened."""
     with _folder() as folder, contextlib.closing(Soak(folder, servers, clients, seed)) as run:
         memory = shared_memory()
-        # once through everything, kills included, so that what is made once is there: kernels, buffers, arenas of the allocator,
+        # once through everything, kills included, so that what is made once is there: kernels,
+        # buffers, arenas of the allocator,
         # and its caches as full as they get
         warm = time.time() + max(6.0, 6.0 * minutes)
         run.all_clients(warm)
@@ -339,7 +347,8 @@ def soak(minutes: float, servers: int = 2, clients: int = 4, seed: int = 0) -> O
                 wrong.append(f"server {i}: threads or descriptors grew from {one} to {two}")
             if two.rss_bytes > one.rss_bytes + RSS_SLACK:
                 wrong.append(
-                    f"server {i}: memory grew from {one.rss_bytes >> 20} to {two.rss_bytes >> 20} MiB"
+                    f"server {i}: memory grew from {one.rss_bytes >> 20} to {two.rss_bytes >> 20} "
+                    "MiB"
                 )
         left = {
             name

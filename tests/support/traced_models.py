@@ -36,14 +36,21 @@ def gpt2() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
     made = pytest.importorskip("transformers")
     config = made.LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=16,
-    )  # fmt: skip
+    )
     return made.LlamaForCausalLM(config), (torch.randint(31, (8, 12)),)
 
 
 class Skips(nn.Module):
-    """What the first layer gives is needed by the last one, and by one between; a parameter of its own, a buffer, a size."""
+    """What the first layer gives is needed by the last one, and by one between; a parameter of its
+    own, a buffer, a size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,12 +75,13 @@ def skips() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
-    **{name: lambda name=name: zoo(name) for name in ("mlp", "cnn", "gpt", "seq2seq")},  # type: ignore[misc]
+    **{name: lambda name=name: zoo(name) for name in ("mlp", "cnn", "gpt", "seq2seq")},
     "skips": skips,
     "gpt2": gpt2,
     "llama": llama,
 }
-# transformers takes seconds to load: one model of it is enough where nothing is changed that concerns them
+# transformers takes seconds to load: one model of it is enough where nothing is changed that
+# concerns them
 QUICK_AND_SLOW = [
     pytest.param(name, marks=pytest.mark.slow) if name == "gpt2" else name for name in MODELS
 ]
@@ -114,7 +122,9 @@ def loss(output: Any) -> Tensor:
 def same_as_whole(
     stages: Sequence[Stage], cut: nn.Module, inputs: tuple[Any, ...], training: bool
 ) -> None:
-    """Outputs, gradients and buffers of `cut`, run stage by stage, are those of the whole model, to the last digit."""
+    """Outputs, gradients and buffers of `cut`, run stage by stage, are those of the whole model, to
+    the last digit.
+    """
     whole = copy.deepcopy(cut).train(training)
     for stage in stages:
         stage.module.train(training)
@@ -130,7 +140,8 @@ def same_as_whole(
         mine = cut.get_parameter(name)
         assert (mine.grad is None) == (parameter.grad is None), name
         if mine.grad is not None:
-            # a value that several stages use collects its gradient in another order: the last digit may differ
+            # a value that several stages use collects its gradient in another order: the last digit
+            # may differ
             torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-12, atol=1e-12, msg=name)
     for name, buffer in whole.named_buffers():
         assert torch.equal(buffer, cut.get_buffer(name)), name

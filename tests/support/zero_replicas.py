@@ -81,7 +81,9 @@ def cut(batch: Batch, shares: Sequence[int]) -> list[Batch]:
 
 
 class Walk:
-    """`steps[s]` are the micro-batches of one rank; one without samples is None, or borrowed and counted as 0."""
+    """`steps[s]` are the micro-batches of one rank; one without samples is None, or borrowed and
+    counted as 0.
+    """
 
     def __init__(
         self, model: nn.Module, steps: Sequence[Sequence[Batch]], loss: Loss, borrow: bool
@@ -163,7 +165,9 @@ def together(
     prepare: Callable[[nn.Module, Group], nn.Module] = lambda model, group: model,
     **options: Any,
 ) -> list[tuple[list[float], Tensors, Any]]:
-    """`steps[s][r]` are the micro-batches of rank r; what every rank's losses were, the whole model, and what `look` saw."""
+    """`steps[s][r]` are the micro-batches of rank r; what every rank's losses were, the whole
+    model, and what `look` saw.
+    """
     models = [make() for _ in range(size)]
 
     def main(group: Group) -> tuple[list[float], Tensors, Any]:

@@ -142,7 +142,9 @@ def plus(*sent: Sent) -> Sent:
 
 
 def halving_sends(chunks: list[int], i: int) -> Sent:
-    """Every block but the own one on the way down, every block that holds the own chunk on the way up."""
+    """Every block but the own one on the way down, every block that holds the own chunk on the way
+    up.
+    """
     q = len(chunks)
     block = {
         d: chunks[i // d * d : i // d * d + d] for d in (1 << k for k in range(q.bit_length() - 1))
@@ -272,7 +274,9 @@ def test_no_rank_has_children_in_both_trees_and_both_reach_all(p: int) -> None:
 
 
 def test_a_double_tree_works_on_all_its_levels_at_once() -> None:
-    """In segments of the right length it takes what the model says; in one segment, where all wait for all of it, twice that."""
+    """In segments of the right length it takes what the model says; in one segment, where all wait
+    for all of it, twice that.
+    """
     alpha, beta = 0.002, 2.0**-20
     seconds = {}
     for latency_bytes in (alpha / beta, 1e12):

@@ -105,7 +105,9 @@ def test_feedback_keeps_exactly_what_was_lost(wire: Quantised, numel: int) -> No
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """The mean of 4000 roundings of each of 512 values; z = its deviation in standard errors is like a normal variable."""
+    """The mean of 4000 roundings of each of 512 values; z = its deviation in standard errors is
+    like a normal variable.
+    """
     wire, times = Int8(rounding="stochastic"), 4000
     x = torch.randn(512, generator=dice(3))
     scale = (blocks(x, 256).abs().amax(1) / 127).repeat_interleave(256)
@@ -229,7 +231,9 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def spiked(numel: int) -> Tensor:
-    """Zero but where a regular sample looks: it takes everything for large, and nothing of the rest."""
+    """Zero but where a regular sample looks: it takes everything for large, and nothing of the
+    rest.
+    """
     x = torch.zeros(numel)
     x[:: numel // 131_071] = torch.rand(len(x[:: numel // 131_071]), generator=dice()) + 1
     return x
@@ -288,8 +292,15 @@ def test_what_top_k_leaves_is_less_than_its_share() -> None:
 def test_density_falls_by_a_quarter_through_the_warm_up() -> None:
     wire = TopK(density=0.001, warmup=40)
     assert [wire.density_at(s) for s in (0, 9, 10, 20, 30, 39, 40, 1000)] == [
-        0.25, 0.25, 0.0625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001,
-    ]  # fmt: skip
+        0.25,
+        0.25,
+        0.0625,
+        0.015625,
+        0.00390625,
+        0.00390625,
+        0.001,
+        0.001,
+    ]
     assert [wire.count(10_000, s) for s in (0, 10, 20, 30, 40)] == [2500, 625, 156, 39, 10]
     assert TopK(density=0.01).density_at(0) == 0.01
     assert TopK(density=1e-9).count(10, 0) == 1
@@ -338,7 +349,7 @@ def test_the_same_seed_draws_the_same_places_everywhere() -> None:
         (lambda: TopK(density=0.5, warmup=10), "compress.warmup=10 has no effect"),
         (lambda: RandomK(density=-0.1), "compress.density=-0.1"),
         (lambda: Int8(block=0), "compress.block=0: at least 1"),
-        (lambda: Int8(rounding="up"), "compress.rounding=up: nearest or stochastic"),  # type: ignore[arg-type]
+        (lambda: Int8(rounding="up"), "compress.rounding=up: nearest or stochastic"),
         (lambda: OneBit(block=12), "compress.block=12: a multiple of 8"),
         (lambda: PowerSGD(rank=0), "compress.rank=0: at least 1"),
         (lambda: PowerSGD(start_after=-1), "compress.start_after=-1"),

@@ -152,7 +152,9 @@ def test_a_name_that_is_under_way_is_finished_before_it_travels_again() -> None:
 
 
 def test_stage_one_travels_while_the_ranks_compute() -> None:
-    """Five exchanges of 10 s a stage and 100 s of work: only stage two is left when the work is over."""
+    """Five exchanges of 10 s a stage and 100 s of work: only stage two is left when the work is
+    over.
+    """
     world = World(2, cost=lambda what, nbytes, peers: 10.0)
 
     def body(link: Any) -> float:

@@ -321,7 +321,9 @@ def test_swap_sends_encoded_values() -> None:
 
 
 def test_momentum_correction_without_masking_is_momentum_and_with_masking_is_none() -> None:
-    """With everything sent: sum_i of u_t = mu u_{t-1} + g_t, what momentum SGD applies; masked, u is g."""
+    """With everything sent: sum_i of u_t = mu u_{t-1} + g_t, what momentum SGD applies; masked, u
+    is g.
+    """
     steps, numel = 6, 1200
 
     def sent(wire: TopK) -> list[Tensor]:

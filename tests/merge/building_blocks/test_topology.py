@@ -123,7 +123,8 @@ def test_pushed_parts_sum_to_one_by_columns_on_any_directed_graph() -> None:
         (
             "0-1,2-3",
             4,
-            r"not connected: ranks \{0,1\} and \{2,3\} never hear from each other.*add an edge such as 1-2",
+            r"not connected: ranks \{0,1\} and \{2,3\} never hear from each other.*add an edge "
+            r"such as 1-2",
         ),
         ("0-1,1-2", 4, r"not connected: ranks \{0,1,2\} and \{3\}"),
         ("0>1,1>2", 3, r"column 0 .* sums to 1\.5, but 1 is needed; .*merge=sgp"),

@@ -30,7 +30,9 @@ TARGET = Goal("accuracy", 0.8)
 def run_by_hand(
     folder: Path, ranks: int = 4, waits: float = 0.1, exchange: str = "all_reduce"
 ) -> Path:
-    """Ten rounds of one second; after every fifth an evaluation of two seconds. Launched at 0, the first round starts at 3."""
+    """Ten rounds of one second; after every fifth an evaluation of two seconds. Launched at 0, the
+    first round starts at 3.
+    """
     for rank in range(ranks):
         at, events = (
             3.0,
@@ -75,9 +77,17 @@ def test_the_time_to_the_target_leaves_out_start_up_and_evaluations(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("exchange", "share"), [("all_reduce", 2 * 3 / 4), ("reduce_scatter", 3 / 4), ("all_gather", 3 / 4), ("swap", 1.0), ("transfer", 1.0),
-                          ("push", 1.0), ("pull", 1.0)]
-)  # fmt: skip
+    ("exchange", "share"),
+    [
+        ("all_reduce", 2 * 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("all_gather", 3 / 4),
+        ("swap", 1.0),
+        ("transfer", 1.0),
+        ("push", 1.0),
+        ("pull", 1.0),
+    ],
+)
 def test_bytes_are_what_a_rank_must_send_and_not_those_of_the_start_or_of_evaluations(
     tmp_path: Path, exchange: str, share: float
 ) -> None:
@@ -158,9 +168,20 @@ def course(
     ]
     reached = next((p for p in points if TARGET.reached({"accuracy": p.value})), None)
     return Course(
-        seed, points, reached, value, value, ranks=2, seconds=seconds, samples=1000.0, start_up_s=2.0, sent_bytes=1e6, wait_share=0.25,
-        words="data=2 merge=x", error=error,
-    )  # fmt: skip
+        seed,
+        points,
+        reached,
+        value,
+        value,
+        ranks=2,
+        seconds=seconds,
+        samples=1000.0,
+        start_up_s=2.0,
+        sent_bytes=1e6,
+        wait_share=0.25,
+        words="data=2 merge=x",
+        error=error,
+    )
 
 
 def a_race(target: Goal = TARGET) -> Race:

@@ -133,7 +133,8 @@ def test_what_cannot_fit_is_refused_with_numbers_and_what_fits_keeps_to_the_limi
         assert sum(p.nbytes for p in held_here.module.parameters()) <= roomy.placement.memory[rank]
     with pytest.raises(
         PlanError,
-        match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 MiB",
+        match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 "
+        r"MiB",
     ):
         deal_of(model, example, 2, limit=0.3 * held)
     with pytest.raises(
@@ -176,7 +177,9 @@ def test_how_torch_convolves_a_small_batch_does_not_bind_the_model_to_small_batc
 
 
 class Repeats(nn.Module):
-    """The same expression and the same layer twice; chance, a state and changes in place that look alike."""
+    """The same expression and the same layer twice; chance, a state and changes in place that look
+    alike.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,9 @@ def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_s
 
 
 class Skip(nn.Module):
-    """The middle of three stages: takes all kinds of values, of which some need no gradient, one is unused, one passes by."""
+    """The middle of three stages: takes all kinds of values, of which some need no gradient, one is
+    unused, one passes by.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +168,16 @@ class Skip(nn.Module):
         a = self.first(x)
         kept = (x[:, 0] > 0).nonzero().view(-1)  # so many rows as the data says
         return {
-            "a": a, "skip": a.tanh(), "dead": self.unused(x), "ids": ids, "kept": a[kept], "mask": x > 0, "rows": len(kept),
-            "rest": (None, [1.5, "text"], {"k": torch.float64}, slice(0, None), a.shape), "bare": x.detach().clone(),
-        }  # fmt: skip
+            "a": a,
+            "skip": a.tanh(),
+            "dead": self.unused(x),
+            "ids": ids,
+            "kept": a[kept],
+            "mask": x > 0,
+            "rows": len(kept),
+            "rest": (None, [1.5, "text"], {"k": torch.float64}, slice(0, None), a.shape),
+            "bare": x.detach().clone(),
+        }
 
     def middle(self, v: dict[str, Any]) -> dict[str, Any]:
         nothing, (number, text), words, rows, shape = v["rest"]
@@ -233,7 +242,9 @@ def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(
 
 
 def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradient() -> None:
-    """Here the other ranks of the axis are only thought of: what travels is this rank's share and how it lies in the whole."""
+    """Here the other ranks of the axis are only thought of: what travels is this rank's share and
+    how it lies in the whole.
+    """
 
     def main(group: Group) -> Any:
         axis = TensorAxis(None, 1, 2)
@@ -299,7 +310,9 @@ class Watched(torch.autograd.Function):
 
 
 class Watch(nn.Module):
-    """Counts for how many micro-batches activations are kept at the most, in all that share the list `alive`."""
+    """Counts for how many micro-batches activations are kept at the most, in all that share the
+    list `alive`.
+    """
 
     def __init__(self, alive: list[weakref.ref[Tensor]]) -> None:
         super().__init__()
@@ -318,7 +331,8 @@ def test_no_more_micro_batches_are_alive_than_the_schedule_promises(p: int, sche
 
     def main(group: Group) -> int:
         alive: list[weakref.ref[Tensor]] = []
-        # between two layers: what is only needed for gradients of inputs goes before the weights have theirs
+        # between two layers: what is only needed for gradients of inputs goes before the weights
+        # have theirs
         watched = [
             nn.Sequential(nn.Linear(6, 6), Watch(alive), nn.Linear(6, 6)).double()
             for _ in range(p * chunks)
@@ -345,7 +359,8 @@ def test_once_both_ends_know_the_shapes_one_message_goes_each_way_for_every_micr
             calls.append(watched.calls - before - 1)  # less the sum of losses
         return calls
 
-    # the middle rank takes and gives a message each way; new shapes (two of them) are described on first sight, in two more
+    # the middle rank takes and gives a message each way; new shapes (two of them) are described on
+    # first sight, in two more
     assert World(3).run(main) == [[8 + 4, 8, 8], [16 + 8, 16, 16], [8 + 4, 8, 8]]
 
 
@@ -530,9 +545,17 @@ def test_every_piece_of_work_and_every_message_is_reported_with_its_time() -> No
         if isinstance(e.value, dict) and e.value["stage"] == 1
     ]
     assert names == [
-        ("receive", 0), ("forward", 0), ("backward", 0), ("send", 0), ("receive", 1), ("forward", 1), ("backward", 1), ("send", 1),
-        ("weight", 0), ("weight", 1),
-    ]  # fmt: skip
+        ("receive", 0),
+        ("forward", 0),
+        ("backward", 0),
+        ("send", 0),
+        ("receive", 1),
+        ("forward", 1),
+        ("backward", 1),
+        ("send", 1),
+        ("weight", 0),
+        ("weight", 1),
+    ]
     assert [e.nbytes for e in first if e.name == "send"][1] == 64 + 4 * 6 * 8
 
 

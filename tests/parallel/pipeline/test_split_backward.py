@@ -30,7 +30,9 @@ class Tied(nn.Module):
 
 
 class Past(nn.Module):
-    """Two outputs, one of which no input reaches; one weight is on the way to both, one is not used."""
+    """Two outputs, one of which no input reaches; one weight is on the way to both, one is not
+    used.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,9 +25,13 @@ from manyhands.split.shard_spec import ShardSpec, bounds
 from support.compare import same_typed_tensors
 
 CUTS = {  # what a tensor layout cuts: name -> (dim, groups); the rest is whole
-    "wte.weight": (0, 1), "h.0.qkv.weight": (0, 3), "h.0.qkv.bias": (0, 3), "h.0.out.weight": (1, 1), "h.1.up.weight": (0, 1),
+    "wte.weight": (0, 1),
+    "h.0.qkv.weight": (0, 3),
+    "h.0.qkv.bias": (0, 3),
+    "h.0.out.weight": (1, 1),
+    "h.1.up.weight": (0, 1),
     "h.1.conv.weight": (1, 1),
-}  # fmt: skip
+}
 STAGES = [["wte.weight", "h.0."], ["h.1.", "norm.", "lm_head.weight"]]
 ALIASES = {"lm_head.weight": "wte.weight"}
 
@@ -35,9 +39,16 @@ ALIASES = {"lm_head.weight": "wte.weight"}
 def whole_model(dtype: torch.dtype = torch.float32) -> Tensors:
     """13 tokens and 7 hidden units: nothing divides by 2."""
     shapes = {
-        "wte.weight": (13, 5), "h.0.qkv.weight": (21, 5), "h.0.qkv.bias": (21,), "h.0.out.weight": (5, 7), "h.0.out.bias": (5,),
-        "h.1.up.weight": (7, 5), "h.1.conv.weight": (2, 7, 3, 3), "norm.scale": (), "norm.none": (0, 3),
-    }  # fmt: skip
+        "wte.weight": (13, 5),
+        "h.0.qkv.weight": (21, 5),
+        "h.0.qkv.bias": (21,),
+        "h.0.out.weight": (5, 7),
+        "h.0.out.bias": (5,),
+        "h.1.up.weight": (7, 5),
+        "h.1.conv.weight": (2, 7, 3, 3),
+        "norm.scale": (),
+        "norm.none": (0, 3),
+    }
     generator = torch.Generator().manual_seed(1)
     model = {
         k: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
@@ -92,9 +103,15 @@ def in_all(
 
 
 LAYOUTS = {
-    "alone": Layout(), "tensor=2": Layout(tensor=2), "tensor=4": Layout(tensor=4), "data=4": Layout(data=4), "pipe=2": Layout(pipe=2),
-    "shard=3": Layout(shard=3), "data=2 tensor=2 pipe=2": Layout(data=2, tensor=2, pipe=2), "shard=2 tensor=2": Layout(shard=2, tensor=2),
-}  # fmt: skip
+    "alone": Layout(),
+    "tensor=2": Layout(tensor=2),
+    "tensor=4": Layout(tensor=4),
+    "data=4": Layout(data=4),
+    "pipe=2": Layout(pipe=2),
+    "shard=3": Layout(shard=3),
+    "data=2 tensor=2 pipe=2": Layout(data=2, tensor=2, pipe=2),
+    "shard=2 tensor=2": Layout(shard=2, tensor=2),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,7 +148,9 @@ def test_a_chain_of_layouts_ends_where_it_began() -> None:
 
 
 def test_replicas_and_tied_weights_are_sent_once() -> None:
-    """Only what rank 0 does not hold already travels, and of that every byte once, whatever the number of replicas."""
+    """Only what rank 0 does not hold already travels, and of that every byte once, whatever the
+    number of replicas.
+    """
     model, layout = whole_model(), Layout(data=3, tensor=2)
 
     def main(group: InprocGroup) -> tuple[int, int]:

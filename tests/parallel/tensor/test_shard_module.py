@@ -59,15 +59,28 @@ def hugging_face(name: str) -> Made:
     torch.manual_seed(0)
     if name == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=31, n_positions=12, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
+            vocab_size=31,
+            n_positions=12,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(
-            vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4 if name == "llama" else 2, max_position_embeddings=16,
-        )  # fmt: skip
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4 if name == "llama" else 2,
+            max_position_embeddings=16,
+        )
         model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(31, (4, 9), generator=torch.Generator().manual_seed(1))
 
@@ -154,7 +167,9 @@ MODELS = ("mlp", "cnn", "gpt", "seq2seq", "gpt2", "llama", "llama with fewer hea
 
 
 def whole_cases() -> list[Any]:
-    """All models of the zoo over two ranks, one over four; slow is the rest, and what has to load transformers but for one model."""
+    """All models of the zoo over two ranks, one over four; slow is the rest, and what has to load
+    transformers but for one model.
+    """
     found = []
     for name, size, sequence in itertools.product(MODELS, [2, 4], [False, True]):
         own = (ZOO / f"{name}.py").exists()
@@ -393,7 +408,9 @@ def test_evaluation_without_gradients_and_its_metrics_see_the_whole_output(name:
 
 @pytest.mark.parametrize("cut_first", [False, True], ids=["synchronised first", "cut first"])
 def test_batchnorm_over_replicas_works_on_shares_of_the_channels(cut_first: bool) -> None:
-    """Two replicas of two ranks each, with half of the batch a replica: all as on one rank with the batch."""
+    """Two replicas of two ranks each, with half of the batch a replica: all as on one rank with the
+    batch.
+    """
     model, loss, (x,), target = made("cnn")
     cuts = cuts_of(model, loss, [x], target, 2)
     whole = copy.deepcopy(model)

@@ -25,7 +25,8 @@ ROW = torch.linspace(-1, 1, C, dtype=HERE)
 PLANE = torch.linspace(-2, 2, T * C, dtype=HERE).view(T, C)
 TARGET = (torch.arange(B * C) * 7 % T).view(B, C)
 
-# x is (B, T, C) = (4, 6, 12); `free` are the dimensions along which it may be cut without that anybody has to see all of it
+# x is (B, T, C) = (4, 6, 12); `free` are the dimensions along which it may be cut without that
+# anybody has to see all of it
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "relu": (torch.relu, "012"),
     "gelu of functional": (lambda x: F.gelu(x, approximate="tanh"), "012"),
@@ -79,14 +80,23 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plain matmul": (lambda x: PLANE.t() @ x, "02"),
     "einsum": (lambda x: torch.einsum("btc,tc->b", x, PLANE), ""),
     "linear of plain": (lambda x: F.linear(x, PLANE, PLANE[:, 0]), "01"),
-    "attention": (lambda x: F.scaled_dot_product_attention(*[x.unsqueeze(1).transpose(1, 2)] * 3), "01"),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(*[x.unsqueeze(1).transpose(1, 2)] * 3),
+        "01",
+    ),
     "cross_entropy": (lambda x: F.cross_entropy(x, TARGET), "012"),
-    "cross_entropy of some": (lambda x: F.cross_entropy(x, TARGET, ignore_index=3, reduction="sum"), "012"),
+    "cross_entropy of some": (
+        lambda x: F.cross_entropy(x, TARGET, ignore_index=3, reduction="sum"),
+        "012",
+    ),
     "cross_entropy smoothed": (lambda x: F.cross_entropy(x, TARGET, label_smoothing=0.1), "012"),
     "cross_entropy weighed": (lambda x: F.cross_entropy(x, TARGET, weight=ROW[:T] + 2), "012"),
     "cross_entropy of each": (lambda x: F.cross_entropy(x, TARGET, reduction="none") * ROW, "012"),
     "cross_entropy of shares": (lambda x: F.cross_entropy(x, x.detach().softmax(1)), ""),
-    "nll_loss": (lambda x: F.nll_loss(x[:, :, 0].log_softmax(1), TARGET[:, 0], ignore_index=2), "1"),
+    "nll_loss": (
+        lambda x: F.nll_loss(x[:, :, 0].log_softmax(1), TARGET[:, 0], ignore_index=2),
+        "1",
+    ),
     "argmax": (lambda x: x.argmax(1), "012"),
     "argmax of ties": (lambda x: x.round().argmax(-1, keepdim=True), "012"),
     "argmax of all": (lambda x: x.argmax(), ""),
@@ -97,7 +107,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "by name": (lambda x: F.gelu(input=x), "012"),
     "indices": (lambda x: torch.where(x > 0)[1].double(), ""),
     "std in the old way": (lambda x: x.std(1, False, True), ""),
-}  # fmt: skip
+}
 
 
 def _augmented(x: Any) -> Any:

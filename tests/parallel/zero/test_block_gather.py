@@ -269,7 +269,9 @@ def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
-    """One rank, so that no sum comes in another order: gathering weights in the short type changes nothing."""
+    """One rank, so that no sum comes in another order: gathering weights in the short type changes
+    nothing.
+    """
 
     def half(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -111,9 +111,16 @@ def test_groups_of_parameters_a_schedule_and_a_clip_are_those_of_the_whole(stage
         )
 
     assert_same_as_alone(
-        3, stage, MLP["make"], data_of("mlp", 5, 12), MLP["loss"], even(3, 12, 5), optimizer=grouped, clip=0.05,
+        3,
+        stage,
+        MLP["make"],
+        data_of("mlp", 5, 12),
+        MLP["loss"],
+        even(3, 12, 5),
+        optimizer=grouped,
+        clip=0.05,
         schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -221,9 +228,16 @@ def test_batchnorm_sees_the_union_of_all_ranks(stage: int) -> None:
         )
 
     assert_same_as_alone(
-        2, stage, lambda: model_of("cnn"), data_of("cnn", 3, 8), loss_of("cnn"), even(2, 8, 3), optimizer=OPTIMIZERS["sgd"],
-        prepare=synced, overlap=False,
-    )  # fmt: skip
+        2,
+        stage,
+        lambda: model_of("cnn"),
+        data_of("cnn", 3, 8),
+        loss_of("cnn"),
+        even(2, 8, 3),
+        optimizer=OPTIMIZERS["sgd"],
+        prepare=synced,
+        overlap=False,
+    )
 
 
 # -- state, by the names of the whole --
@@ -273,7 +287,9 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
 
 
 def peak_cases() -> list[Any]:
-    """Every stage once, and the one that gathers also without looking ahead and on more ranks; the rest of the product is slow."""
+    """Every stage once, and the one that gathers also without looking ahead and on more ranks; the
+    rest of the product is slow.
+    """
     found = []
     for stage, size, ahead in itertools.product(STAGES, [2, 4], [0, 1]):
         quick = (size, ahead) == (2, 1) or (stage, size, ahead) == (3, 4, 0)

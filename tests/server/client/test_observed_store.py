@@ -55,8 +55,10 @@ def test_what_is_pulled_and_pushed_is_counted_with_its_ids_and_reported_in_its_r
     assert (link.calls, link.nbytes, link.seconds) == (1, moved, 2.0), "and one in the wait, once"
     assert store.pull({"w": None})["w"].eq(1).all()
     assert [(e.round, e.name, e.seconds, e.nbytes) for e in events] == [
-        (3, "push", 1.0, moved), (4, "push", 1.0, 0), (4, "pull", 1.0, 1200),
-    ]  # fmt: skip
+        (3, "push", 1.0, moved),
+        (4, "push", 1.0, 0),
+        (4, "pull", 1.0, 1200),
+    ]
 
 
 def test_waiting_for_others_is_time_without_bytes() -> None:

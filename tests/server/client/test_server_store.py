@@ -270,7 +270,7 @@ def test_steps_are_dealt_once_and_everybody_meets() -> None:
 
     with servers(workers=3) as started:
         dealt = together(3, main, started)  # type: ignore[arg-type]
-    assert sorted(step for mine in dealt for step in mine) == list(range(20))  # type: ignore[attr-defined]
+    assert sorted(step for mine in dealt for step in mine) == list(range(20))  # type: ignore
 
 
 def test_a_worker_that_waits_in_vain_is_told_for_whom() -> None:
@@ -477,10 +477,29 @@ def test_the_filter_for_l1_models_withholds_only_what_cannot_matter_now() -> Non
 def test_everything_goes_through_tls_too(alone: list[Tensors], tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            str(key),
+            "-out",
+            str(cert),
+        ],
+        check=True,
+        capture_output=True,
+    )
     ours, theirs = process.contexts(str(cert), str(key), str(cert))
     with Server(shards=2, token=TOKEN, servers=2, tls=ours) as root:
         with (

@@ -36,7 +36,7 @@ def dense_run(
     rule: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float
 ) -> DenseTable:
     lr = options.pop("lr", 0.05)
-    spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, optimizer=rule, options=options)  # type: ignore[arg-type]
+    spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, optimizer=rule, options=options)
     table = DenseTable(spec, 0, w.size, w)
     for t, g in enumerate(grads):
         table.push(g.copy(), lr / (t + 1))  # a schedule: the push brings its own rate
@@ -200,7 +200,9 @@ def test_ftrl_without_penalties_is_scaled_gradient_descent() -> None:
 
 
 def test_ftrl_sets_small_weights_to_zero_and_leaves_what_has_no_gradient() -> None:
-    """z = sum g - sum s w;   w = 0 where |z| <= l1, else -(z - sgn(z) l1) / ((beta + sqrt n) / alpha + l2)"""
+    """z = sum g - sum s w;   w = 0 where |z| <= l1, else -(z - sgn(z) l1) / ((beta + sqrt n) /
+    alpha + l2)
+    """
     options = {"lr": 0.1, "beta": 1.0, "l1": 1.0, "l2": 0.5}
     table = DenseTable(
         Table("t", length=3, dtype="float64", optimizer="ftrl", options=options),

@@ -84,8 +84,10 @@ def test_rows_start_as_a_function_of_name_id_and_seed() -> None:
     assert (pulled(make(seed=1), ids) != first).any(axis=1).all()
     assert (pulled(SparseTable(Table("u", dim=3)), ids) != first).any(axis=1).all()
     script = (
-        "import numpy as np; from manyhands.core import Table; from manyhands.server.tables.sparse import SparseTable\n"
-        "t, out = SparseTable(Table('t', dim=3)), np.empty((2, 3), np.float32); t.pull(np.array([5, -7]), out); print(out.tobytes().hex())"
+        "import numpy as np; from manyhands.core import Table; from "
+        "manyhands.server.tables.sparse import SparseTable\n"
+        "t, out = SparseTable(Table('t', dim=3)), np.empty((2, 3), np.float32); "
+        "t.pull(np.array([5, -7]), out); print(out.tobytes().hex())"
     )
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -193,7 +195,9 @@ def test_a_push_of_nothing_counts_as_a_push() -> None:
 
 @pytest.mark.parametrize("spread", [40, 3000, 2**62])
 def test_a_random_life_equals_a_dictionary(spread: int) -> None:
-    """Pulls, pushes and erasures of ids that often meet, some of which share buckets for long stretches."""
+    """Pulls, pushes and erasures of ids that often meet, some of which share buckets for long
+    stretches.
+    """
     rng, table, model = dice(spread % 1000), make(dim=2, dtype="float64"), {}
     fresh = make(dim=2, dtype="float64")
     pool = np.unique(np.append(rng.integers(-spread, spread, 1500), EDGES))
@@ -574,7 +578,9 @@ def test_warming_up_compiles_what_tables_run() -> None:
 
 
 def test_a_push_of_what_was_pulled_is_a_push_like_any_other() -> None:
-    """What pulls found is remembered: growing, forgetting, repeats and other pulls in between must not show."""
+    """What pulls found is remembered: growing, forgetting, repeats and other pulls in between must
+    not show.
+    """
     rng = np.random.default_rng(5)
     table = SparseTable(Table("t", dim=3, optimizer="adagrad", options={"lr": 0.1}))
     other = SparseTable(Table("t", dim=3, optimizer="adagrad", options={"lr": 0.1}))

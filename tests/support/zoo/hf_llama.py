@@ -15,9 +15,15 @@ def task():
 
     torch.manual_seed(0)
     small = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=16, use_cache=False,
-    )  # fmt: skip
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
     text = torch.randint(31, (48, 13), generator=torch.Generator().manual_seed(1))
     return mh.Task(
         model=LlamaForCausalLM(small),
