@@ -126,7 +126,7 @@ class Bench:
         store = self.stores[name]
         # gradients stand where the store wants them, as they do for the kernels; a model would
         # write them there
-        grads = [store.room({"rows": ids[0]})["rows"].copy_(g) for g in self.grads]
+        grads = [store.push_buffers({"rows": ids[0]})["rows"].copy_(g) for g in self.grads]
         coming = [store.pull_async({"rows": ids[0]})]
 
         def turn(i: int) -> None:

@@ -34,7 +34,7 @@ def said(job: Command, pattern: str) -> re.Match[str]:
 
 def use(address: str, token: str, shards: int) -> None:
     store = ServerStore(address, 0, 1, token, timeout_s=60.0)
-    assert len(store._links) == shards
+    assert len(store._sender.connections) == shards
     store.create(SUM)
     ids = torch.arange(-500, 500)
     store.push({"sum": ids}, {"sum": torch.ones(1000, 2)}).wait()

@@ -115,15 +115,15 @@ def test_requests_whose_connection_broke_are_done_once(alone: list[Tensors], aft
 
 def test_a_broken_connection_over_shared_memory_loses_nothing(alone: list[Tensors]) -> None:
     with servers(shards=2) as (server,), joined(server, transport="shared") as store:
-        post = store._post
+        post = store._sender.post
 
         def cutting(*args: object) -> object:
             requests = post(*args)  # type: ignore[arg-type]
             if len(requests) > 1 and requests[1].number % 3 == 0:
-                store._links[1]._channel.stop()  # type: ignore - while the request is under way
+                store._sender.connections[1]._channel.stop()  # type: ignore - under way
             return requests
 
-        store._post = cutting  # type: ignore[method-assign]
+        store._sender.post = cutting  # type: ignore[method-assign]
         assert_same_steps(play(store), alone)
         assert store.stats()["client_reconnects"] > 3
         store.close()
@@ -165,7 +165,7 @@ def test_a_server_that_was_started_anew_is_noticed_and_can_be_filled_again() -> 
                 token=TOKEN, coordinator=root.address
             ) as second:  # another port: the coordinator knows
                 assert second.wait_ready(10)
-                with pytest.raises(ServerLost, match="started anew"):
+                with pytest.raises(ServerLost, match="was restarted"):
                     store.push({"users": ids}, {"users": ones}).wait()
                 store.create(USERS)
                 store.restore("users", saved)
@@ -266,7 +266,7 @@ def test_garbage_from_one_who_proved_himself_ends_only_his_connection() -> None:
     with servers() as (server,), joined(server, transport="tcp") as store:
         store.create(USERS)
         rows = store.pull({"users": torch.arange(10)})["users"]
-        store._links[0]._channel.sock.sendall(os.urandom(500))  # type: ignore[union-attr]
+        store._sender.connections[0]._channel.sock.sendall(os.urandom(500))  # type: ignore[union-attr]
         assert torch.equal(store.pull({"users": torch.arange(10)})["users"], rows)
         assert server.refused == {"garbage": 1} and store.stats()["client_reconnects"] == 1
         store.close()

@@ -439,12 +439,12 @@ IDS = torch.tensor([3, 4])
         (
             {"v": None},
             {"v": torch.ones(4)},
-            "table 'v' is unknown; there is 'rows', 'w'; create it first",
+            "table 'v' is unknown; the store has 'rows', 'w'; create it first",
         ),
         (
             {"w": None},
             {"rows": torch.ones(2, 3)},
-            r"rows are of tables \['w'\], updates of \['rows'\]",
+            r"rows name the tables \['w'\], but updates name \['rows'\]",
         ),
     ],
 )
@@ -488,20 +488,20 @@ def test_tables_that_cannot_be_are_refused(bad: LocalStore) -> None:
         bad.create(Table("x", optimizer="mod:Rule"))
     with pytest.raises(StoreError, match=r"'x': values: float32 of shape \(5,\).*6 contiguous"):
         bad.create(Table("x", length=6), torch.zeros(5))
-    with pytest.raises(StoreError, match="'x' is sparse: its rows start by themselves"):
+    with pytest.raises(StoreError, match="'x' is sparse, so its rows are made on first touch"):
         bad.create(Table("x"), torch.zeros(5))
     with pytest.raises(StoreError, match="is there with dim=3; given: dim=4"):
         bad.create(Table("rows", dim=4, optimizer="adagrad", options={"lr": 0.1}, seed=1))
     with pytest.raises(StoreError, match="table 'x' is unknown"):
         bad.pull({"x": None})
-    with pytest.raises(StoreError, match=r"what it is pulled into: float32 of shape \(3,\)"):
+    with pytest.raises(StoreError, match=r"the tensor to pull into: float32 of shape \(3,\)"):
         bad.pull({"w": None}, {"w": torch.empty(3)})
-    with pytest.raises(StoreError, match=r"are needed to restore; given: \['values'\]"):
+    with pytest.raises(StoreError, match=r"ids of a sparse table; given: \['values'\]"):
         bad.restore("rows", {"values": torch.zeros(1, 3)})
 
 
 def test_ranks_share_tables_only_where_they_are_given_the_same() -> None:
-    with pytest.raises(StoreError, match="a store of 2 ranks that share nothing"):
+    with pytest.raises(StoreError, match="a store of 2 ranks needs shards and a clock"):
         LocalStore(1, 2)
-    with pytest.raises(StoreError, match="a store of 2 ranks with a clock of 3"):
+    with pytest.raises(StoreError, match="a store of 2 ranks was given a clock of 3"):
         LocalStore(1, 2, [Shard()], Clock(3))

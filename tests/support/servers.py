@@ -45,7 +45,7 @@ def joined(
     try:
         yield store
     finally:
-        store._end()  # what a test did not close must not wait for a server that is gone
+        store.disconnect()  # what a test did not close must not wait for a server that is gone
 
 
 def batches(steps: int = 8, n: int = 200) -> list[tuple[Tensors, Tensors]]:

@@ -70,7 +70,9 @@ class InprocStore(LocalStore):
         delay: int | None = None,
     ) -> Tick:
         self._spend("tick", 0)
-        self.clock.post_tick(self.rank, self._now, staleness, quorum, late, delay, self._holds)
+        self.clock.post_tick(
+            self.rank, self._now, staleness, quorum, late, delay, self._has_pending
+        )
         self._told_clock()
         where = f"tick after clock {self._now}"
         self._stand(
@@ -91,7 +93,7 @@ class InprocStore(LocalStore):
         self.world.spend(self.rank, self.world.cost(what, nbytes, 1), "exchange")
 
     def _nbytes(self, name: str, ids: Tensor | None) -> int:
-        table = self._spec(name)
+        table = self._table(name)
         numbers = (
             table.length
             if table.length is not None

@@ -1,7 +1,7 @@
-"""A store without servers: tables in this process, for one rank or for several that are threads of it.
+"""Local store: tables in this process, for one rank or for several that are threads of it.
 
-The same shards, clock and placement as behind the wire, called directly. What is pushed is copied once, since rules use it as
-scratch; what is pulled is written where it is wanted.
+It calls the same shards, clock and placement that servers use. A push copies its updates once,
+since server optimizers use them as scratch memory; a pull writes rows where they are wanted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.shard import Shard, TableUpdate, Want
 from manyhands.server.slots import even, ranges
+from manyhands.server.table_content import arrays_of, first_values, join, slice_of
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.hashing import seed_of, slot_of
 from manyhands.server.tables.partition import Partition, partition
@@ -41,9 +42,12 @@ from manyhands.server.validate import (
     ids_of,
     no_ids,
     not_finite,
-    part_of,
+    unequal_tables,
+    unknown_table,
     vector_of,
 )
+
+TARGET = "the tensor to pull into"
 
 
 class LocalStore:
@@ -62,23 +66,25 @@ class LocalStore:
     ):
         if size > 1 and (shards is None or clock is None):
             raise StoreError(
-                f"a store of {size} ranks that share nothing; give them the same shards and clock"
+                f"a store of {size} ranks needs shards and a clock that they share; "
+                "give all of them the same"
             )
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.shards = [Shard()] if shards is None else list(shards)
         self.clock = Clock(size) if clock is None else clock
         if self.clock.size != size:
             raise StoreError(
-                f"a store of {size} ranks with a clock of {self.clock.size}; give both the same number"
+                f"a store of {size} ranks was given a clock of {self.clock.size}; "
+                "give both the same number"
             )
         entered = self.clock.enter(rank)
         self._incarnation, self._now, self._version = entered.incarnation, entered.clock, 0
         self._sequence = self._requests = 0
-        self._holds = False
+        self._has_pending = False
         self._owner = even(len(self.shards))
-        self._specs: dict[str, Table] = {}
-        self._told: dict[str, float] = {}
-        self._commit()  # what others may have decided and not yet told the shards
+        self._tables: dict[str, Table] = {}
+        self._last_stats: dict[str, float] = {}
+        self._commit()  # commits that other ranks decided and have not sent to the shards yet
 
     # -- tables --
 
@@ -88,27 +94,17 @@ class LocalStore:
         if self.rank > 0:
             self.clock.wait_made(table.name, self.timeout_s)
             values = state = None
-        if table.length is None and (values is not None or state):
-            raise StoreError(
-                f"table {table.name!r} is sparse: its rows start by themselves; restore takes given ones"
-            )
-        if values is not None:
-            values = vector_of(table, values, "values")
-        parts = (
-            [None] * len(self.shards)
-            if table.length is None
-            else ranges(table.length, len(self.shards))
-        )
-        for shard, part in zip(self.shards, parts, strict=True):
-            if part is None:
+        vector = first_values(table, values, state)
+        if table.length is None:
+            for shard in self.shards:
                 shard.create(table)
-            else:
-                share = None if values is None else values[part[0] : part[1]].numpy()
-                kept = (
-                    {name: part_of(table, x, part) for name, x in state.items()} if state else None
-                )
-                shard.create(table, part, share, kept)
-        self._specs[table.name] = table
+        else:
+            spans = ranges(table.length, len(self.shards))
+            for shard, span in zip(self.shards, spans, strict=True):
+                mine = None if vector is None else vector[span[0] : span[1]].numpy()
+                kept = {name: slice_of(table, x, span) for name, x in (state or {}).items()}
+                shard.create(table, span, mine, kept or None)
+        self._tables[table.name] = table
         self.clock.made(table.name)
 
     # -- rows --
@@ -119,7 +115,7 @@ class LocalStore:
         outs: list[list[np.ndarray]] = [[] for _ in self.shards]
         spread: list[tuple[Partition, list[np.ndarray], Tensor]] = []
         for name, ids in rows.items():
-            table = self._spec(name)
+            table = self._table(name)
             out = self._out(table, ids, None if into is None else into.get(name))
             found[name] = out
             array = out.detach().numpy()
@@ -149,12 +145,10 @@ class LocalStore:
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         if rows.keys() != updates.keys():
-            raise StoreError(
-                f"rows are of tables {sorted(rows)}, updates of {sorted(updates)}; the same are needed"
-            )
+            raise unequal_tables(rows, updates)
         parts: list[list[TableUpdate]] = [[] for _ in self.shards]
         for name, ids in rows.items():
-            table = self._spec(name)
+            table = self._table(name)
             if table.length is not None:
                 no_ids(table, ids)
                 array = vector_of(table, updates[name], "updates").numpy()
@@ -172,17 +166,17 @@ class LocalStore:
                         mine = np.empty((cut.ids(s).size, table.dim), array.dtype)
                         cut.collect(array.reshape(-1), s, table.dim, mine.reshape(-1))
                         parts[s].append(TableUpdate(name, np.ascontiguousarray(cut.ids(s)), mine))
-            # a shard refuses its part alone: where there are several, all must be known to be good before one has it
+            # a shard refuses its own part only: with several, check all before one of them gets it
             if len(self.shards) > 1 and not finite(array.reshape(-1)):
                 raise not_finite(name, numbers, array)
         how = PushMessage(self._now, **options)
         for shard, some in zip(self.shards, parts, strict=True):
             shard.push(self.rank, self._incarnation, self._sequence, some, how)
         self._sequence += 1
-        self._holds |= how.pending
+        self._has_pending |= how.pending
         return Finished()
 
-    # -- requests that others make in the background: here they are done when they return --
+    # -- background requests: done when they return --
 
     def pull_async(
         self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
@@ -195,7 +189,7 @@ class LocalStore:
         self.push(rows, updates, **options)
         return CompleteReply(self.pull(wants))
 
-    # -- clocks --
+    # -- clocks and steps --
 
     def tick(
         self,
@@ -206,9 +200,9 @@ class LocalStore:
         delay: int | None = None,
     ) -> Tick:
         tick = self.clock.tick(
-            self.rank, self._now, staleness, quorum, late, delay, self._holds, self.timeout_s
+            self.rank, self._now, staleness, quorum, late, delay, self._has_pending, self.timeout_s
         )
-        self._now, self._holds = tick.clock, False
+        self._now, self._has_pending = tick.clock, False
         self._commit()
         return tick
 
@@ -230,77 +224,41 @@ class LocalStore:
     # -- whole tables --
 
     def dump(self, name: str) -> Tensors:
-        """Sparse rows in the order of their ids, so that it does not show how many shards there are."""
-        table = self._spec(name)
-        shards = [shard.dump(name) for shard in self.shards]
-        for content in shards:
-            del content["marks"]
-        if table.length is None:
-            order = np.argsort(
-                np.concatenate([content["ids"] for content in shards]), kind="stable"
-            )
-            join = {
-                key: np.concatenate([c[key] for c in shards])[order]
-                for key in shards[0]
-                if key != "version"
-            }
-        else:
-            join = {
-                k: np.concatenate([c[k] for c in shards])
-                for k, v in shards[0].items()
-                if v.dtype != np.int64
-            }
-            join |= {
-                k: v for k, v in shards[0].items() if v.dtype == np.int64
-            }  # counts, the same for all parts
-        join["version"] = shards[0]["version"]
-        return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in join.items()}
+        return join(self._table(name), [shard.dump(name) for shard in self.shards])
 
     def restore(self, name: str, content: Tensors) -> None:
-        table = self._spec(name)
-        arrays = {
-            key: np.ascontiguousarray(value.detach().cpu().numpy())
-            for key, value in content.items()
-        }
-        if "values" not in arrays or (table.length is None and "ids" not in arrays):
-            raise StoreError(
-                f"table {name!r}: ids (of a sparse table) and values are needed to restore; given: {sorted(arrays)}"
-            )
+        table = self._table(name)
+        arrays = arrays_of(table, content)
         if table.length is not None:
-            for shard, part in zip(
-                self.shards, ranges(table.length, len(self.shards)), strict=True
-            ):
-                shard.load(
-                    name,
-                    {key: part_of(table, torch.from_numpy(x), part) for key, x in arrays.items()},
-                )
+            spans = ranges(table.length, len(self.shards))
+            for shard, span in zip(self.shards, spans, strict=True):
+                mine = {
+                    key: slice_of(table, torch.from_numpy(x), span) for key, x in arrays.items()
+                }
+                shard.load(name, mine)
             return
         owner = self._owner[slot_of(ids_of(table, content["ids"]), seed_of(name), self._owner.size)]
         for s, shard in enumerate(self.shards):
+            mine = {
+                key: x if key == "version" else np.ascontiguousarray(x[owner == s])
+                for key, x in arrays.items()
+            }
             shard.clear(name)
-            shard.load(
-                name,
-                {
-                    k: x if k == "version" else np.ascontiguousarray(x[owner == s])
-                    for k, x in arrays.items()
-                },
-            )
+            shard.load(name, mine)
 
     def stats(self) -> dict[str, float]:
         now = together([shard.stats() for shard in self.shards]) | self.clock.stats()
-        found, self._told = since(self._told, now), now
+        found, self._last_stats = since(self._last_stats, now), now
         return found
 
     def close(self) -> None: ...
 
-    # -- the door --
+    # -- arguments --
 
-    def _spec(self, name: str) -> Table:
-        if name not in self._specs:
-            raise StoreError(
-                f"table {name!r} is unknown; there is {', '.join(map(repr, self._specs)) or 'none'}; create it first"
-            )
-        return self._specs[name]
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            raise unknown_table(name, self._tables)
+        return self._tables[name]
 
     def _out(self, table: Table, ids: Tensor | None, given: Tensor | None) -> Tensor:
         if table.length is not None:
@@ -308,8 +266,8 @@ class LocalStore:
             return (
                 torch.empty(table.length, dtype=dtype_of(table))
                 if given is None
-                else vector_of(table, given, "what it is pulled into")
+                else vector_of(table, given, TARGET)
             )
         n = ids_of(table, ids).size
         made = torch.empty(n, table.dim, dtype=dtype_of(table)) if given is None else given
-        return block_of(table, n, made, "what it is pulled into")
+        return block_of(table, n, made, TARGET)

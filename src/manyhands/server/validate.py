@@ -1,13 +1,29 @@
-"""What a store is given, looked at once at its door: tensors as the arrays that shards work on, or an error that says what is needed."""
+"""Validates arguments of Store calls (ids, rows, dtypes, shapes) and converts them to arrays."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manyhands.core import Table
+from manyhands.core import Rows, Table, Tensors
 from manyhands.errors import NotFinite, StoreError
+
+
+def unknown_table(name: str, tables: Iterable[str]) -> StoreError:
+    return StoreError(
+        f"table {name!r} is unknown; the store has {', '.join(map(repr, tables)) or 'none'}; "
+        "create it first"
+    )
+
+
+def unequal_tables(rows: Rows, updates: Tensors) -> StoreError:
+    return StoreError(
+        f"rows name the tables {sorted(rows)}, but updates name {sorted(updates)}; "
+        "give both the same"
+    )
 
 
 def dtype_of(table: Table) -> torch.dtype:
@@ -17,13 +33,16 @@ def dtype_of(table: Table) -> torch.dtype:
 def _given(x: object) -> str:
     if not isinstance(x, Tensor):
         return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)} on {x.device}{'' if x.is_contiguous() else ', not contiguous'}"
+    contiguous = "" if x.is_contiguous() else ", not contiguous"
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{dtype} of shape {tuple(x.shape)} on {x.device}{contiguous}"
 
 
 def no_ids(table: Table, ids: Tensor | None) -> None:
     if ids is not None:
         raise StoreError(
-            f"table {table.name!r} is dense: all of it is pulled and pushed; give None in place of ids"
+            f"table {table.name!r} is dense and is pulled and pushed as a whole; "
+            "give None in place of ids"
         )
 
 
@@ -50,12 +69,14 @@ def vector_of(table: Table, x: Tensor, what: str) -> Tensor:
     )
     if not good or not x.is_contiguous():
         raise StoreError(
-            f"table {table.name!r}: {what}: {_given(x)}; {table.length} contiguous {table.dtype} numbers on the CPU are needed"
+            f"table {table.name!r}: {what}: {_given(x)}; "
+            f"{table.length} contiguous {table.dtype} numbers on the CPU are needed"
         )
     return x.detach().view(-1)
 
 
 def block_of(table: Table, n: int, x: Tensor, what: str) -> Tensor:
+    """One row of `dim` numbers for each of `n` ids."""
     good = (
         isinstance(x, Tensor)
         and x.dtype == dtype_of(table)
@@ -64,21 +85,10 @@ def block_of(table: Table, n: int, x: Tensor, what: str) -> Tensor:
     )
     if not good or not x.is_contiguous():
         raise StoreError(
-            f"table {table.name!r}: {what}: {_given(x)}; contiguous {table.dtype} of shape {(n, table.dim)} on the CPU is needed"
+            f"table {table.name!r}: {what}: {_given(x)}; "
+            f"contiguous {table.dtype} of shape {(n, table.dim)} on the CPU is needed"
         )
     return x.detach()
-
-
-def part_of(table: Table, x: Tensor, part: tuple[int, int]) -> np.ndarray:
-    """A part of what a rule keeps: as long as the table, one number a row of `dim`, or one number in all."""
-    array, length = np.ascontiguousarray(x.detach().cpu().numpy()).reshape(-1), table.length or 0
-    if array.dtype == np.int64:
-        return array.copy()
-    if array.size == length:
-        return array[part[0] : part[1]].copy()
-    if array.size * table.dim == length:
-        return array[part[0] // table.dim : part[1] // table.dim].copy()
-    return array.copy()
 
 
 def not_finite(name: str, ids: np.ndarray | None, updates: np.ndarray) -> NotFinite:
@@ -87,6 +97,6 @@ def not_finite(name: str, ids: np.ndarray | None, updates: np.ndarray) -> NotFin
     what = "elements" if ids is None else "ids"
     shown = ", ".join(map(str, which[:5].tolist())) + (", ..." if which.size > 5 else "")
     return NotFinite(
-        f"table {name!r}: updates of {which.size} {what} are not finite ({what} {shown}); nothing was changed: lower the learning "
-        "rate or clip gradients, and look for what made them"
+        f"table {name!r}: updates of {which.size} {what} are not finite ({what} {shown}); "
+        "nothing was changed: lower the learning rate or clip gradients, and look for their cause"
     )

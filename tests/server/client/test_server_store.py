@@ -84,21 +84,27 @@ def test_updates_that_stand_in_the_stores_own_memory_are_pushed_from_there(trans
         for each in (expected, store):
             create(each)
         rows, updates = batches()[0]
-        room = store.room(rows)
+        room = store.push_buffers(rows)
         for i in range(3):
             for name in room:
                 room[name].copy_(updates[name])
-            before = sum(end - begin for begin, end in store._links[0].arena.segments[-1].live)
+            before = sum(
+                end - begin for begin, end in store._sender.connections[0].arena.segments[-1].live
+            )
             work = store.push(rows, room)
             taken = (
-                sum(end - begin for begin, end in store._links[0].arena.segments[-1].live) - before
+                sum(
+                    end - begin
+                    for begin, end in store._sender.connections[0].arena.segments[-1].live
+                )
+                - before
             )
             assert taken < 3000  # ids, and no copy of 26,400 bytes of updates
             if i == 1:
-                store._links[0]._channel.stop()  # type: ignore[union-attr] - it must then be copied
+                store._sender.connections[0]._channel.stop()  # type: ignore[union-attr] - it must then be copied
             work.wait()
             expected.push(rows, {k: x.clone() for k, x in updates.items()})
-            room = store.room(rows) if i == 1 else room
+            room = store.push_buffers(rows) if i == 1 else room
         assert_same_steps(
             [store.dump(t.name) for t in TABLES], [expected.dump(t.name) for t in TABLES]
         )
@@ -107,7 +113,7 @@ def test_updates_that_stand_in_the_stores_own_memory_are_pushed_from_there(trans
 
 def test_shared_memory_is_chosen_by_itself_where_it_can_be() -> None:
     with servers() as (server,), joined(server) as store:
-        assert store._links[0].shared
+        assert store._sender.connections[0].shared
         store.create(USERS)
         ids = torch.arange(1000)
         rows = store.pull({"users": ids})["users"]
@@ -126,7 +132,7 @@ def test_tables_larger_than_the_memory_in_use_make_it_grow() -> None:
             store.push({"big": None}, {"big": torch.ones(3_000_000)})
         kept = [store.pull_async({"big": None}) for _ in range(3)]  # several under way at once
         assert all((f.result()["big"] == 3).all() for f in kept)
-        assert all(len(link.arena.segments) <= 2 for link in store._links)
+        assert all(len(connection.arena.segments) <= 2 for connection in store._sender.connections)
         store.close()
 
 
@@ -322,8 +328,8 @@ def test_a_worker_that_falls_silent_is_evicted_too() -> None:
         joined(server, 0, 2) as store,
         joined(server, 1, 2) as silent,
     ):
-        assert silent._lease is not None
-        silent._lease._closing.set()  # its connection stays, but nothing is said any more
+        assert silent._heartbeat is not None
+        silent._heartbeat._closing.set()  # its connection stays, but nothing is said any more
         assert store.tick(0).clock == 1
         assert server.coordinator is not None and server.coordinator.evicted == [1]
         with pytest.raises(StoreError, match="evicted"):
@@ -506,7 +512,7 @@ def test_everything_goes_through_tls_too(alone: list[Tensors], tmp_path: Path) -
             Server(token=TOKEN, coordinator=root.address, tls=ours, client_tls=theirs),
             joined(root, tls=theirs) as store,
         ):
-            assert not any(link.local for link in store._links)
+            assert not any(connection.local for connection in store._sender.connections)
             assert_same_steps(play(store), alone)
             store.close()
         with pytest.raises((ServerLost, StoreError)):

@@ -1,11 +1,13 @@
-"""A client's connection to one shard or to the coordinator: numbered requests out, answers in, in order, none lost and none done twice.
+"""Connection of a client to one shard or to the coordinator: numbered requests, answers in order.
 
-Requests may be under way together. What has no answer yet is kept, and sent again in its order when the connection had to be made
-anew, or when the other side says so (`Again`); pushes carry sequence numbers, so that the shard applies none twice. Nothing waits for
-ever: after `timeout_s` ServerLost names the server, the operation and the last thing that went wrong.
+Several requests may be under way at once. Requests without an answer are kept, and sent again in
+their order after a reconnect, or when the server asks for it (`Again`). Pushes carry sequence
+numbers, so the shard applies none twice. Nothing waits for ever: after `timeout_s` ServerLost names
+the server, the operation and the last error.
 
-Answers with rows that come through a socket are read by a thread, so that they move while the worker computes and so that both
-ends never wait in `send` for each other. Where only doorbells travel (shared memory), whoever waits reads.
+Over a socket a thread reads the answers with rows: they move while the worker computes, and the two
+ends never wait in `send` for each other. With shared memory only short frames travel, and the
+thread that waits for an answer reads it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,56 +27,24 @@ from manyhands.errors import (
     ServerLost,
     StoreError,
 )
-from manyhands.server.protocol import arena, handshake
+from manyhands.server.client.dial import Transport, choose_transport, open_channel
+from manyhands.server.client.pending_request import Parts, PendingRequest
+from manyhands.server.protocol import handshake
 from manyhands.server.protocol import messages as m
+from manyhands.server.protocol.arena import Arena
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.request_loop import KeyLists
 
-Transport = Literal["auto", "tcp", "unix", "shared"]
 WINDOW = 16  # requests under way at once
-SLICE_S = 0.5  # of waiting, between two looks at the clock
-ABSENT_S = 2.0  # a server that was there and refuses connections for so long has died
+SLICE_S = 0.5  # longest wait between two checks of a deadline
+ABSENT_S = 2.0  # a server that listened before and refuses connections for so long has died
 PAUSE_S = 0.05  # between two attempts to connect
-Parts = Sequence[np.ndarray]
-
-
-class PendingRequest:
-    """A request that has no answer yet. `compose` makes its message and payload, each time it is sent."""
-
-    def __init__(
-        self,
-        what: str | Callable[[], str],
-        compose: Callable[[], tuple[m.Message, Parts]],
-        deadline: float,
-    ):
-        self._what, self.compose, self.deadline = what, compose, deadline
-        self.number = -1
-        self.region: arena.ArenaBlock | None = None
-        self.answer_at = 0  # within the region
-        self.answer: Any = None
-        self.arrived: np.ndarray | None = None  # payload of an answer for which no place was given
-        self.error: Exception | None = None
-        self.done = self.abandoned = False
-        self.on_answer: Callable[[PendingRequest], None] | None = None
-        self.commits = 0  # the last commit that was sent along
-
-    @property
-    def what(self) -> str:
-        return self._what if isinstance(self._what, str) else self._what()
-
-    def move(self, arena: arena.Arena) -> None:
-        """To memory of a new connection."""
-        if self.region is not None:
-            self.region = arena.copy(self.region)
-
-    def room(self, nbytes: int) -> np.ndarray:
-        if self.region is not None and self.answer_at + nbytes <= self.region.nbytes:
-            return self.region.memory[self.answer_at : self.answer_at + nbytes]
-        self.arrived = np.empty(nbytes, np.uint8)
-        return self.arrived
 
 
 class Connection:
+    """`on_epoch(connection, epoch)`: the server has another slot map. `on_absence(connection)`: it
+    cannot be reached."""
+
     def __init__(
         self,
         where: m.ShardAddress,
@@ -89,23 +59,12 @@ class Connection:
     ):
         self.where, self._token, self._proof, self._tls = where, token, proof, tls
         self.timeout_s = timeout_s
-        same = bool(where.local) and where.machine == handshake.machine() and tls is None
-        if transport in ("unix", "shared") and not same:
-            raise StoreError(
-                f"transport={transport!r}, but the server at {where} is not on this host; use 'auto' or 'tcp'"
-            )
-        if transport == "shared" and not arena.possible():
-            raise StoreError(
-                "transport='shared', but this system has no memfd; use 'auto' or 'unix'"
-            )
-        self.local = same and transport != "tcp"
-        self.shared = self.local and transport != "unix" and arena.possible()
+        self.local, self.shared = choose_transport(where, transport, tls)
         self._threaded = not self.shared and tls is None and proof().role == "data"
-        self._window = (
-            1 if tls is not None else WINDOW
-        )  # TLS is read and written by one thread at a time
+        # one thread at a time may read and write TLS
+        self._window = 1 if tls is not None else WINDOW
         self._on_epoch, self._on_absence = on_epoch, on_absence
-        self.arena = arena.Arena(self.shared)
+        self.arena = Arena(self.shared)
         self.keys = KeyLists()
         self.instance: int | None = None
         self.reconnects = -1
@@ -139,7 +98,7 @@ class Connection:
     def ask(
         self, message: m.Message, what: str, parts: Parts = (), timeout_s: float | None = None
     ) -> Any:
-        """One request and its answer."""
+        """Send one request and wait for its answer."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         pending = self.post(
             PendingRequest(what, lambda: (message, parts), time.monotonic() + limit)
@@ -148,7 +107,7 @@ class Connection:
         return pending.answer
 
     def wait(self, pending: PendingRequest, quiet: bool = False) -> None:
-        """Until it is answered; raises what the answer says, unless `quiet`."""
+        """Wait for the answer; raise its error, unless `quiet`."""
         while not pending.done:
             left = pending.deadline - time.monotonic()
             if left <= 0 and not quiet:
@@ -171,7 +130,7 @@ class Connection:
                         self._read()
                 finally:
                     self._reading.release()
-            else:  # another thread reads, and may read ours
+            else:  # another thread is reading, and may read this answer
                 with self._changed:
                     self._changed.wait_for(
                         lambda: pending.done or self._broken is not None, min(left, PAUSE_S)
@@ -180,7 +139,7 @@ class Connection:
             raise pending.error
 
     def settle(self, what: Callable[[], str]) -> None:
-        """Be connected before memory is taken for a request: a connection made anew begins with memory of its own."""
+        """Connect before memory is taken for a request: a new connection has its own arena."""
         if self._broken is not None or self._again is not None:
             with self._sending:
                 self._recover(
@@ -192,7 +151,7 @@ class Connection:
     def withdraw(
         self, which: Callable[[PendingRequest], bool], why: Exception
     ) -> list[PendingRequest]:
-        """Take back requests that the other side refused."""
+        """Take back requests that the server refused."""
         with self._changed:
             gone = [pending for pending in self._outstanding.values() if which(pending)]
             for pending in gone:
@@ -221,7 +180,7 @@ class Connection:
     # -- sending --
 
     def _transmit(self, pending: PendingRequest) -> None:
-        """A connection that breaks here is mended by whoever waits for the answer."""
+        """Send; if the connection breaks here, the thread that waits for the answer reconnects."""
         try:
             channel = self._channel
             assert channel is not None
@@ -235,7 +194,7 @@ class Connection:
             self._break(e)
 
     def _attach(self, channel: Channel) -> None:
-        """Let the server map what it does not have yet."""
+        """Send the server the arena segments that it has not mapped yet."""
         for segment in list(self.arena.segments):
             if segment.number not in self._attached:
                 gone = [
@@ -255,17 +214,19 @@ class Connection:
             self._channel.stop()
 
     def _give_up(self, pending: PendingRequest, fate: str = "") -> ServerLost:
-        """A late answer must not be taken for another's, nor a late write fall into memory that is used again."""
+        """Drop the connection and fail a request: a late answer must not pass for another's, nor
+        a late write fall into memory that is used again."""
         trouble = f" ({self._broken})" if self._broken is not None and str(self._broken) else ""
         self._break(TimeoutError("no answer in time"))
         with self._changed:
             self._outstanding.pop(pending.number, None)
-        pending.region = None  # never to be used again
+        pending.block = None  # never to be used again
         pending.error = ServerLost(
-            f"server {self.where} {fate}; look at its last words"
+            f"server {self.where} {fate}; look at the end of its log"
             if fate
-            else f"server {self.where} did not answer a {pending.what} within {self.timeout_s:g} s{trouble}; "
-            "is it alive and reachable? raise timeout_s if it is only slow"
+            else f"server {self.where} did not answer a {pending.what} within "
+            f"{self.timeout_s:g} s{trouble}; check that it is alive and reachable, and raise "
+            "timeout_s if it is only slow"
         )
         pending.done = True
         return pending.error
@@ -281,12 +242,12 @@ class Connection:
             with self._changed:
                 pending = self._outstanding.get(head.number)
             if head.payload_bytes:
-                room = (
-                    pending.room(head.payload_bytes)
+                memory = (
+                    pending.answer_memory(head.payload_bytes)
                     if pending is not None
                     else np.empty(head.payload_bytes, np.uint8)
                 )
-                channel.body(room.data)
+                channel.body(memory.data)
             self.received_bytes += channel.received_bytes - before
         except TimeoutError:
             return
@@ -320,10 +281,10 @@ class Connection:
         while self._channel is channel and self._broken is None:
             self._read()
 
-    # -- mending --
+    # -- reconnecting --
 
     def _recover(self, pending: PendingRequest) -> None:
-        """Called with the right to send."""
+        """Resend or reconnect; the caller holds `_sending`."""
         if self._again is not None and self._broken is None:
             with self._changed:
                 number, again = self._again
@@ -351,41 +312,34 @@ class Connection:
 
     def _connect(self, pending: PendingRequest) -> None:
         if self._closed:
-            raise ServerLost(f"a {pending.what} of server {self.where}, after the store was closed")
+            raise ServerLost(f"{pending.what} at server {self.where}: the store was closed before")
         self._end_channel()
         trouble: Exception | None = self._broken
-        since = 0.0
+        absent_since = 0.0
         while time.monotonic() < pending.deadline:
-            channel = None
             try:
-                channel = handshake.connect(
-                    self.where, pending.deadline - time.monotonic(), self.local, self._tls
+                channel, welcome = open_channel(
+                    self.where, self._token, self._proof(), pending.deadline, self.local, self._tls
                 )
-                until = min(pending.deadline, time.monotonic() + handshake.HANDSHAKE_S)
-                welcome = handshake.prove(channel, self._token, self._proof(), until)
                 break
             except handshake.Unwelcome as e:
-                assert channel is not None
-                channel.close()
                 raise StoreError(f"server {self.where}: {e}") from e
             except OSError as e:
                 trouble = e if str(e) else trouble or e
-                if channel is not None:
-                    channel.close()
                 if self._on_absence is not None:
                     self._on_absence(self)
-                # a shard listened before anybody heard of it; a coordinator may yet have to start
+                # a shard listens before it is announced; a coordinator may yet have to start
                 known = self.instance is not None or self._proof().role == "data"
                 gone = known and isinstance(e, ConnectionRefusedError | FileNotFoundError)
-                since = since or time.monotonic() if gone else 0.0
-                if (
-                    since and time.monotonic() - since > ABSENT_S
-                ):  # its tables are gone with it: waiting would bring nothing back
+                absent_since = absent_since or time.monotonic() if gone else 0.0
+                # its tables are gone with it: waiting would bring nothing back
+                if absent_since and time.monotonic() - absent_since > ABSENT_S:
                     with self._changed:
                         self._broken = e
                     raise self._give_up(
                         pending,
-                        f"is gone (it does not listen any more: {e}), in the middle of a {pending.what}",
+                        f"is gone (it does not listen any more: {e}), in the middle of a "
+                        f"{pending.what}",
                     ) from e
             time.sleep(min(PAUSE_S, max(0.0, pending.deadline - time.monotonic())))
         else:
@@ -393,17 +347,15 @@ class Connection:
                 self._broken = trouble
             raise self._give_up(pending)
         channel.limit(None if self._threaded else SLICE_S, self.timeout_s)
-        self._take_up(channel, welcome)
+        self._adopt(channel, welcome)
 
-    def _take_up(self, channel: Channel, welcome: m.Welcome) -> None:
+    def _adopt(self, channel: Channel, welcome: m.Welcome) -> None:
         new = self.instance is not None and welcome.instance != self.instance
         self.instance = welcome.instance
         self.reconnects += 1
         self.keys, self._attached, self._again = KeyLists(), set(), None
-        if (
-            self.reconnects
-        ):  # the conversation that broke may still be writing to the memory it knew
-            self.arena, old = arena.Arena(self.shared), self.arena
+        if self.reconnects:  # the server may still write to the memory of the old connection
+            self.arena, old = Arena(self.shared), self.arena
             for each in self._outstanding.values():
                 each.move(self.arena)
             old.close()
@@ -418,7 +370,8 @@ class Connection:
             with self._changed:
                 lost, self._outstanding = list(self._outstanding.values()), {}
             error = ServerLost(
-                f"server {self.where} was started anew: its tables are gone; create and restore them"
+                f"server {self.where} was restarted and its tables are lost; "
+                "create and restore them"
             )
             for each in lost:
                 each.error, each.done = error, True

@@ -1,6 +1,7 @@
-"""A worker's sign of life: a connection to the coordinator on which a small thread says something now and then.
+"""Heartbeat of a worker: a connection to the coordinator on which a thread sends pings.
 
-When it ends or falls silent the worker counts as dead, and the others go on without it.
+When the connection ends, or no ping comes for `lease_s`, the coordinator removes the worker and the
+other ranks go on without it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import threading
 import time
 
 from manyhands.errors import ServerLost, StoreError
+from manyhands.server.client.dial import open_channel
 from manyhands.server.protocol import handshake
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Ping, Proof, ShardAddress
 
-PINGS = 4  # in the time after which silence means death
+PINGS = 4  # in `lease_s`
+PAUSE_S = 0.02  # between two attempts to connect
 
 
 class Heartbeat:
@@ -26,16 +29,11 @@ class Heartbeat:
         lease_s: float,
         tls: ssl.SSLContext | None = None,
     ):
-        self._where, self._token, self._proof, self._lease_s, self._tls = (
-            where,
-            token,
-            proof,
-            lease_s,
-            tls,
-        )
+        self._where, self._token, self._proof = where, token, proof
+        self._lease_s, self._tls = lease_s, tls
         self._closing = threading.Event()
         self._channel: Channel | None = self._first()
-        self._thread = threading.Thread(target=self._ping, name="manyhands-lease", daemon=True)
+        self._thread = threading.Thread(target=self._ping, name="manyhands-heartbeat", daemon=True)
         self._thread.start()
 
     def _first(self) -> Channel:
@@ -48,23 +46,14 @@ class Heartbeat:
             except OSError as e:
                 if time.monotonic() > deadline:
                     raise ServerLost(
-                        f"server {self._where} did not take a lease within {self._lease_s:g} s ({e})"
+                        f"server {self._where} did not accept a heartbeat connection within "
+                        f"{self._lease_s:g} s ({e})"
                     ) from e
-            self._closing.wait(0.02)
+            self._closing.wait(PAUSE_S)
 
     def _connect(self) -> Channel:
-        channel = handshake.connect(self._where, self._lease_s, False, self._tls)
-        try:
-            handshake.prove(
-                channel,
-                self._token,
-                self._proof,
-                time.monotonic() + min(self._lease_s, handshake.HANDSHAKE_S),
-            )
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+        deadline = time.monotonic() + self._lease_s
+        return open_channel(self._where, self._token, self._proof, deadline, False, self._tls)[0]
 
     def _ping(self) -> None:
         while not self._closing.wait(self._lease_s / PINGS):
