@@ -303,7 +303,7 @@ def test_every_option_refuses_a_wrong_value_and_names_it(name: str) -> None:
         ),
         (
             "servers=1 merge=async_easgd merge.alpha=0.5",
-            r"merge\.alpha=0\.5: where all ranks come at once, the centre is stable for .* = "
+            r"merge\.alpha=0\.5: where all ranks merge at once, the centre is stable for .* = "
             r"0\.4; set",
         ),
         (

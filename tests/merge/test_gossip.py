@@ -345,7 +345,7 @@ def test_any_optimizer_works_underneath(rule: Any, make: Any) -> None:
         (lambda: ADPSGD(seed=-1), r"merge\.seed=-1"),
         (lambda: DPSGD("0-1,2-3").check(4), r"\{0,1\} and \{2,3\}"),
         (lambda: DPSGD("0>1,1>2").check(3), "doubly stochastic"),
-        (lambda: SGP("0>1").check(2), "one way only"),
+        (lambda: SGP("0>1").check(2), "one direction only"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(make: Any, says: str) -> None:

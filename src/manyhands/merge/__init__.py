@@ -1,4 +1,9 @@
-"""How replicas agree. One algorithm, one file; its name here is its name in a plan: `merge=all_reduce`."""
+"""Merge strategies: how replicas agree. One algorithm a file; its name is the word in a plan.
+
+`merge=all_reduce` is `all_reduce.py`. A strategy is a frozen dataclass: its fields are the options
+(`merge.period=8`), and its `round` computes, exchanges and merges. What several of them share is in
+`building_blocks/`. To add one, write its file and add a line to `STRATEGIES`.
+"""
 
 from manyhands.merge.ad_psgd import ADPSGD
 from manyhands.merge.admm import ADMM

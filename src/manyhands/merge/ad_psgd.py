@@ -1,21 +1,25 @@
-"""Pairwise gossip: in every round each rank averages with one partner, drawn at random, and waits for nobody else.
+"""Pairwise gossip (after AD-PSGD): in every round each rank averages with one random partner.
 
     g_i = gradient at x_i;   (i, j) partners:  x_i, x_j <- (x_i + x_j) / 2;   x_i <- x_i - eta g_i
 
-x_i travels while g_i is computed, so on a link that keeps up the exchange is free: N values a round for each rank. Averaging
-conserves x_i + x_j, so the mean of all replicas moves by the mean of their gradients alone. All ranks draw the same pairs
-from `seed` and the number of the round, so partners always call on each other and no circle of waiting can arise; of an odd
-number of ranks one stays alone that round. There is no barrier: a slow rank holds up its partners of this round, and theirs
-only later. The paper's ranks go further and interrupt a passive partner whenever they are ready; here partners meet in
-known rounds, so all ranks take the same number of steps and a run repeats bit for bit. `period` steps are taken between two
-meetings. Optimizer state stays local (`moments=keep`), or is averaged too (average), or starts anew (reset). Evaluated
-and saved is the mean of all replicas.
+x_i is sent while g_i is computed, so on a fast enough network the exchange costs no time: N values
+a round for each rank. Averaging conserves x_i + x_j, so the mean of all replicas moves by the mean
+of their gradients alone. All ranks draw the same pairs from `seed` and the number of the round, so
+both partners of a pair know of it and no deadlock can arise; of an odd number of ranks one has no
+partner in that round. There is no barrier: a slow rank delays its partner of this round, and other
+ranks only later. In the paper a rank that is ready interrupts a passive partner at any time; here
+partners exchange in known rounds, so all ranks take the same number of steps and a run repeats bit
+for bit. `period` steps are taken between two exchanges. Optimizer state stays local
+(`moments=keep`), is averaged too (average), or is dropped (reset). The mean of all replicas is
+evaluated and saved.
 
-Use it when ranks take turns in being slow, or when the network is slow and shared: the cheapest exchange that still mixes all
-ranks, a distance from the mean that about halves every round whatever their number.
+Use it when ranks are slow in turns, or when the network is slow and shared: it is the cheapest
+exchange that still mixes all ranks. The distance from the mean about halves every round, whatever
+the number of ranks.
 
-Paper: Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent" (arXiv:1710.06952): ResNet-50 on up to
-128 P100, epochs 4 to 8 times faster than synchronous SGD on a shared network.
+Paper: Lian et al. 2018, "Asynchronous Decentralized Parallel Stochastic Gradient Descent"
+(arXiv:1710.06952): ResNet-50 on up to 128 P100, epochs 4 to 8 times faster than synchronous SGD on
+a shared network.
 """
 
 from dataclasses import dataclass
@@ -62,7 +66,10 @@ class ADPSGD(Strategy[Replica, Group]):
 
 
 def partners(seed: int, round: int, size: int) -> list[int]:
-    """Every rank's partner in this round: a random matching, the same wherever it is drawn; itself where it stays alone."""
+    """Every rank's partner in this round: a random matching, equal on all ranks.
+
+    A rank without a partner is its own.
+    """
     draw = torch.Generator(device="cpu").manual_seed((seed * 1_000_003 + round) % 2**63)
     order = torch.randperm(size, generator=draw, device="cpu").tolist()
     found = list(range(size))

@@ -1,19 +1,22 @@
-"""Consensus ADMM: every rank solves its own problem, tied to a common z by a multiplier that learns how ranks differ.
+"""Consensus ADMM: every rank solves its own problem, tied to a common z by a multiplier.
 
     min sum_i f_i(x_i) + lam/2 |z|^2   with x_i = z         f_i: mean loss on the data of rank i
-    x_i <- argmin f_i(x) + y_i'(x - z) + rho/2 |x - z|^2    by `period` steps of the optimizer, from z
+    x_i <- argmin f_i(x) + y_i'(x - z) + rho/2 |x - z|^2    by `period` optimizer steps, from z
     z   <- sum_i (rho x_i + y_i) / (lam + M rho);   y_i <- y_i + rho (x_i - z)
 
-The multipliers correct the drift of local steps: the fixed point is the optimum over all data, however different the ranks' data;
-sum_i y_i = lam z after every round. rho doubles or halves, by a factor of `span` at most, where primal residual |x_i - z| and
-dual residual rho |z - z_old| are more than a factor of `ratio` apart; the state keeps both. Once x_i - z and z - z_old are both
-below `tolerance` |z| the run has converged: z stays, and the rounds that are left only measure the loss. A rank without samples
-in a block abstains and keeps its y_i. Costs one all-reduce of the model a block and one vector y_i. Between blocks replicas
-hold z.
+The multipliers correct the drift of local steps: the fixed point is the optimum over all data,
+however different the ranks' data; sum_i y_i = lam z after every round. rho doubles or halves, by a
+factor of `span` at most, where primal residual |x_i - z| and dual residual rho |z - z_old| are more
+than a factor of `ratio` apart; the state keeps both. Once x_i - z and z - z_old are both below
+`tolerance` |z| the run has converged: z stays, and the remaining rounds only measure the loss. A
+rank without samples in a block abstains and keeps its y_i. Costs one all-reduce of the model a
+block and one vector y_i. Between blocks replicas hold z.
 
-Use it when ranks hold different data that must not move, or for convex problems; rho about the curvature of the mean loss.
+Use it when ranks hold different data that must not move, or for convex problems; rho about the
+curvature of the mean loss.
 
-Paper: Boyd et al. 2011 (Foundations and Trends in Machine Learning 3): converges for any rho on convex problems.
+Paper: Boyd et al. 2011 (Foundations and Trends in Machine Learning 3): converges for any rho on
+convex problems.
 """
 
 from dataclasses import dataclass
@@ -89,28 +92,27 @@ class ADMM(Strategy[GradientReplica, Group]):
             (1,), float(samples > 0), dtype=torch.float64, device=replica.count.device
         )
         move = {k: x - z[k] for k, x in replica.params.items()}
-        if (
-            self.lam
-        ):  # else multipliers sum to 0: they need not travel, and a wire need not round them
+        # without lam multipliers sum to 0: they need not be sent, nor be rounded by compression
+        if self.lam:
             for k in move:
                 move[k].add_(y[k] / rho)
         works = group.all_reduce({"active": active}), group.all_reduce(move)
         for work in works:
             work.wait()
         n = active.clamp(min=1.0)[0]
-        norms = torch.zeros(
-            3, dtype=torch.float64, device=replica.count.device
-        )  # squares of x_i - z, z - z_old and z
+        # squared norms of x_i - z, z - z_old and z
+        norms = torch.zeros(3, dtype=torch.float64, device=replica.count.device)
         for k, x in replica.params.items():
             new = move[k].div_(n).add_(z[k]).mul_(n * rho / (self.lam + n * rho))
             apart = x.sub_(new) if samples else x.zero_()
             y[k].add_(rho * apart)
             norms += torch.stack([v.double().square().sum() for v in (apart, z[k].sub_(new), new)])
             x.copy_(new)
+        # the maximum makes the dual residual equal to the bit on all ranks
         works = (
             group.all_reduce({"primal": norms[:1]}),
             group.all_reduce({"dual": norms[1:]}, op="max"),
-        )  # to the bit the same everywhere
+        )
         for work in works:
             work.wait()
         self._adapt(state, norms, n)
@@ -118,7 +120,10 @@ class ADMM(Strategy[GradientReplica, Group]):
         return loss
 
     def _adapt(self, state: Tensors, squares: Tensor, n: Tensor) -> None:
-        """Keep the residuals, over all ranks, and bring them together. The multipliers are not scaled by rho, so they stay."""
+        """Store the residuals over all ranks, and move rho so that they come closer.
+
+        The multipliers are not scaled by rho, so they need no change.
+        """
         rho, primal, dual = state["rho"], state["primal"], state["dual"]
         primal.copy_(squares[0].sqrt())
         dual.copy_(rho * (n * squares[1]).sqrt())
@@ -135,7 +140,7 @@ class ADMM(Strategy[GradientReplica, Group]):
         return bool((state["primal"] <= bound) & (state["dual"] <= state["rho"] * bound))
 
     def _measure(self, replica: GradientReplica) -> Tensor:
-        """The loss of a block at z."""
+        """Mean loss of a block at z, without steps."""
         total, samples = torch.zeros((), device=replica.count.device), 0
         for _ in replica.steps(self.period):
             total = total + replica.backward() * replica.own_count

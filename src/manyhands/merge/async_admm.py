@@ -1,22 +1,24 @@
-"""Asynchronous consensus ADMM: z is made anew as soon as some ranks have reported, and no rank may stay away for too long.
+"""Asynchronous consensus ADMM: z is updated as soon as a quorum of ranks has reported.
 
-    min sum_i f_i(x_i)   with x_i = z                           f_i: mean loss over what rank i draws
-    x_i <- argmin f_i(x) + y_i'(x - z_i) + rho/2 |x - z_i|^2    by `period` steps of the optimizer, from z_i: the z it saw last
-    y_i <- y_i + rho (x_i - z_i)
-    z   <- mean over ALL ranks of their latest x_i + y_i / rho  on the server, when `quorum` of them have reported since the
-                                                                last time, and none has been left out `delay` times
+    min sum_i f_i(x_i)   with x_i = z                     f_i: mean loss over what rank i draws
+    x_i <- argmin f_i(x) + y_i'(x - z_i) + rho/2 |x - z_i|^2      by `period` steps, from z_i
+    y_i <- y_i + rho (x_i - z_i)                          z_i: the z that rank i pulled last
+    z   <- mean over ALL ranks of their latest x_i + y_i / rho    on the server
 
-Only who has reported gets the new z and goes on. With a local problem solved to the end, y_i = -grad f_i(x_i) after every report.
-`quorum` is half of the ranks, rounded up, where it is not given; all of them with delay=1 is the synchronous method, with the
-multiplier moved before z and not after it as in `admm`. The server keeps z as a sum: a rank pushes by how much its own
-(x_i + y_i / rho) / M has changed, so one vector stands there whatever the number of ranks. A rank without samples stays at z.
-Ranks draw their steps from one counter. Costs one pull and one push of the model a block, and two vectors on each rank. Evaluated
-and saved is z.
+The server makes a new z when `quorum` ranks have reported since the last one and no rank has been
+left out `delay` times. Only ranks that have reported get the new z and continue. With a local
+problem solved to the end, y_i = -grad f_i(x_i) after every report. `quorum` is half of the ranks,
+rounded up, where it is not given; all of them with delay=1 is the synchronous method, with the
+multiplier moved before z, not after it as in `admm`. The server keeps z as a sum: a rank pushes the
+change of its own (x_i + y_i / rho) / M, so the server needs one vector, whatever the number of
+ranks. A rank without samples stays at z. Ranks claim their steps from one counter. Costs one pull
+and one push of the model a block, and two vectors on each rank. z is evaluated and saved.
 
-Use it when the problem is convex and some ranks are slow, always or in turns; rho about the curvature of the mean loss.
+Use it when the problem is convex and some ranks are slow, always or in turns; rho about the
+curvature of the mean loss.
 
-Paper: Zhang and Kwok 2014, "Asynchronous Distributed ADMM for Consensus Optimization": converges for any schedule that obeys
-quorum S and delay tau, at a rate O(M tau / (T S)).
+Paper: Zhang and Kwok 2014, "Asynchronous Distributed ADMM for Consensus Optimization": converges
+for any schedule that obeys quorum S and delay tau, at a rate O(M tau / (T S)).
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from manyhands.core import Cargo, GradientReplica, Store, Strategy, Tensors
 from manyhands.merge.building_blocks.local_steps import copies, local_steps
-from manyhands.merge.building_blocks.options import need
+from manyhands.merge.building_blocks.options import check_period, need
 from manyhands.merge.building_blocks.server_model import pull_all, rows_of
 
 
@@ -42,11 +44,7 @@ class AsyncADMM(Strategy[GradientReplica, Store]):
     on_server: ClassVar[Literal["optimizer", "sum"]] = "sum"
 
     def __post_init__(self) -> None:
-        need(
-            self.period >= 1,
-            f"period={self.period}",
-            "at least 1 local step is needed between two merges",
-        )
+        check_period(self.period)
         need(
             0 < self.rho < float("inf"),
             f"rho={self.rho}",
@@ -55,7 +53,8 @@ class AsyncADMM(Strategy[GradientReplica, Store]):
         need(
             self.delay >= 1,
             f"delay={self.delay}",
-            "1 (nobody is left out) or more is needed: after how many merges all must wait for a rank",
+            "1 (no rank is left out) or more is needed: "
+            "after how many merges all must wait for a rank",
         )
         if self.quorum is not None:
             need(
@@ -71,14 +70,14 @@ class AsyncADMM(Strategy[GradientReplica, Store]):
         need(
             k <= size,
             f"quorum={k}",
-            f"there are {size} ranks, so at most {size} can report; set merge.quorum={-(-size // 2)}",
+            f"there are {size} ranks, so at most {size} can report; "
+            f"set merge.quorum={-(-size // 2)}",
         )
 
     def init(self, replica: GradientReplica) -> Tensors:
         zero = {f"y/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
-        return zero | {
-            f"report/{k}": x for k, x in copies(replica.params).items()
-        }  # z is where all start: the mean of these
+        # z starts as the mean of these, the initial model
+        return zero | {f"report/{k}": x for k, x in copies(replica.params).items()}
 
     def round(self, replica: GradientReplica, store: Store, state: Tensors) -> Tensor:
         z = store.pull(rows_of(replica))

@@ -1,19 +1,22 @@
-"""Backup workers: a step is made of the first k gradients to arrive, and those that come too late are thrown away.
+"""Synchronous SGD with backup workers: a step uses the first k gradients and drops the late ones.
 
-    w <- w - (eta / k) sum of the first k of n gradients taken at w;   a gradient taken at an older w never counts
+    w <- w - (eta / k) sum of the first k of n gradients taken at w
 
-`quorum` is k; where it is not given it is 0.9 n, rounded up. A step takes as long as the k-th fastest rank of that step, and
-gradients are never stale, so the result is that of synchronous SGD on k ranks; with k = n it is `all_reduce` up to the order of
-summation. All ranks learn of the same k from one coordinator. Ranks draw their batches from one counter, so a rank that is always
-late works for nothing, and what it computed is lost: n - k of n batches at most. The mean is over samples. The optimizer runs on the
-server, with the learning rate of the ranks that count. Gradients are clipped by each rank, by its own norm. Costs one pull and
-one push of the model a step. In a plan, `quorum=3` is short for merge=backup merge.quorum=3.
+A gradient taken at an older w never counts. `quorum` is k; where it is not given it is 0.9 n,
+rounded up. A step takes as long as the k-th fastest rank of that step, and gradients are never
+stale, so the result is that of synchronous SGD on k ranks; with k = n it is `all_reduce` up to the
+order of summation. One coordinator tells all ranks which k counted. Ranks claim their batches from
+one counter, so the work of a rank that is always late is lost: at most n - k of n batches. The mean
+is over samples. The optimizer runs on the server, with the learning rate of the ranks that count.
+Each rank clips its gradient by its own norm. Costs one pull and one push of the model a step. In a
+plan, `quorum=3` is short for merge=backup merge.quorum=3.
 
-Use it when a few of many ranks are slow, always or in turns, and stale gradients would cost accuracy. Where slowness goes with the
-data (long sequences), dropping the slow ones changes what is learnt.
+Use it when a few of many ranks are slow, always or in turns, and stale gradients would cost
+accuracy. Where slowness depends on the data (long sequences), dropping slow gradients changes what
+is learnt.
 
-Paper: Chen et al. 2016, "Revisiting Distributed Synchronous SGD" (arXiv:1604.00981): on about 100 workers faster and more accurate
-than asynchronous training; 96 and 4 backups was a good split.
+Paper: Chen et al. 2016, "Revisiting Distributed Synchronous SGD" (arXiv:1604.00981): on about 100
+workers faster and more accurate than asynchronous training; 96 and 4 backups was a good split.
 """
 
 from dataclasses import dataclass
@@ -48,7 +51,8 @@ class Backup(Strategy[ServedReplica, Store]):
         need(
             k <= size,
             f"quorum={k}",
-            f"there are {size} ranks, so at most {size} gradients can arrive; set merge.quorum={-(-9 * size // 10)}",
+            f"there are {size} ranks, so at most {size} gradients can arrive; "
+            f"set merge.quorum={-(-9 * size // 10)}",
         )
 
     def init(self, replica: ServedReplica) -> Tensors:

@@ -1,17 +1,18 @@
-"""Blockwise model-update filtering: momentum over blocks, on top of model averaging.
+"""Blockwise model-update filtering (BMUF): model averaging with momentum over blocks.
 
     x_i <- H local steps from W + eta D (Nesterov) or from W (classic)
     G = sum_i (n_i / n) x_i - start;   D <- eta D + zeta G;   W <- W + D
 
-Averaging M models moves about as far as one of them did; the block momentum eta = 1 - 1/M (where none is given) makes up for it:
-zeta / (1 - eta) = M. Costs one all-reduce of the model a block and one vector D. Between blocks replicas hold W, so W is
-evaluated and saved, never the look-ahead W + eta D. Local momentum starts anew with each block (`moments=reset`), as the momentum
-over blocks takes its place; it may also be kept or averaged.
+Averaging M models moves about as far as one of them did. Block momentum makes up for it: eta is
+1 - 1/M where it is not given, so that zeta / (1 - eta) = M. Costs one all-reduce of the model a
+block and one vector D. Between blocks replicas hold W, so W is evaluated and saved, never the
+look-ahead W + eta D. Local momentum is dropped after each block (`moments=reset`), because block
+momentum replaces it; it may also be kept or averaged.
 
 Use it when model averaging loses accuracy with many workers or long blocks.
 
-Paper: Chen and Huo 2016 (ICASSP): almost linear speed-up on 16 GPUs (LSTM) and 64 GPUs (DNN), 1860 hours of speech, without
-loss of accuracy.
+Paper: Chen and Huo 2016 (ICASSP): almost linear speed-up on 16 GPUs (LSTM) and 64 GPUs (DNN), 1860
+hours of speech, without loss of accuracy.
 """
 
 from dataclasses import dataclass

@@ -1,21 +1,24 @@
-"""Decentralised SGD: every rank averages with its neighbours in a graph, nobody with all.
+"""Decentralised parallel SGD (D-PSGD): every rank averages with its neighbours in a graph.
 
-    cta:  x_i <- sum_j W_ij x_j - eta g_i(x_i)              combine, then adapt: the gradient is that of the unmixed point
-    atc:  x_i <- sum_j W_ij (x_j - eta g_j(x_j))            adapt, then combine
+    cta:  x_i <- sum_j W_ij x_j - eta g_i(x_i)         combine, then adapt: g_i at the unmixed x_i
+    atc:  x_i <- sum_j W_ij (x_j - eta g_j(x_j))       adapt, then combine
 
-W is doubly stochastic over `graph`: ring, torus, exponential, one_peer (exponential, one neighbour a round), star, complete, or
-edges such as 0-1,1-2,2-3 with Metropolis weights. The mean of all replicas moves by the mean of their gradients, and their
-distance from it shrinks by the spectral gap of W every round. A round costs each rank its degree times N values (one_peer: N), and
-it waits for its neighbours only. With cta the parameters travel while the gradient is computed; atc mixes fresher values and with
-the complete graph is synchronous SGD. `period` steps are taken between two exchanges. Optimizer state stays local
-(`moments=keep`), or is mixed like the parameters (average), or starts anew after each exchange (reset). Every rank weighs the
-same, whatever its share of the data. Evaluated and saved is the mean of all replicas.
+W is doubly stochastic over `graph`: ring, torus, exponential, one_peer (exponential, one neighbour
+a round), star, complete, or edges such as 0-1,1-2,2-3 with Metropolis weights. The mean of all
+replicas moves by the mean of their gradients, and their distance from it shrinks by the spectral
+gap of W every round. A round costs each rank its degree times N values (one_peer: N), and it waits
+for its neighbours only. With cta the parameters are sent while the gradient is computed; atc mixes
+newer values and with the complete graph is synchronous SGD. `period` steps are taken between two
+exchanges. Optimizer state stays local (`moments=keep`), is mixed like the parameters (average), or
+is dropped after each exchange (reset). Every rank has the same weight, whatever its samples. The
+mean of all replicas is evaluated and saved.
 
-Use it when latency or one slow link makes an all-reduce dear: no rank talks to more than a few others. Data that differ between
-ranks hurt more the smaller the gap: take exponential or one_peer rather than a long ring.
+Use it when latency or one slow connection makes an all-reduce expensive: no rank exchanges with
+more than a few others. Data that differ between ranks hurt more the smaller the gap: take
+exponential or one_peer rather than a long ring.
 
-Paper: Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?" (arXiv:1705.09056): up to 10 times
-faster than centralised SGD on slow networks, up to 112 GPUs.
+Paper: Lian et al. 2017, "Can Decentralized Algorithms Outperform Centralized Algorithms?"
+(arXiv:1705.09056): up to 10 times faster than centralised SGD on slow networks, up to 112 GPUs.
 """
 
 from dataclasses import dataclass

@@ -1,20 +1,23 @@
-"""Delay-compensated asynchronous SGD: a late gradient is corrected for how far the model has moved since it was taken.
+"""Delay-compensated asynchronous SGD (DC-ASGD): corrects a late gradient for the model's movement.
 
-    w <- rule(w, g + lambda g * g * (w - w_i))        w_i: what rank i pulled and computed g at; kept on the server
+    w <- optimizer(w, g + lambda g * g * (w - w_i))    w_i: the w that rank i pulled for g
 
-The correction is the first term of Taylor's series of the gradient around w_i, with g * g, element by element, in the place of the
-Hessian: for a log-likelihood near its optimum the two agree in expectation. `strength` is lambda, 0.04 where it is not given.
-With `adaptive` it is strength / sqrt(v), v a running mean of g * g that forgets at the rate `decay`, and strength is 2 where it is
-not given. Strength 0 is `downpour`; without delay, so with one rank, it is the plain optimizer, bit for bit. The optimizer of the task
-runs on the server, on the corrected gradient, with the learning rate of the rank that pushes. Each push is a step of its own, so
-the learning rate is that of one rank's batch; ranks draw their batches from one counter. Costs one pull and one push of the model
-a step, and a copy of the model for every rank on the server.
+The correction is the first term of Taylor's series of the gradient around w_i, with g * g, element
+by element, in place of the Hessian: for a log-likelihood near its optimum the two agree in
+expectation. The server keeps w_i. `strength` is lambda, 0.04 where it is not given. With
+`adaptive` it is strength / sqrt(v), v a running mean of g * g that forgets at the rate `decay`,
+and strength is 2 where it is not given. Strength 0 is `downpour`; without delay, as with one rank,
+it is the plain optimizer, bit for bit. The task's optimizer runs on the server, on the corrected
+gradient, with the learning rate of the rank that pushes. Each push is a step of its own, so the
+learning rate is that of one rank's batch; ranks claim their batches from one counter. Costs one
+pull and one push of the model a step, and on the server a copy of the model for every rank.
 
-Use it when asynchronous training is wanted but `downpour` loses accuracy: many ranks, so gradients many updates old, and a loss that
-is a log-likelihood (cross entropy).
+Use it when asynchronous training is wanted but `downpour` loses accuracy: many ranks, so gradients
+many updates old, and a loss that is a log-likelihood (cross entropy).
 
-Paper: Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation" (arXiv:1609.08326): on CIFAR-10 and
-ImageNet close to the accuracy of one worker, better than asynchronous and synchronous SGD.
+Paper: Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation"
+(arXiv:1609.08326): on CIFAR-10 and ImageNet close to the accuracy of one worker, better than
+asynchronous and synchronous SGD.
 """
 
 from dataclasses import dataclass
@@ -41,7 +44,8 @@ class DCASGD(Strategy[ServedReplica, Store]):
             need(
                 0 <= self.strength < float("inf"),
                 f"strength={self.strength}",
-                f"0 (no correction) or more is needed; {CONSTANT} is usual, {ADAPTIVE:g} with merge.adaptive=true",
+                f"0 (no correction) or more is needed; {CONSTANT} is usual, "
+                f"{ADAPTIVE:g} with merge.adaptive=true",
             )
         need(
             0 <= self.decay < 1,

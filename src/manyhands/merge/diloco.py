@@ -1,16 +1,19 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer, Nesterov momentum, on where replicas went.
+"""DiLoCo: many local steps, then one Nesterov step of an outer optimizer on the mean update.
 
     x_i <- H local steps from theta;   g = theta - sum_i (n_i / n) x_i
     v <- mu v + g;   theta <- theta - lr (g + mu v)
 
-Local optimizer state stays local (`moments=keep`). Costs one all-reduce of the model every H steps and one vector v. Between
-blocks replicas hold theta. The paper trains language models for tens of thousands of steps with H=500, lr=0.7, mu=0.9 and AdamW
-inside; for long runs set `period=500 momentum=0.9`. The defaults suit runs of a few thousand steps: some dozens of outer ones,
-and momentum that goes about as far as 4 ranks' steps would, lr / (1 - mu) = 3.5.
+Local optimizer state stays local (`moments=keep`). Costs one all-reduce of the model every H steps
+and one vector v. Between blocks replicas hold theta. The paper trains language models for tens of
+thousands of steps with H=500, lr=0.7, mu=0.9 and AdamW inside; for long runs set
+`period=500 momentum=0.9`. The defaults suit runs of a few thousand steps: some dozens of outer
+steps, and momentum that goes about as far as 4 ranks' steps would, lr / (1 - mu) = 3.5.
 
-Use it when replicas are joined by a slow link, such as two data centres, and train long.
+Use it when a slow network joins the replicas, such as that between two data centres, and the run is
+long.
 
-Paper: Douillard et al. 2023 (arXiv:2311.08105): 8 workers on C4 match synchronous training with 500 times less communication.
+Paper: Douillard et al. 2023 (arXiv:2311.08105): 8 workers on C4 match synchronous training with 500
+times less communication.
 """
 
 from dataclasses import dataclass

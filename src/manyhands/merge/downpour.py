@@ -1,23 +1,26 @@
-"""Downpour: asynchronous SGD. Every rank fetches the model and pushes gradients at its own pace; nobody waits for anybody.
+"""Downpour SGD: asynchronous SGD. Every rank pulls the model and pushes gradients without waiting.
 
     every n_fetch steps   x_i <- w
     every step            g = gradient at x_i;   a <- a + g;   x_i <- x_i - eta g
-    every n_push steps    w <- rule(w, a)  on the server;   a <- 0
+    every n_push steps    w <- optimizer(w, a)  on the server;   a <- 0
 
-With one rank and n_push = n_fetch = 1 it is the plain optimizer, bit for bit. The optimizer of the task runs on the server, with the
-learning rate of the rank that pushes; steps that a rank takes between two fetches are plain gradient steps, as in the paper, and
-are forgotten at the next fetch. A push carries the sum of n_push gradients, each a mean over one rank's batch, and is a step of
-its own: M ranks make M steps where synchronous training makes one, so the learning rate is that of one rank's batch. Ranks draw
-their batches from one counter: a fast rank computes more of them. A gradient is as stale as the updates that were made since its
-rank fetched, M - 1 of them where all are equally fast. `adapt` divides the learning rate of a push by that number, where it is
-more than 1. Momentum over stale gradients is more momentum than it seems: lower it with many ranks. Costs a pull every
-n_fetch and a push every n_push steps.
+With one rank and n_push = n_fetch = 1 it is the plain optimizer, bit for bit. The task's optimizer
+runs on the server, with the learning rate of the rank that pushes. Steps that a rank takes between
+two fetches are plain gradient steps, as in the paper; the next fetch overwrites them. A push is the
+sum of n_push gradients, each a mean over one rank's batch, and is a step of its own: M ranks make M
+steps where synchronous training makes one, so the learning rate is that of one rank's batch. Ranks
+claim their batches from one counter: a fast rank computes more of them. The staleness of a gradient
+is the number of updates since its rank fetched, M - 1 where all ranks are equally fast. `adapt`
+divides the learning rate of a push by that number, where it is more than 1. Momentum over stale
+gradients acts like more momentum than was set: lower it with many ranks. Costs a pull every n_fetch
+and a push every n_push steps.
 
-Use it when ranks differ in speed, for good, and the model bears stale gradients: sparse models and Adagrad do. n_push and n_fetch
-above 1 are for slow networks.
+Use it when some ranks are always slower and the model tolerates stale gradients: sparse models and
+Adagrad do. n_push and n_fetch above 1 are for slow networks.
 
-Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks": networks 30 times larger than before, with Adagrad on the server.
-Zhang et al. 2016 (arXiv:1511.05950): with staleness-aware rates close to linear speed-up on CIFAR-10 and ImageNet.
+Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks": networks 30 times larger than
+before, with Adagrad on the server. Zhang et al. 2016 (arXiv:1511.05950): with staleness-aware rates
+close to linear speed-up on CIFAR-10 and ImageNet.
 """
 
 from dataclasses import dataclass
@@ -59,7 +62,7 @@ class Downpour(Strategy[ServedReplica, Store]):
         return 1.0
 
     def init(self, replica: ServedReplica) -> Tensors:
-        return {"steps": torch.zeros((), dtype=torch.int64)}  # on the host: it decides there
+        return {"steps": torch.zeros((), dtype=torch.int64)}  # on the host, which reads it
 
     def round(self, replica: ServedReplica, store: Store, state: Tensors) -> Tensor:
         total, samples = torch.zeros((), device=replica.count.device), 0

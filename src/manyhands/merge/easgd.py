@@ -1,14 +1,18 @@
-"""Elastic averaging SGD: replicas and a centre pull on each other, and replicas stay free to explore.
+"""Elastic averaging SGD (EASGD): replicas and a centre pull on each other.
 
     every T steps:   e_i = alpha (x_i - c);   x_i <- x_i - e_i;   c <- c + sum_i e_i
 
-`alpha` is beta / M where it is not given; the elastic part is stable for 0 < alpha < 2 / (M + 1). A merge conserves the sum of
-all x_i and c, and multiplies the gap between mean x_i and c by 1 - (M + 1) alpha. Costs one all-reduce of the model every T steps
-and one vector c. Replicas differ; what is evaluated and saved is the centre. A rank without samples is pulled like any other.
+`alpha` is beta / M where it is not given; the elastic part is stable for 0 < alpha < 2 / (M + 1).
+A merge conserves the sum of all x_i and c, and multiplies the gap between mean x_i and c by 1 - (M
++ 1) alpha. Costs one all-reduce of the model every T steps and one vector c. Replicas differ, so
+that they can explore; the centre is evaluated and saved. A rank without samples is pulled like any
+other.
 
-Use it when replicas may differ and a flat, averaged solution is wanted; with momentum in the optimizer this is EAMSGD.
+Use it when replicas may differ and a flat, averaged solution is wanted; with momentum in the
+optimizer this is EAMSGD.
 
-Paper: Zhang, Choromanska and LeCun 2015 (arXiv:1412.6651): faster than Downpour SGD on CIFAR and ImageNet with 4 to 16 GPUs.
+Paper: Zhang, Choromanska and LeCun 2015 (arXiv:1412.6651): faster than Downpour SGD on CIFAR and
+ImageNet with 4 to 16 GPUs.
 """
 
 from dataclasses import dataclass
@@ -47,9 +51,7 @@ class EASGD(Strategy[Replica, Group]):
         e = {k: (x - state[f"c/{k}"]).mul_(alpha) for k, x in replica.params.items()}
         for k, x in replica.params.items():
             x.sub_(e[k])
-        group.all_reduce(
-            e
-        ).wait()  # the very e that replicas gave away: what they lose the centre gains
+        group.all_reduce(e).wait()  # the centre gains exactly the e that replicas lost
         for k in replica.params:
             state[f"c/{k}"].add_(e[k])
         settle_moments(replica, group, self.moments, samples)

@@ -1,22 +1,25 @@
-"""Ensemble and compression (EC-DNN): replicas agree in what they say, not in their weights.
+"""Ensemble and compression (EC-DNN): replicas average their outputs, not their weights.
 
     H times:    w_k <- step on CE(y, f_k)
     exchange:   every rank gets all M models;    o(x) = mean_k softmax f_k(x)
-    D times:    w_k <- step on  a CE(y, f_k) + (1 - a) KL(o || f_k)  for a share of the samples, CE(y, f_k) for the rest
+    D times:    w_k <- step on  a CE(y, f_k) + (1 - a) KL(o || f_k)  for a share of the samples,
+                                CE(y, f_k)                           for the rest
 
-Averaging weights of a network that is not convex may be worse than each of them; averaging outputs never is: by Jensen the loss
-of the mean output is at most the mean loss. The ensemble is M times as large, so each rank distils it back into its own net,
-on its own data, before it goes on. `period` is H, `distil` D, `weight` a, `relabel` the share. A round costs (M-1) N
-values to each rank, which holds all M models while it distils, and M forward passes more for each distilled batch. For
-classifiers with loss= only: the model gives logits (samples, classes). Optimizer state stays local, models are never averaged
-with each other. Evaluated and saved is one of them, that of the rank with the lowest loss in its last round: the mean of its
-weights over the D steps of its last distillation, along one path, where it is smooth.
+The mean of the weights of non-convex networks may be worse than each of them; the mean of their
+outputs is not: by Jensen its loss is at most the mean loss. The ensemble is M times as large, so
+each rank distils it back into its own network, on its own data, before it continues. `period` is H,
+`distil` D, `weight` a, `relabel` the share. A round costs (M-1) N values to each rank, which holds
+all M models while it distils, and M more forward passes for each distilled batch. For classifiers
+with loss= only: the model gives logits (samples, classes). Optimizer state stays local, and models
+are never averaged with each other. The model of the rank with the lowest loss in its last round is
+evaluated and saved: the mean of its weights over the D steps of its last distillation, along one
+path, where averaging is safe.
 
-Use it when replicas drift far apart, over long periods or on different data, and their average breaks; on a fast link averaging
-rules reach the same sooner.
+Use it when replicas drift far apart, over long periods or on different data, and their average
+fails; on a fast network averaging strategies reach the same accuracy sooner.
 
-Paper: Sun et al. 2017, "Ensemble-Compression: A New Method for Parallel Training of Deep Neural Networks" (arXiv:1606.00575): better
-accuracy and speed-up than model averaging.
+Paper: Sun et al. 2017, "Ensemble-Compression: A New Method for Parallel Training of Deep Neural
+Networks" (arXiv:1606.00575): better accuracy and speed-up than model averaging.
 """
 
 from dataclasses import dataclass

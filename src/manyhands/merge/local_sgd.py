@@ -1,16 +1,19 @@
-"""Local SGD and post-local SGD: a merge every H steps, from a chosen moment on; before it every step, as synchronous SGD does.
+"""Local SGD and post-local SGD: merge every H steps; until a chosen step, merge every step.
 
-    x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      H = 1 before `post`, `period` after it
+    x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      H = 1 before `post`, then `period`
 
-`post` is a number of steps, or `lr` for the first decay of the learning rate; 0 starts with long blocks at once. Costs an
-all-reduce of the model every H steps instead of one of the gradient every step. With H=1 and SGD, momentum or not, it is
-synchronous SGD.
-`moments` says what becomes of momentum or Adam's averages: each replica keeps its own, all take the average, or they start anew.
+`post` is a number of steps, or `lr` for the first decay of the learning rate; with 0 long blocks
+start at once. Costs an all-reduce of the model every H steps, instead of one of the gradient every
+step. With H=1 and SGD, with or without momentum, it is synchronous SGD. `moments` says what becomes
+of optimizer state (momentum, Adam's averages): each replica keeps its own (keep), all take the
+average (average), or it is dropped (reset).
 
-Use it when a step is short against an all-reduce; with `post=lr` when large batches reach a worse model than small ones did.
+Use it when a step is short compared with an all-reduce; with `post=lr` when large batches reach a
+worse model than small ones did.
 
-Paper: Stich 2019 (arXiv:1805.09767): rounds of communication may shrink by up to the square root of the number of steps at the
-same rate. Lin et al. 2020 (arXiv:1808.07217): post-local SGD closes the generalisation gap of large batches.
+Paper: Stich 2019 (arXiv:1805.09767): rounds of communication may shrink by up to the square root of
+the number of steps at the same rate. Lin et al. 2020 (arXiv:1808.07217): post-local SGD closes the
+generalisation gap of large batches.
 """
 
 from dataclasses import dataclass
@@ -43,11 +46,12 @@ class LocalSGD(Strategy[Replica, Group]):
         need(
             holds,
             f"post={self.post}",
-            "a number of steps, 0 or more, or lr (from the first decay of the learning rate) is needed",
+            "a number of steps, 0 or more, or lr (from the first decay of the learning rate on) "
+            "is needed",
         )
 
     def init(self, replica: Replica) -> Tensors:
-        # on the host: the length of a block is decided there
+        # on the host, which decides the length of a block
         return {
             "steps": torch.zeros((), dtype=torch.int64),
             "peak": torch.zeros((), dtype=torch.float64),
@@ -66,10 +70,10 @@ class LocalSGD(Strategy[Replica, Group]):
         return loss
 
     def _steps(self, replica: Replica, state: Tensors) -> int:
-        """How many before the next merge."""
+        """Local steps before the next merge."""
         if self.post == "lr":
             lr = replica.lr
-            state["decayed"] |= lr < state["peak"]  # and stays so, where the rate rises again
-            state["peak"].clamp_(min=lr)  # a warm-up is no decay
+            state["decayed"] |= lr < state["peak"]  # for good, even if the rate rises again
+            state["peak"].clamp_(min=lr)  # so that a warm-up is no decay
             return self.period if state["decayed"] else 1
         return self.period if state["steps"] >= self.post else 1

@@ -1,14 +1,18 @@
-"""Model averaging: replicas train alone for a block of steps, then all go on from the mean of their models.
+"""Model averaging: replicas train alone for a block of steps, then all continue from their mean.
 
     x_i <- H local steps from w;   w <- sum_i (n_i / n) x_i      n_i: samples of the block on rank i
 
-One all-reduce of the model a block instead of one of the gradient a step, so the link carries 1/H of the bytes. Each model weighs
-as many samples as it saw; a rank without any joins with weight 0. Between blocks all replicas hold w.
-`moments` says what becomes of momentum or Adam's averages: each replica keeps its own, all take the average, or they start anew.
+A block costs one all-reduce of the model, instead of one of the gradient a step, so 1/H of the
+bytes are sent. Each model has the weight of the samples it saw; a rank without any takes part with
+weight 0. Between blocks all replicas hold w. `moments` says what becomes of optimizer state
+(momentum, Adam's averages): each replica keeps its own (keep), all take the average (average), or
+it is dropped (reset).
 
-Use it when the link is slow and the data of all ranks is alike: the longer the block, the further replicas drift apart.
+Use it when the network is slow and all ranks have similar data: the longer the block, the further
+replicas drift apart.
 
-Paper: McMahan et al. 2017 (FedAvg, arXiv:1602.05629): 10 to 100 times fewer rounds of communication than synchronous SGD.
+Paper: McMahan et al. 2017 (FedAvg, arXiv:1602.05629): 10 to 100 times fewer rounds of communication
+than synchronous SGD.
 """
 
 from dataclasses import dataclass

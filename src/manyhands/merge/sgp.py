@@ -1,20 +1,24 @@
-"""Stochastic gradient push: gossip over one-way edges, with a weight that undoes what an uneven graph favours.
+"""Stochastic gradient push (SGP): gossip over directed edges, corrected by a push-sum weight.
 
-    x_i <- v_i z_i + step at z_i;   x_i <- sum_j P_ij x_j;   v_i <- sum_j P_ij v_j;   z_i = x_i / v_i           v_i = 1 at first
+    x_i <- v_i z_i + step at z_i
+    x_i <- sum_j P_ij x_j;   v_i <- sum_j P_ij v_j;   z_i = x_i / v_i
 
-P is column-stochastic: a rank gives all it has away in parts, so the sums of x and of v over all ranks are conserved, and every
-z_i tends to sum x / sum v, the mean, though no rank knows who listens to it. Gradients are taken at z, which is what
-`params` hold; x is made of z and v when it is sent. The default graph, one_peer, sends N values to one rank in each round,
-1, 2, 4, ... places on: after log2 M rounds of a power of two the ranks would agree exactly. Other words: exponential, ring, torus,
-star, complete, or edges such as 0>1,1>2,2>0 (0-1 for both ways), with parts equal unless given (0>1:0.3). Where P is doubly
-stochastic, v stays 1 and this is adapt-then-combine d_psgd. `period` steps are taken between two exchanges. Optimizer
-state stays local. Evaluated and saved is sum x / sum v.
+P is column-stochastic and v_i = 1 at first. A rank sends all it has away in parts, so the sums of
+x and of v over all ranks are conserved, and every z_i tends to sum x / sum v, the mean, though no
+rank knows the others' edges. Gradients are taken at z, which `params` hold; x is computed from z
+and v when it is sent. The default graph, one_peer, sends N values to one rank a round, at
+distances 1, 2, 4, ...: after log2 M rounds of a power of two the ranks would agree exactly. Other
+words: exponential, ring, torus, star, complete, or edges such as 0>1,1>2,2>0 (0-1 for both
+directions), with equal parts unless given (0>1:0.3). Where P is doubly stochastic, v stays 1 and
+this is adapt-then-combine d_psgd. `period` steps are taken between two exchanges. Optimizer state
+stays local. sum x / sum v is evaluated and saved.
 
-Use it when links work one way only or ranks hear from different numbers of others; and as the cheapest gossip for many ranks:
-one message a round, no handshake.
+Use it when connections work in one direction only or ranks receive from different numbers of
+others; and as the cheapest gossip for many ranks: one message a round, no handshake.
 
-Paper: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning" (arXiv:1811.10792): 32 nodes of 8 GPUs on
-10 Gbit/s Ethernet, 90 epochs of ImageNet in 1.6 hours against more than 5 by all-reduce, within 1.2% top-1.
+Paper: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning"
+(arXiv:1811.10792): 32 nodes of 8 GPUs on 10 Gbit/s Ethernet, 90 epochs of ImageNet in 1.6 hours
+against more than 5 by all-reduce, within 1.2% top-1.
 """
 
 from dataclasses import dataclass

@@ -1,26 +1,32 @@
-"""Random split with a skeleton: every rank trains the important units and a random share of the others.
+"""Slim data parallelism (after Slim-DP): every rank trains a core of units and random others.
 
-    I(u) = sum over edges e at u of |w_e| + c |g_e|      S = the `core` share of each layer with the largest I, every `keep` rounds
-    rank k trains S and R_k, an `explore` share of each layer drawn from the rest by RNG(seed, round, k)
-    w_e <- mean over the ranks that hold e, by their samples;  what nobody holds, and what the optimizer remembers of it, stays
+    I(u) = sum over edges e at u of |w_e| + c |g_e|
+    S    = the `core` share of each layer with the largest I, chosen every `keep` rounds
+    R_k  = an `explore` share of each layer, drawn from the rest by RNG(seed, round, k)
+    rank k holds S and R_k;   w_e <- mean over the ranks that hold e, by their samples
 
-Networks are redundant, so most units are left out of most rounds: their output is 0, and nothing is sent of them. The output of a
-unit that is held is multiplied by 1 / P(held), 1 in S, so that in the mean the network is the whole one, which is evaluated and
-saved; gradients are not, so a held edge makes a step of the usual size. With period=1
-gradients are merged and all ranks make the same step; with more it is local SGD on what each rank holds. Explorers are drawn anew
-every `redraw` rounds. draw=disjoint deals the whole rest out instead, each unit to one rank. As the draws follow from the seed,
-no list of indices travels. The g of I is a running mean that keeps `memory` of itself each round.
-Units are outputs of Linears and convolutions that reach only others, by way of activations, pooling, BatchNorm or flatten; the rest
-(inputs, outputs, residual streams, attention) is on every rank. Between rounds all ranks hold the same model; each computes
-with the whole matrices, so what gets smaller is what travels: about (core + M explore) of a layer's rows, squared between two
-such layers, each round. With core=1 it is all_reduce, or local_sgd where period is more than 1.
-With period=1 what the optimizer remembers is the same everywhere; else `moments` says what becomes of it: the holders' average,
-given to all, so that it follows the unit (average), each rank's own (keep), or nothing is left (reset).
+What no rank holds keeps its value and its optimizer state. Networks are redundant, so most units
+are left out of most rounds: their output is 0, and nothing is sent of them. The output of a held
+unit is multiplied by 1 / P(held), 1 in S, so that in the mean the network is the whole one, which
+is evaluated and saved; gradients are not multiplied, so a held edge makes a step of the usual
+size. With period=1 gradients are merged and all ranks make the same step; with more it is local
+SGD on what each rank holds. R_k is drawn again every `redraw` rounds. draw=disjoint divides the
+whole rest instead, each unit to one rank. All ranks compute the same draws from the seed, so no
+list of indices is sent. The g of I is a running mean that keeps `memory` of itself each round.
+Units are outputs of Linears and convolutions that reach only others, through activations, pooling,
+BatchNorm or flatten; the rest (inputs, outputs, residual streams, attention) is on every rank.
+Between rounds all ranks hold the same model; each computes with the whole matrices, so only
+messages get smaller: about (core + M explore) of a layer's rows, squared between two such layers,
+each round. With core=1 it is all_reduce, or local_sgd where period is more than 1. With period=1
+optimizer state is the same everywhere; else `moments` says what becomes of it: the holders'
+average, given to all, so that it follows the unit (average), each rank's own (keep), or none
+(reset).
 
-Use it when the link is slow and the layers are wide: with the whole network in each step all_reduce learns more from a sample.
+Use it when the network between ranks is slow and the layers are wide: otherwise all_reduce, with
+all units in each step, learns more from a sample.
 
-Paper: Sun et al. 2017, "Slim-DP" (arXiv:1709.09393), sends a core and explorers in the same way; significance is magnitude
-combined with gradient.
+Paper: Sun et al. 2017, "Slim-DP" (arXiv:1709.09393), sends a core and explorers in the same way;
+significance is magnitude combined with gradient.
 """
 
 from dataclasses import dataclass
@@ -56,8 +62,11 @@ class Thinned(GradientReplica, Protocol):
     @property
     def units(self) -> UnitSampler: ...
     def thin(self, scales: Tensor | None, elements: Tensors | None) -> None:
-        """From here on `backward` multiplies each unit by its scale (0: it is left out), with gradients as large as if it did not,
-        and `step` changes only `elements`; None: all."""
+        """From now on leave units out of `backward` and elements out of `step`; None: nothing.
+
+        `backward` multiplies each unit's output by its scale, where 0 leaves the unit out; the
+        gradients are as large as without the scale. `step` changes only `elements`.
+        """
         ...
 
 
@@ -74,10 +83,9 @@ class Skeleton(Strategy[Thinned, Group]):
     seed: int = 0
     moments: Moments = "average"
     link: ClassVar[type] = Group
-    sends: ClassVar[Cargo] = (
-        "parameters"  # other elements each time: nothing may be left for the next message to make good
-    )
-    thins: ClassVar[bool] = True  # its replica must be Thinned
+    # other elements each time, so compression must not leave a rest for the next message
+    sends: ClassVar[Cargo] = "parameters"
+    thins: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_block(self.period, self.moments)
@@ -102,7 +110,7 @@ class Skeleton(Strategy[Thinned, Group]):
         need(
             self.draw == "random" or self.explore == EXPLORE,
             f"explore={self.explore}",
-            "has no effect with merge.draw=disjoint, which deals out all; leave it out",
+            "has no effect with merge.draw=disjoint, which divides all; leave it out",
         )
         need(
             0 <= self.c < float("inf"), f"c={self.c}", "a weight of 0 or more is needed; 1 is usual"
@@ -122,9 +130,8 @@ class Skeleton(Strategy[Thinned, Group]):
     def init(self, replica: Thinned) -> Tensors:
         total = replica.units.total
         return {
-            "rounds": torch.zeros(
-                (), dtype=torch.int64
-            ),  # on the host, as the draws that follow from it
+            # on the host, where units are drawn
+            "rounds": torch.zeros((), dtype=torch.int64),
             "core": torch.zeros(total, dtype=torch.bool),
             "g": torch.zeros(total, dtype=torch.float64, device=replica.count.device),
         }
@@ -134,9 +141,8 @@ class Skeleton(Strategy[Thinned, Group]):
         number, core = int(state["rounds"]), state["core"]
         if number % self.keep == 0:
             scores = units.sums(replica.params) + self.c * state["g"]
-            _all_reduce(
-                group, {"scores": scores}, op="mean"
-            )  # the same bits for all, also where devices sum in other orders
+            # equal to the bit on all ranks, even if their devices sum in different orders
+            _all_reduce(group, {"scores": scores}, op="mean")
             core.copy_(units.skeleton(scores, self.core))
         draw = number // self.redraw
         if self.draw == "random":
@@ -154,11 +160,12 @@ class Skeleton(Strategy[Thinned, Group]):
     def _step(
         self, replica: Thinned, group: Group, state: Tensors, held: Tensor, scales: Tensor
     ) -> Tensor:
-        """One step of all ranks together: the gradient of an edge is that of the samples of its holders."""
+        """One step of all ranks together, by the mean gradient of each edge over its holders."""
         replica.thin(scales, None)
         loss = replica.backward()  # compute
-        n = self._told(replica, group, state, _importance(replica, scales), replica.own_count)
-        weight, index = _who(replica, held, n)
+        importance = _importance(replica, scales)
+        n = self._share_importance(replica, group, state, importance, replica.own_count)
+        weight, index = _holders(replica, held, n)
         grads = replica.grads
         _sum_held(group, grads, index, {"count": replica.count})  # exchange
         for k, g in grads.items():  # merge; `step` will divide by all samples
@@ -170,7 +177,7 @@ class Skeleton(Strategy[Thinned, Group]):
     def _block(
         self, replica: Thinned, group: Group, state: Tensors, held: Tensor, scales: Tensor
     ) -> Tensor:
-        """`period` steps of each rank on what it holds; then the mean of where the holders of an edge went."""
+        """`period` local steps of each rank on what it holds; then each edge's mean over them."""
         own = None
         if not bool(held.all()):
             mine = replica.units.holders(
@@ -185,8 +192,8 @@ class Skeleton(Strategy[Thinned, Group]):
                 importance.append(_importance(replica, scales))
 
         loss, samples = local_steps(replica, self.period, look)  # compute
-        n = self._told(replica, group, state, importance[0], samples)
-        weight, index = _who(replica, held, n)
+        n = self._share_importance(replica, group, state, importance[0], samples)
+        weight, index = _holders(replica, held, n)
         for k, x in replica.params.items():
             x.sub_(w[k]).mul_((samples / n.sum().clamp(min=1)).to(x.dtype))
         _sum_held(group, replica.params, index)  # exchange
@@ -198,10 +205,10 @@ class Skeleton(Strategy[Thinned, Group]):
             _average_moments(replica, group, own, weight, samples, n)
         return loss
 
-    def _told(
+    def _share_importance(
         self, replica: Thinned, group: Group, state: Tensors, importance: Tensor, samples: int
     ) -> Tensor:
-        """The samples of every rank; and what all of them saw of |g| goes into its running mean."""
+        """The samples of every rank. Also updates the running mean of |g| from all ranks."""
         n = torch.zeros(group.size, dtype=torch.float64, device=replica.count.device)
         n[group.rank] = samples
         _all_reduce(group, {"samples": n, "importance": importance})
@@ -211,8 +218,10 @@ class Skeleton(Strategy[Thinned, Group]):
 
 
 def _importance(replica: Thinned, scales: Tensor) -> Tensor:
-    """Of each unit: sum over its edges of |mean gradient|, times this rank's samples. Who leaves a unit out sees 0 of it, so what
-    is seen counts for 1 / P(held)."""
+    """Of each unit: sum over its edges of |mean gradient|, times this rank's samples.
+
+    A rank that leaves a unit out adds 0 for it, so others' sums are multiplied by 1 / P(held).
+    """
     if not replica.own_count:
         return torch.zeros(replica.units.total, dtype=torch.float64, device=replica.count.device)
     return (
@@ -222,8 +231,8 @@ def _importance(replica: Thinned, scales: Tensor) -> Tensor:
     )
 
 
-def _who(replica: Thinned, held: Tensor, n: Tensor) -> tuple[Tensors, Tensors | None]:
-    """Of each element: the samples of those who hold it; and the indices of elements that have any. None: all."""
+def _holders(replica: Thinned, held: Tensor, n: Tensor) -> tuple[Tensors, Tensors | None]:
+    """Of each element: the samples of its holders; and the indices of held elements (None: all)."""
     weight = replica.units.holders(held, n, replica.params)
     return weight, None if bool(held.all()) else {
         k: w.nonzero().flatten() for k, w in weight.items()
@@ -237,8 +246,11 @@ def _share(n: Tensor, weight: Tensor) -> Tensor:
 def _sum_held(
     group: Group, values: Tensors, index: Tensors | None, besides: Tensors | None = None
 ) -> None:
-    """Sum what is held by anybody over ranks; the rest becomes 0. Packed into the front of the vectors, because the link may reach
-    their own memory without a copy."""
+    """Sum the elements that any rank holds over ranks; the others become 0.
+
+    They are packed at the front of the vectors, because a group may reduce the vectors' own memory
+    without a copy.
+    """
     packed = values
     if index is not None:
         for k, v in values.items():
@@ -257,7 +269,7 @@ def _sum_held(
 def _average_moments(
     replica: Thinned, group: Group, own: Tensors | None, weight: Tensors, samples: int, n: Tensor
 ) -> None:
-    """What the optimizer remembers of an edge: the mean over its holders, given to all, as it goes with the unit."""
+    """Optimizer state of an edge: the mean over its holders, for all, so it follows the unit."""
     units = replica.units
     held, weights = (
         ({}, {}) if own is None else (units.of_parameters(own), units.of_parameters(weight))

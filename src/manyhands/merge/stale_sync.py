@@ -1,21 +1,26 @@
-"""Stale synchronous parallel: a fast rank may run ahead of the slowest by so many clocks, and no further.
+"""Stale synchronous parallel (SSP): a rank may be at most s clocks ahead of the slowest one.
 
-    x_i <- w;   g_i = gradient at x_i;   w <- w - eta g_i / M  on the server;   go on when min_j c_j >= c_i - s
+    x_i <- w;   g_i = gradient at x_i;   w <- w - eta g_i / M  on the server
+    continue when min_j c_j >= c_i - s                       c_i: the clock of rank i
 
-A clock is one step of one rank. `staleness` s is the one number that sets consistency: 0 is bulk synchronous, the mean over the
-samples of all ranks applied as one update, so the same as `all_reduce` up to the order of summation; inf is asynchronous, nobody
-ever waits and ranks draw their steps from one counter, so that a fast rank computes more of them. In between, a rank reads
-everything of clocks up to c - s - 1, all of its own, and what else has arrived. With s > 0 an update carries 1/M, so that one clock
-of all ranks moves the model as far as one synchronous step; Adam and Adagrad, which divide by the size of the gradients they saw,
-divide that out again: lower the learning rate for them. The optimizer runs on the server, with the learning rate of the rank that
-pushes; a rank without samples pushes nothing. Gradients are clipped by each rank, by its own norm. Costs one pull and one push
+A clock is one step of one rank. `staleness` s alone sets the consistency. 0 is bulk synchronous:
+the mean over the samples of all ranks is applied as one update, the same as `all_reduce` up to the
+order of summation. inf is asynchronous: no rank ever waits, and ranks claim their steps from one
+counter, so that a fast rank computes more of them. In between, a rank reads all updates of clocks
+up to c - s - 1, all of its own, and what else has arrived. With s > 0 an update has weight 1/M, so
+that one clock of all ranks moves the model as far as one synchronous step; Adam and Adagrad, which
+divide by the size of past gradients, cancel that weight: lower the learning rate for them. The
+optimizer runs on the server, with the learning rate of the rank that pushes; a rank without
+samples pushes nothing. Each rank clips its gradient by its own norm. Costs one pull and one push
 of the model a step. In a plan, `staleness=4` is short for merge=stale_sync merge.staleness=4.
 
-Use it when ranks are slow in turns, not always the same one: s clocks absorb that, and gradients stay as fresh as s says. A rank
-that is always slow holds up the others as in synchronous training, s clocks later, unless s is inf.
+Use it when ranks are slow in turns, not always the same one: s clocks absorb that, and gradients
+are at most s clocks old. A rank that is always slow delays the others as in synchronous training,
+s clocks later, unless s is inf.
 
-Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server": converges faster than
-synchronous and asynchronous training on topic models, matrix factorisation and Lasso.
+Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server": converges faster than synchronous and asynchronous training on topic models, matrix
+factorisation and Lasso.
 """
 
 import math

@@ -1,18 +1,20 @@
-"""Streaming DiLoCo: DiLoCo piece by piece, while training goes on: no burst of bytes, no waiting for them.
+"""Streaming DiLoCo: DiLoCo on one fragment of the model at a time, while training goes on.
 
     fragment f of P, once every H steps, at step t = (f + 1) H / P of a round:
-    t - tau:   g = a - sum_i s_i x_i;   its all-reduce starts                s_i: share of the samples since the last time
+    t - tau:   g = a - sum_i s_i x_i;   its all-reduce starts
     t:         v <- mu v + g;   a <- a - lr (g + mu v);   x_i <- alpha x_i + (1 - alpha) a
 
-Here a is the anchor that all ranks share, x_i the fragment as rank i trains it, alpha the weight of the LOCAL one. Fragments are
-runs of the flat parameter vectors, so the largest burst is 1/P of the model, and it has tau steps of time to travel. Nothing is
-under way between rounds. Replicas differ; what is evaluated and saved are the anchors. Costs two vectors, a and v. The paper has
-H=100 on language models; the default is shorter for the same reason as that of `diloco`.
+a is the anchor that all ranks share, x_i the fragment as rank i trains it, s_i its share of the
+samples since the fragment was last sent, alpha the weight of the LOCAL fragment. Fragments are
+slices of the flat parameter vectors: the largest message is 1/P of the model, and its all-reduce
+has tau steps of time. None is in flight between rounds. Replicas differ; the anchors are evaluated
+and saved. Costs two vectors, a and v. The paper has H=100 on language models; the default is
+shorter for the same reason as that of `diloco`.
 
-Use it when `diloco` is right and its all-reduce still holds training up.
+Use it when `diloco` is right and its all-reduce still delays training.
 
-Paper: Douillard et al. 2025 (arXiv:2501.18512): about two orders of magnitude less bandwidth at equal quality, language models of
-billions of parameters.
+Paper: Douillard et al. 2025 (arXiv:2501.18512): about two orders of magnitude less bandwidth at
+equal quality, language models of billions of parameters.
 """
 
 from collections.abc import Iterator
@@ -49,11 +51,11 @@ class StreamingDiLoCo(Strategy[GradientReplica, Group]):
             f"fragments={P}",
             f"1 to {H} are needed, as each is merged at a step of its own among merge.period={H}",
         )
-        bound = f"0 or more and less than period / fragments = {H} / {P} is needed, so that one fragment is under way at a time"
         need(
             0 <= self.tau < H // P,
             f"tau={self.tau}",
-            f"{bound}; set merge.tau={max(0, H // P - 1)} or less",
+            f"0 or more and less than period / fragments = {H} / {P} is needed, so that one "
+            f"fragment is in flight at a time; set merge.tau={max(0, H // P - 1)} or less",
         )
         need(
             0 <= self.alpha < 1,
@@ -64,7 +66,7 @@ class StreamingDiLoCo(Strategy[GradientReplica, Group]):
     def init(self, replica: GradientReplica) -> Tensors:
         state = {f"a/{k}": x for k, x in copies(replica.params).items()}
         state |= {f"v/{k}": torch.zeros_like(x) for k, x in replica.params.items()}
-        # of each fragment: the samples of this rank since it was last sent, in units of a step over all ranks
+        # of each fragment: this rank's samples since it was last sent, in full steps of all ranks
         return state | {
             "samples": torch.zeros(self.fragments, dtype=torch.float64, device=replica.count.device)
         }
@@ -83,7 +85,8 @@ class StreamingDiLoCo(Strategy[GradientReplica, Group]):
                 flying.append(self._send(to_send.pop(0), replica, group, state))
             if flying and step == self._due(flying[0].fragment):
                 self._apply(flying.pop(0), replica, state)
-        for sent in flying:  # where the run ends within a round, what is left is merged at once
+        # only where the run ends within a round: merge at once what is left
+        for sent in flying:
             self._apply(sent, replica, state)
         for fragment in to_send:
             self._apply(self._send(fragment, replica, group, state), replica, state)
@@ -99,7 +102,8 @@ class StreamingDiLoCo(Strategy[GradientReplica, Group]):
     def _send(
         self, fragment: int, replica: GradientReplica, group: Group, state: Tensors
     ) -> "_Sent":
-        # numerator and denominator travel together: asking for the sum first would stop everybody for one more latency
+        # numerator and denominator are sent together: summing the weights first would cost all
+        # ranks one more latency
         weight = state["samples"][fragment : fragment + 1].clone()
         state["samples"][fragment] = 0.0
         updates = {
@@ -133,7 +137,7 @@ class StreamingDiLoCo(Strategy[GradientReplica, Group]):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A fragment under way."""
+    """A fragment whose all-reduce is in flight."""
 
     fragment: int
     updates: Tensors

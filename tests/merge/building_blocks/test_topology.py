@@ -106,7 +106,7 @@ def test_weights_of_ones_own_are_taken_and_what_is_left_stays_with_the_rank() ->
 
 def test_a_turn_tells_a_rank_whom_to_give_to_and_what_its_givers_weigh() -> None:
     (turn,) = topology.turns("0>1,1>2,2>0", 3, 1)
-    assert (turn.own, turn.takers, turn.givers) == (0.5, (2,), ((0, 0.5),))
+    assert (turn.own, turn.recipients, turn.senders) == (0.5, (2,), ((0, 0.5),))
 
 
 def test_pushed_parts_sum_to_one_by_columns_on_any_directed_graph() -> None:
@@ -123,13 +123,13 @@ def test_pushed_parts_sum_to_one_by_columns_on_any_directed_graph() -> None:
         (
             "0-1,2-3",
             4,
-            r"not connected: ranks \{0,1\} and \{2,3\} never hear from each other.*add an edge "
+            r"not connected: ranks \{0,1\} and \{2,3\} never exchange.*add an edge "
             r"such as 1-2",
         ),
         ("0-1,1-2", 4, r"not connected: ranks \{0,1,2\} and \{3\}"),
         ("0>1,1>2", 3, r"column 0 .* sums to 1\.5, but 1 is needed; .*merge=sgp"),
         ("0-1:0.9,1-2:0.9", 3, r"rank 1 would keep -0\.8 of its own.*lower the weights"),
-        ("0-1:1", 2, r"swap what they have for ever.*spectral gap 0"),
+        ("0-1:1", 2, r"swap values for ever.*spectral gap 0"),
         ("0-1:0.5,1-2", 3, "some edges have a weight and some have none"),
         ("0-1,1-0", 2, "an edge is given twice"),
         ("0-3", 3, r"0-3 is no edge between two of the ranks 0 to 2 of data=3"),
@@ -145,6 +145,6 @@ def test_a_graph_that_cannot_agree_is_refused_in_words(graph: str, size: int, sa
 
 def test_a_directed_graph_without_a_way_back_is_refused_for_pushing_too() -> None:
     with pytest.raises(
-        PlanError, match=r"ranks \{0\} and \{1\} and \{2\} hear from each other one way only"
+        PlanError, match=r"ranks \{0\} and \{1\} and \{2\} are connected in one direction only"
     ):
         topology.check("0>1,1>2", 3, push=True)

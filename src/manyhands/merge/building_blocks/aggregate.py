@@ -1,8 +1,9 @@
-"""One vector out of many, some of which may be lies: the mathematics of `merge=robust`, on vectors that need not fit in a cache.
+"""Robust aggregation: one vector out of many, of which some may be wrong (`merge=robust`).
 
-`rows` are what the ranks sent, the same in the same order everywhere, so that all ranks compute the same bits. Work goes
-chunk by chunk: a chunk of all rows stays in the cache while it is sorted or summed. Distances are summed in float64, where
-the square of the largest float32 is still a number.
+`rows` are what the ranks sent, the same in the same order everywhere, so that all ranks compute the
+same bits. The work is done in chunks, because vectors need not fit in a cache: a chunk of all rows
+stays there while it is sorted or summed. Distances are summed in float64, where the square of the
+largest float32 is still finite.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ TINY = 1e-300
 
 
 def sanitise(rows: Rows, f: int) -> list[Tensors]:
-    """A row that is not finite becomes a vote for nothing. More than `f` of them are no lie but a run that diverges (or a
-    loss scale that is too large): they stay as they are, so that it shows."""
-    bad = [
+    """Set rows that are not finite to 0.
+
+    More than `f` of them mean that the run diverges, or that the loss scale is too large: they stay
+    as they are, so that it shows.
+    """
+    bad = [  # aminmax gives NaN if any element is
         not all(bool(torch.stack(v.aminmax()).isfinite().all()) for v in row.values())
         for row in rows
-    ]  # NaN passes through
+    ]
     if sum(bad) > f:
         return list(rows)
     return [
@@ -42,7 +46,7 @@ def mean(rows: Rows, weights: Tensor) -> Tensors:
 
 
 def median(rows: Rows) -> Tensors:
-    """Of every coordinate; of an even number the mean of the two in the middle."""
+    """Median of every coordinate; of an even number the mean of the two in the middle."""
     n, out = len(rows), _like(rows[0])
     for k, at, x in _chunks(rows):
         order = _sorted(x)
@@ -51,7 +55,7 @@ def median(rows: Rows) -> Tensors:
 
 
 def trimmed_mean(rows: Rows, f: int) -> Tensors:
-    """Of every coordinate, without its f largest and f smallest."""
+    """Mean of every coordinate, without its f largest and f smallest values."""
     out = _like(rows[0])
     for k, at, x in _chunks(rows):
         torch.mean(torch.stack(_sorted(x)[f : len(rows) - f]), 0, out=out[k][at])
@@ -59,7 +63,10 @@ def trimmed_mean(rows: Rows, f: int) -> Tensors:
 
 
 def krum(rows: Rows, f: int, best: int = 1) -> Tensors:
-    """The row (the mean of the `best` rows) with the least sum of squared distances to its n - f - 2 nearest others."""
+    """The row with the least sum of squared distances to its n - f - 2 nearest others.
+
+    With `best` > 1: the mean of that many best rows.
+    """
     n = len(rows)
     apart = torch.zeros(n, n, dtype=torch.float64, device=next(iter(rows[0].values())).device)
     for _, _, x in _chunks(rows):
@@ -76,12 +83,17 @@ def krum(rows: Rows, f: int, best: int = 1) -> Tensors:
 
 
 def geometric_median(rows: Rows, passes: int = 8) -> Tensors:
-    """argmin_v sum_i |x_i - v| by Weiszfeld's iteration v = sum(x_i / d_i) / sum(1 / d_i), d_i = |x_i - v|. It starts from the
-    coordinate median: from the mean, one huge row would take more passes than there are."""
+    """argmin_v sum_i |x_i - v| by Weiszfeld's iteration.
+
+        v = sum(x_i / d_i) / sum(1 / d_i),   d_i = |x_i - v|
+
+    It starts from the coordinate median: from the mean, one huge row would need more passes.
+    """
     v, weights = median(rows), torch.zeros(())
     for _ in range(passes):
         d = _distances(rows, v)
-        # where more than half of the rows coincide the floor is 0 and they alone count: they are the median
+        # if more than half of the rows coincide, the floor is 0 and only they count: they are the
+        # median
         near = 1 / d.clamp(min=1e-6 * d.median()).clamp(min=TINY)
         last, weights = weights, near / near.sum()
         if last.ndim and torch.allclose(last, weights, rtol=1e-5, atol=0):
@@ -93,15 +105,16 @@ def geometric_median(rows: Rows, passes: int = 8) -> Tensors:
 def clip_centred(
     rows: Rows, v: Tensors, f: int, radius: float | None = None, passes: int = 1
 ) -> Tensors:
-    """v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|); where it is not given, r is the (n-f)-th smallest distance, so that the
-    honest alone would not be clipped at all."""
+    """v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|).
+
+    r is `radius`, or the (n-f)-th smallest distance, so that honest rows alone are not clipped.
+    """
     out = {k: x.clone() for k, x in v.items()}
     for _ in range(passes):
         d = _distances(rows, out)
         r = d.kthvalue(len(rows) - f).values if radius is None else torch.full_like(d[0], radius)
-        share = (r / d).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0) / len(
-            rows
-        )  # 0/0, inf/inf: at v, or a radius without end
+        # 0/0 at v, inf/inf with an infinite radius: not clipped
+        share = (r / d).nan_to_num(nan=1.0, posinf=1.0).clamp(max=1.0) / len(rows)
         for k, at, x in _chunks(rows):
             centre = out[k][at]
             centre.add_(share.to(x.dtype) @ (x - centre))
@@ -112,7 +125,7 @@ def clip_centred(
 
 
 def _chunks(rows: Rows) -> Iterator[tuple[str, slice, Tensor]]:
-    """(name, where, rows x elements) of every piece of the vectors."""
+    """(name, slice, rows x elements) of every chunk of the vectors."""
     for k, first in rows[0].items():
         step = 2**15 if first.device.type == "cpu" else 2**22
         for start in range(0, first.numel(), step):
@@ -136,8 +149,11 @@ def _distances(rows: Rows, v: Tensors) -> Tensor:
 
 
 def _sorted(x: Tensor) -> list[Tensor]:
-    """The rows of `x`, ordered within every column, by Batcher's odd-even network: minimum and maximum of whole rows run at
-    the speed of memory, a sort along a short dimension does not."""
+    """The rows of `x`, sorted within every column, by Batcher's odd-even network.
+
+    Minimum and maximum of whole rows run at the speed of memory; a sort along a short dimension
+    does not.
+    """
     rows, n = list(x.unbind(0)), len(x)
     p = 1
     while p < n:

@@ -1,9 +1,9 @@
-"""What the gossip rules share: tensors that travel to some ranks while this one goes on, and the mean that comes of it.
+"""Gossip exchange: values sent to some ranks while this one computes, then mixed by weights.
 
-    x_i <- x_i - (1 - W_ii) q_i + sum_j W_ij q_j          q: what was sent, as all its readers read it
+    x_i <- x_i - (1 - W_ii) q_i + sum_j W_ij q_j      q: what was sent, as all its readers decode it
 
-Without a wire q is x, and this is the mean by W. With one that rounds, what one rank gains another still loses: the sum of all x is
-the same as before.
+Without compression q is x, and this is the mean by W. With one that rounds, what one rank gains
+another still loses: the sum of all x keeps its value.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ Mix = Callable[[], None]
 
 
 def send(group: Group, turn: Turn, values: Tensors) -> Mix:
-    """Give `values` as they are now to this turn's takers; `mix` waits for the givers' and mixes all in."""
-    sent = copies(values)  # a loop of one's own may change parameters while they travel
-    weights = {group.rank: turn.own - 1.0, **dict(turn.givers)}
+    """Send `values` as they are now to the recipients; the returned `mix` waits and mixes."""
+    sent = copies(values)  # a user's own loop may change parameters while they are sent
+    weights = {group.rank: turn.own - 1.0, **dict(turn.senders)}
     inbox = {
         r: {k: torch.empty(x.shape, dtype=x.dtype, device=x.device) for k, x in values.items()}
         for r in weights
     }
     works: list[Work] = []
     for k, x in sent.items():
-        give = dict.fromkeys((group.rank, *turn.takers), x)
+        give = dict.fromkeys((group.rank, *turn.recipients), x)
         works.append(group.transfer(give, {r: theirs[k] for r, theirs in inbox.items()}, k))
 
     def mix() -> None:
@@ -42,11 +42,9 @@ def send(group: Group, turn: Turn, values: Tensors) -> Mix:
 
 
 def exchange(replica: Replica, group: Group, turn: Turn, moments: Moments) -> Mix:
-    """Send the parameters, and what the optimizer remembers where that is to be averaged; a second `mix` does nothing."""
-    remembered = (
-        {f"{EXACT}{k}": m for k, m in replica.moments.items()} if moments == "average" else {}
-    )
-    mix = send(group, turn, {**replica.params, **remembered})
+    """Send the parameters and, to be averaged, the optimizer state; a second `mix` does nothing."""
+    averaged = replica.moments if moments == "average" else {}
+    mix = send(group, turn, {**replica.params, **{f"{EXACT}{k}": m for k, m in averaged.items()}})
     pending = [mix]
 
     def once() -> None:
@@ -59,6 +57,7 @@ def exchange(replica: Replica, group: Group, turn: Turn, moments: Moments) -> Mi
 
 
 def mean_of_all(replica: Replica, group: Group) -> Tensors:
+    """The mean of all replicas, which gossip strategies evaluate and save."""
     mean = copies(replica.params)
     group.all_reduce(mean, op="mean").wait()
     return mean

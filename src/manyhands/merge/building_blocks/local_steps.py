@@ -16,7 +16,7 @@ def copies(values: Mapping[str, Tensor]) -> Tensors:
 def local_steps(
     replica: Replica, period: int, before_step: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, int]:
-    """Up to `period` steps of this replica alone; returns the mean loss and its number of samples."""
+    """Up to `period` steps of this replica alone; the mean loss and the samples behind it."""
     total, samples = torch.zeros((), device=replica.count.device), 0
     for _ in replica.steps(period):
         loss = replica.backward()

@@ -1,14 +1,15 @@
-"""Who mixes with whom: graphs over ranks as weight matrices, checked before anything starts.
+"""Gossip topologies: graphs over ranks as weight matrices, checked before training starts.
 
-    W_ij    the weight that rank i gives to what comes from rank j;    gossip is  x_i <- sum_j W_ij x_j
+    W_ij    weight of what rank i receives from rank j;    gossip is  x_i <- sum_j W_ij x_j
 
-A graph is a word or a list of edges, `0-1,1-2` (both ways) or `0>1` (from 0 to 1), each with a weight of its own if wished:
-`0-1:0.25`. Undirected edges without weights get Metropolis weights, W_ij = 1 / (1 + max(d_i, d_j)), which are doubly
-stochastic on any graph. What is left of a row to 1 stays with the rank itself. The spectral gap 1 - |lambda_2| says how fast
-replicas agree: a round of gossip shrinks their distance from the mean by at least that share.
+A graph is a word or a list of edges, `0-1,1-2` (both directions) or `0>1` (from 0 to 1), each with
+a weight if wished: `0-1:0.25`. Undirected edges without weights get Metropolis weights,
+W_ij = 1 / (1 + max(d_i, d_j)), which are doubly stochastic on any graph. The rank itself has the
+rest of its row. The spectral gap 1 - |lambda_2| says how fast replicas agree: a round of gossip
+shrinks their distance from the mean by at least that share.
 
-    ring 1/3:           (2/3)(1 - cos(2 pi / n))          exponential, n even:    2 / (1 + ceil(log2 n))
-    q x q torus 1/5:    (2/5)(1 - cos(2 pi / q))          star: 1/n;   complete: 1
+    ring 1/3:           (2/3)(1 - cos(2 pi / n))      exponential, n even:   2 / (1 + ceil(log2 n))
+    q x q torus 1/5:    (2/5)(1 - cos(2 pi / q))      star: 1/n;   complete: 1
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Turn:
-    """One rank's part in one round: whom it gives to, and what weight it gives to whom it gets from."""
+    """One rank's sends and receives in one round, with the weights of what it receives."""
 
     own: float
-    takers: tuple[int, ...]
-    givers: tuple[tuple[int, float], ...]  # (rank, weight), in rank order
+    recipients: tuple[int, ...]
+    senders: tuple[tuple[int, float], ...]  # (rank, weight), in rank order
 
 
 @functools.lru_cache(maxsize=64)
 def turns(graph: str, size: int, rank: int, push: bool = False) -> tuple[Turn, ...]:
-    """This rank's turns, one after the other and then from the start again. A `Turn` holds what the receiver multiplies by."""
+    """This rank's turns, one a round, repeated from the start. Receivers apply the weights."""
     return tuple(_turn(w, rank) for w in schedule(graph, size, push))
 
 
 @functools.lru_cache(maxsize=16)
 def schedule(graph: str, size: int, push: bool = False) -> tuple[Tensor, ...]:
-    """The weight matrices of a graph, one a round; most graphs have one. `push`: columns sum to 1 instead of rows."""
+    """The weight matrices of a graph, one a round; most graphs have one.
+
+    `push`: columns sum to 1 instead of rows.
+    """
     if size == 1:
         return (torch.ones(1, 1, dtype=torch.float64, device="cpu"),)
     if graph == "one_peer":
@@ -59,7 +63,7 @@ def schedule(graph: str, size: int, push: bool = False) -> tuple[Tensor, ...]:
 
 
 def check(graph: str, size: int, push: bool = False) -> None:
-    """Refuse a graph on which `size` ranks would not come to agree on their mean."""
+    """Raise PlanError for a graph on which `size` ranks would not converge to their mean."""
     matrices = schedule(graph, size, push)
     for w in matrices:
         check_weights(w, graph, push)
@@ -70,8 +74,8 @@ def check(graph: str, size: int, push: bool = False) -> None:
         and float(torch.linalg.eigvals(matrices[0]).abs().sort().values[-2]) > 1 - TOLERANCE
     ):
         raise PlanError(
-            f"merge.graph={graph}: ranks would swap what they have for ever instead of coming to agree (spectral gap 0); "
-            "lower the weights, so that each keeps a part of its own"
+            f"merge.graph={graph}: ranks would swap values for ever and never agree (spectral gap "
+            "0); lower the weights, so that each rank keeps a part of its own"
         )
 
 
@@ -83,11 +87,12 @@ def ring(size: int) -> Pairs:
 
 
 def torus(size: int) -> Pairs:
-    """Rows x columns as square as possible, both closed to rings."""
+    """A grid as square as possible, with its rows and columns closed to rings."""
     rows = max(r for r in range(1, math.isqrt(size) + 1) if size % r == 0)
     if rows == 1 and size > 3:
         raise PlanError(
-            f"merge.graph=torus needs rows x columns of ranks, but {size} is prime; set merge.graph=ring or data={size + 1}"
+            f"merge.graph=torus needs rows x columns of ranks, but {size} is prime; "
+            f"set merge.graph=ring or data={size + 1}"
         )
     columns = size // rows
     down = ((i, (i + columns) % size) for i in range(size))
@@ -134,42 +139,43 @@ def spectral_gap(w: Tensor) -> float:
 
 
 def check_weights(w: Tensor, graph: str = "", push: bool = False) -> None:
-    """Doubly stochastic, or with `push` at least by columns: else the mean of all ranks would drift."""
+    """Check for doubly stochastic weights, with `push` only columns: else the mean would drift."""
     named = f"merge.graph={graph}" if graph else "these weights"
     least = int(w.min(1).values.argmin())
     if float(w[least].min()) < -TOLERANCE:
         raise PlanError(
-            f"{named}: rank {least} would keep {float(w[least, least]):.6g} of its own, but no weight may be below 0; "
-            "lower the weights of its edges"
+            f"{named}: rank {least} would keep {float(w[least, least]):.6g} of its own, but no "
+            "weight may be below 0; lower the weights of its edges"
         )
     lines = [("column", w.sum(0))] if push else [("row", w.sum(1)), ("column", w.sum(0))]
     for what, sums in lines:
         worst = int((sums - 1).abs().argmax())
         if abs(float(sums[worst]) - 1) > TOLERANCE:
-            who = (
-                "what rank {} gets"
-                if what == "row"
-                else "what rank {} gives, its own part included,"
-            )
+            who = "what rank {} gets"
+            if what == "column":
+                who = "what rank {} gives, its own part included,"
             raise PlanError(
-                f"{named} is not doubly stochastic: {what} {worst} ({who.format(worst)}) sums to {float(sums[worst]):.6g}, but 1 is "
-                "needed; leave the weights out (0-1,1-2) for Metropolis weights, or merge=sgp for a directed graph"
+                f"{named} is not doubly stochastic: {what} {worst} ({who.format(worst)}) sums to "
+                f"{float(sums[worst]):.6g}, but 1 is needed; leave the weights out (0-1,1-2) for "
+                "Metropolis weights, or take merge=sgp for a directed graph"
             )
 
 
 def check_connected(w: Tensor, graph: str = "") -> None:
-    """Every rank reaches every other along the edges."""
+    """Raise PlanError unless every rank reaches every other along the edges."""
     reach = _reach(w > 0)
     both = reach & reach.T
     if bool(both.all()):
         return
     groups = sorted({tuple(row.nonzero().flatten().tolist()) for row in both})
     named = f"merge.graph={graph}" if graph else "this graph"
-    one_way = bool((reach | reach.T).all())
+    how = (
+        "are connected in one direction only" if bool((reach | reach.T).all()) else "never exchange"
+    )
     apart = " and ".join(f"{{{','.join(map(str, g))}}}" for g in groups)
     raise PlanError(
-        f"{named} is not connected: ranks {apart} {'hear from each other one way only' if one_way else 'never hear from each other'}, "
-        f"so they would not agree; add an edge such as {groups[0][-1]}-{groups[1][0]}"
+        f"{named} is not connected: ranks {apart} {how}, so they would not agree; "
+        f"add an edge such as {groups[0][-1]}-{groups[1][0]}"
     )
 
 
@@ -178,9 +184,9 @@ def check_connected(w: Tensor, graph: str = "") -> None:
 
 def _turn(w: Tensor, rank: int) -> Turn:
     row, column = w[rank].tolist(), w[:, rank].tolist()
-    givers = tuple((j, weight) for j, weight in enumerate(row) if weight and j != rank)
+    senders = tuple((j, weight) for j, weight in enumerate(row) if weight and j != rank)
     return Turn(
-        row[rank], tuple(i for i, weight in enumerate(column) if weight and i != rank), givers
+        row[rank], tuple(i for i, weight in enumerate(column) if weight and i != rank), senders
     )
 
 
@@ -193,7 +199,7 @@ def _hops(size: int) -> int:
 
 
 def _circulant(size: int, hops: list[int]) -> Tensor:
-    """Every rank gives to the ranks so many places on, all with one weight."""
+    """Every rank sends to the ranks at these distances, all with the same weight."""
     w = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for hop in hops:
         for j in range(size):
@@ -202,7 +208,7 @@ def _circulant(size: int, hops: list[int]) -> Tensor:
 
 
 def _filled(w: Tensor, push: bool = False) -> Tensor:
-    """What is left of each row (of each column: `push`) to 1 stays with the rank itself."""
+    """The diagonal fills each row (with `push` each column) up to 1."""
     w.diagonal().copy_(1 - w.sum(0 if push else 1))
     return w
 
@@ -212,7 +218,8 @@ def _custom(graph: str, size: int, push: bool) -> Tensor:
     given = [weight is not None for *_, weight in edges]
     if any(given) and not all(given):
         raise PlanError(
-            f"merge.graph={graph}: some edges have a weight and some have none; give all of them one, or none"
+            f"merge.graph={graph}: some edges have a weight and some have none; "
+            "give all of them one, or none"
         )
     both_ways = all((b, a, weight) in edges for a, b, weight in edges)
     if not any(given) and both_ways and not push:
@@ -220,27 +227,28 @@ def _custom(graph: str, size: int, push: bool) -> Tensor:
     w = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     for a, b, _ in edges:
         w[b, a] = 1
-    w = w / (
-        1 + w.sum(0 if push else 1, keepdim=True)
-    )  # equal shares of what a rank gives, or of what it gets
+    # equal shares of what a rank sends, or of what it receives
+    w = w / (1 + w.sum(0 if push else 1, keepdim=True))
     for a, b, weight in edges:
         w[b, a] = w[b, a] if weight is None else weight
     return _filled(w, push)
 
 
 def _edges(graph: str, size: int) -> list[tuple[int, int, float | None]]:
-    """(from, to, weight), a line in both directions for `0-1`."""
+    """(from, to, weight) of each edge; `0-1` gives two."""
     found: list[tuple[int, int, float | None]] = []
     for word in graph.split(","):
         match = EDGE.fullmatch(word.strip())
         if match is None:
             raise PlanError(
-                f"merge.graph={graph}: {word.strip()!r} is neither an edge such as 0-1, 0>1 or 0-1:0.25, nor one of {', '.join(WORDS)}"
+                f"merge.graph={graph}: {word.strip()!r} is neither an edge such as 0-1, 0>1 or "
+                f"0-1:0.25, nor one of {', '.join(WORDS)}"
             )
         a, b, weight = int(match[1]), int(match[3]), None if match[4] is None else float(match[4])
         if max(a, b) >= size or a == b:
             raise PlanError(
-                f"merge.graph={graph}: {word.strip()} is no edge between two of the ranks 0 to {size - 1} of data={size}"
+                f"merge.graph={graph}: {word.strip()} is no edge between two of the ranks 0 to "
+                f"{size - 1} of data={size}"
             )
         found += [(a, b, weight)] if match[2] == ">" else [(a, b, weight), (b, a, weight)]
     if len({(a, b) for a, b, _ in found}) < len(found):
@@ -251,7 +259,7 @@ def _edges(graph: str, size: int) -> list[tuple[int, int, float | None]]:
 
 
 def _reach(edges: Tensor) -> Tensor:
-    """Who hears from whom, over any number of hops: squaring doubles the hops."""
+    """Which ranks each rank receives from, over any number of hops: squaring doubles the hops."""
     reach = edges | torch.eye(len(edges), dtype=torch.bool, device="cpu")
     for _ in range(_hops(len(edges)) + 1):
         reach = (reach.double() @ reach.double()) > 0
