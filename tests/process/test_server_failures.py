@@ -357,7 +357,7 @@ def test_a_server_too_many_is_refused_and_says_so() -> None:
     with (
         servers() as (root,),
         Server(token=TOKEN, coordinator=root.address) as another,
-        pytest.raises(ServerLost, match="all 1 servers are there"),
+        pytest.raises(ServerLost, match="all 1 servers have registered"),
     ):
         another.serve_forever()
 

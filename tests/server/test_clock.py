@@ -61,17 +61,17 @@ class Workers:
 def test_no_schedule_lets_a_worker_run_further_ahead_than_the_bound(staleness: float) -> None:
     for seed in range(60):
         chance = random.Random(seed)
-        workers, held = Workers(chance.randint(1, 5), staleness=staleness), 0
+        workers, waits = Workers(chance.randint(1, 5), staleness=staleness), 0
         for _ in range(80):
             workers.finish(chance.choice(workers.running()))
             slowest = min(workers.done)
             for w in workers.running():
                 assert workers.done[w] - slowest <= staleness
             for w in workers.waiting():
-                assert workers.done[w] - slowest > staleness, "held back without need"
+                assert workers.done[w] - slowest > staleness, "kept waiting without need"
             assert max(workers.done) - slowest <= staleness + 1
-            held += len(workers.waiting())
-        assert held == 0 if staleness == INF or len(workers.done) == 1 else held > 0
+            waits += len(workers.waiting())
+        assert waits == 0 if staleness == INF or len(workers.done) == 1 else waits > 0
 
 
 def test_staleness_0_is_lockstep() -> None:
@@ -121,7 +121,7 @@ def test_the_first_k_are_committed_and_what_comes_late_never_counts(quorum: int 
     needed = quorum or 4
     for seed in range(60):
         chance = random.Random(seed)
-        workers = Workers(4, quorum=quorum, held=True)
+        workers = Workers(4, quorum=quorum, pending=True)
         began, came, dropped = [0] * 4, set[int](), 0
         for _ in range(80):
             w = chance.choice(workers.running())
@@ -152,7 +152,7 @@ def test_the_first_k_are_committed_and_what_comes_late_never_counts(quorum: int 
 
 
 def test_the_divisor_is_the_number_that_was_committed() -> None:
-    workers = Workers(4, quorum=3, held=True)
+    workers = Workers(4, quorum=3, pending=True)
     for w in (3, 0, 1):
         workers.finish(w)
     assert workers.clock.commits_since(0) == [(1, [(0, 0), (1, 0), (3, 0)])]
@@ -163,25 +163,25 @@ def test_the_divisor_is_the_number_that_was_committed() -> None:
 
 def test_a_tick_with_a_quorum_takes_part_also_without_a_push() -> None:
     clock = Clock(2)
-    clock.post_tick(0, 0, quorum=2, held=False)  # its share of the batch was empty
-    clock.post_tick(1, 0, quorum=2, held=True)
+    clock.post_tick(0, 0, quorum=2, pending=False)  # its share of the batch was empty
+    clock.post_tick(1, 0, quorum=2, pending=True)
     assert clock.tick_answer(0) == clock.tick_answer(1) == Tick(1)
 
 
 def test_one_that_waits_without_having_held_does_not_stop_those_who_have() -> None:
     clock = Clock(3)
-    clock.post_tick(0, 0, 0, held=True)
-    clock.post_tick(1, 0, 0, held=False)
+    clock.post_tick(0, 0, 0, pending=True)
+    clock.post_tick(1, 0, 0, pending=False)
     assert clock.commits_since(0) == [] and clock.tick_answer(1) is None, (
         "2 may still hold something"
     )
-    clock.post_tick(2, 0, 0, held=True)
+    clock.post_tick(2, 0, 0, pending=True)
     assert clock.commits_since(0) == [(1, [(0, 0), (2, 0)])]
     assert clock.tick_answer(1) == Tick(1)
 
 
 def test_commits_are_remembered_in_order() -> None:
-    workers = Workers(2, held=True)
+    workers = Workers(2, pending=True)
     for _ in range(5):
         workers.finish(1)
         workers.finish(0)
@@ -199,7 +199,7 @@ def test_with_keep_every_report_counts_and_none_stays_away_longer_than_the_delay
     for seed in range(40):
         chance, workers = (
             random.Random(seed),
-            Workers(4, quorum=quorum, late="keep", delay=delay, held=True),
+            Workers(4, quorum=quorum, late="keep", delay=delay, pending=True),
         )
         speed = [chance.choice((1, 1, 10)) for _ in range(4)]
         for _ in range(100):
@@ -223,11 +223,11 @@ def test_with_keep_every_report_counts_and_none_stays_away_longer_than_the_delay
 def test_a_report_that_waits_is_in_the_next_commit() -> None:
     clock = Clock(3)
     for w in (0, 1):
-        clock.post_tick(w, 0, quorum=2, late="keep", held=True)
+        clock.post_tick(w, 0, quorum=2, late="keep", pending=True)
     assert clock.commits_since(0) == [(1, [(0, 0), (1, 0)])]
-    clock.post_tick(2, 0, quorum=2, late="keep", held=True)
+    clock.post_tick(2, 0, quorum=2, late="keep", pending=True)
     assert clock.tick_answer(2) is None
-    clock.post_tick(1, 1, quorum=2, late="keep", held=True)
+    clock.post_tick(1, 1, quorum=2, late="keep", pending=True)
     assert clock.commits_since(1) == [(2, [(1, 1), (2, 0)])]
     assert clock.tick_answer(2) == Tick(2)
 
@@ -236,7 +236,7 @@ def test_a_report_that_waits_is_in_the_next_commit() -> None:
 
 
 def test_an_evicted_worker_shrinks_the_quorum_and_wakes_who_waits_for_it() -> None:
-    workers = Workers(3, held=True)
+    workers = Workers(3, pending=True)
     workers.finish(0)
     workers.finish(2)
     assert workers.waiting() == [0, 2] and workers.clock.behind(0) == [1]
@@ -244,12 +244,12 @@ def test_an_evicted_worker_shrinks_the_quorum_and_wakes_who_waits_for_it() -> No
     assert workers.running() == [0, 2]
     assert workers.clock.commits_since(0) == [(1, [(0, 0), (2, 0)])]
     with pytest.raises(StoreError, match="worker 1 was evicted"):
-        workers.clock.post_tick(1, 0, held=True)
+        workers.clock.post_tick(1, 0, pending=True)
     assert workers.clock.alive() == [0, 2]
 
 
 def test_what_an_evicted_worker_had_reported_does_not_count() -> None:
-    workers = Workers(3, held=True)
+    workers = Workers(3, pending=True)
     workers.finish(1)
     workers.evict(1)
     workers.finish(0)
@@ -292,22 +292,22 @@ def test_a_timeout_names_who_is_behind() -> None:
     assert e.value.ranks == (0, 3)
     clock = Clock(3)
     with pytest.raises(PeerLost, match=r"workers \[1, 2\]"):
-        clock.tick(0, 0, held=True, timeout_s=0.01)
+        clock.tick(0, 0, pending=True, timeout_s=0.01)
     for w in (1, 2):
-        clock.post_tick(w, 0, held=True)
-    assert clock.tick(0, 0, held=True, timeout_s=0) == Tick(1), "it may ask again"
+        clock.post_tick(w, 0, pending=True)
+    assert clock.tick(0, 0, pending=True, timeout_s=0) == Tick(1), "it may ask again"
 
 
 def test_a_new_incarnation_takes_the_place_of_the_dead_at_the_slowest_clock() -> None:
     workers = Workers(3, staleness=1)
-    assert workers.clock.enter(1) == (0, 0, 0) and workers.clock.enter(1, 0) == (0, 0, 0)
+    assert workers.clock.join(1) == (0, 0, 0) and workers.clock.join(1, 0) == (0, 0, 0)
     workers.evict(1)
     for _ in range(5):
         workers.finish(0)
         workers.finish(2)
     with pytest.raises(StoreError, match="incarnation 0 was evicted"):
-        workers.clock.enter(1, 0)
-    incarnation, clock, _ = workers.clock.enter(1)
+        workers.clock.join(1, 0)
+    incarnation, clock, _ = workers.clock.join(1)
     assert (incarnation, clock) == (1, 1), "not a clock that the dead one was in"
     workers.gone.clear()
     workers.at[1], workers.done[1] = clock, 5
@@ -319,17 +319,17 @@ def test_a_new_incarnation_takes_the_place_of_the_dead_at_the_slowest_clock() ->
     workers.finish(2)
     assert workers.waiting() == []
     with pytest.raises(
-        StoreError, match="enters as incarnation 0, but incarnation 1 took its place"
+        StoreError, match="joins as incarnation 0, but incarnation 1 took its place"
     ):
-        workers.clock.enter(1, 0)
+        workers.clock.join(1, 0)
 
 
 def test_who_enters_late_is_not_late() -> None:
     clock = Clock(3)
     for w in (0, 1):
-        clock.post_tick(w, 0, quorum=2, held=True)
-    assert clock.enter(2) == (0, 1, 1), "it pulls what one commit made"
-    clock.post_tick(2, 1, quorum=1, held=True)
+        clock.post_tick(w, 0, quorum=2, pending=True)
+    assert clock.join(2) == (0, 1, 1), "it pulls what one commit made"
+    clock.post_tick(2, 1, quorum=1, pending=True)
     assert clock.tick_answer(2) == Tick(2)
 
 
@@ -345,15 +345,15 @@ def rounds(
         at_work = set(range(size))
         while at_work:
             if chance.random() < call:
-                clock.call(chance.choice(sorted(at_work)))
+                clock.request_sync(chance.choice(sorted(at_work)))
             w = chance.choice(sorted(at_work))
-            number = clock.deal(w, limit, shared)
+            number = clock.claim(w, limit, shared)
             if number is None:
                 at_work.remove(w)
             else:
                 dealt[w].append(number)
         yield dealt
-        if clock.dealt() >= limit:
+        if clock.unclaimed() >= limit:
             return
 
 
@@ -364,8 +364,8 @@ def test_a_shared_count_gives_every_number_to_one_worker(call: float) -> None:
         chance, clock, stands = random.Random(seed), Clock(3), 0
         for dealt in rounds(clock, 3, 50, True, chance, call):
             numbers = sorted(n for some in dealt.values() for n in some)
-            assert numbers == list(range(stands, clock.dealt())), "each once, none is left out"
-            stands, meetings = clock.dealt(), meetings + 1
+            assert numbers == list(range(stands, clock.unclaimed())), "each once, none is left out"
+            stands, meetings = clock.unclaimed(), meetings + 1
         assert stands == 50
     assert (meetings == 60) == (call == 0)
 
@@ -376,98 +376,85 @@ def test_own_counts_give_every_number_to_every_worker_and_all_stop_at_the_same(c
         chance, clock, stands = random.Random(seed), Clock(3), 0
         for dealt in rounds(clock, 3, 50, False, chance, call):
             for some in dealt.values():
-                assert some == list(range(stands, clock.dealt()))
-            stands = clock.dealt()
+                assert some == list(range(stands, clock.unclaimed()))
+            stands = clock.unclaimed()
         assert stands == 50
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_call_of_one_meeting_does_not_end_the_next_period(shared: bool) -> None:
     clock = Clock(2)
-    assert clock.deal(0, 100, shared) == 0
-    clock.call(0)
-    clock.call(0)
+    assert clock.claim(0, 100, shared) == 0
+    clock.request_sync(0)
+    clock.request_sync(0)
     if not shared:
-        assert clock.deal(1, 100, shared) == 0, "up to where 0 is"
-    assert clock.deal(1, 100, shared) is None
-    clock.call(0)  # it does not know yet that 1 rests already
-    assert clock.deal(0, 100, shared) is None
-    assert [clock.deal(0, 100, shared) for _ in range(3)] == [1, 2, 3]
+        assert clock.claim(1, 100, shared) == 0, "up to where 0 is"
+    assert clock.claim(1, 100, shared) is None
+    clock.request_sync(0)  # it does not know yet that 1 rests already
+    assert clock.claim(0, 100, shared) is None
+    assert [clock.claim(0, 100, shared) for _ in range(3)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_call_while_all_rest_asks_for_another_meeting_at_the_same_number(shared: bool) -> None:
     clock = Clock(2)
     for w in (0, 1):
-        while clock.deal(w, 3, shared) is not None:
+        while clock.claim(w, 3, shared) is not None:
             pass
-    clock.call(1)
-    assert [clock.deal(w, 9, shared) for w in (0, 1)] == [None, None]
-    assert clock.dealt() == 3
-    assert clock.deal(1, 9, shared) == 3
+    clock.request_sync(1)
+    assert [clock.claim(w, 9, shared) for w in (0, 1)] == [None, None]
+    assert clock.unclaimed() == 3
+    assert clock.claim(1, 9, shared) == 3
 
 
 def test_a_call_before_anything_was_dealt_meets_at_once() -> None:
     clock = Clock(2)
-    clock.call(0)
-    assert clock.deal(1, 5, False) is None and clock.deal(0, 5, False) is None
-    assert clock.deal(0, 5, False) == 0
+    clock.request_sync(0)
+    assert clock.claim(1, 5, False) is None and clock.claim(0, 5, False) is None
+    assert clock.claim(0, 5, False) == 0
 
 
 def test_a_deal_asked_again_gives_the_same_number() -> None:
     clock = Clock(2)
-    assert clock.deal(0, 5, True, request=1) == clock.deal(0, 5, True, request=1) == 0
-    assert clock.deal(1, 5, True, request=1) == 1
-    assert clock.deal(0, 2, True, request=2) is clock.deal(0, 2, True, request=2) is None
-    assert clock.deal(1, 2, True, request=2) is None
-    assert clock.deal(0, 5, True, request=3) == 2, "one None was dealt, not two"
-
-
-def test_counts_go_on_from_where_the_run_stood() -> None:
-    clock = Clock(2)
-    clock.start(0, 40)
-    assert clock.deal(0, 50, True) == 40
-    clock.start(1, 40)
-    assert clock.deal(1, 50, True) == 41
-    with pytest.raises(
-        StoreError,
-        match="worker 1 starts at number 7, but this period started at 40 and stands at 42",
-    ):
-        clock.start(1, 7)
+    assert clock.claim(0, 5, True, request=1) == clock.claim(0, 5, True, request=1) == 0
+    assert clock.claim(1, 5, True, request=1) == 1
+    assert clock.claim(0, 2, True, request=2) is clock.claim(0, 2, True, request=2) is None
+    assert clock.claim(1, 2, True, request=2) is None
+    assert clock.claim(0, 5, True, request=3) == 2, "one None was dealt, not two"
 
 
 def test_after_a_meeting_counting_may_change_its_kind() -> None:
     clock = Clock(2)
     for w in (0, 1, 0, 1, 0):
-        clock.deal(w, 4, True)
-    assert clock.deal(1, 4, True) is None
-    assert [clock.deal(w, 6, False) for w in (0, 1, 0, 1)] == [4, 4, 5, 5]
+        clock.claim(w, 4, True)
+    assert clock.claim(1, 4, True) is None
+    assert [clock.claim(w, 6, False) for w in (0, 1, 0, 1)] == [4, 4, 5, 5]
 
 
 def test_one_that_rests_is_not_waited_for_until_the_meeting_is_over() -> None:
     workers = Workers(2, staleness=0)
     clock = workers.clock
-    assert clock.deal(0, 1, True) == 0
-    assert clock.deal(1, 1, True) is None
+    assert clock.claim(0, 1, True) == 0
+    assert clock.claim(1, 1, True) is None
     workers.finish(0)
     assert 0 in workers.running(), "1 rests"
-    assert clock.deal(0, 1, True) is None
-    assert clock.deal(0, 9, True) == 1
+    assert clock.claim(0, 1, True) is None
+    assert clock.claim(0, 9, True) == 1
     workers.finish(0)
     assert workers.waiting() == [0], "the meeting is over for both, though 1 has not dealt yet"
-    assert clock.deal(1, 9, True) == 2
+    assert clock.claim(1, 9, True) == 2
     workers.finish(1)
     assert workers.waiting() == []
 
 
 def test_resting_moves_quorums_on() -> None:
-    workers = Workers(3, held=True)
+    workers = Workers(3, pending=True)
     for w in range(3):
-        assert workers.clock.deal(w, 3, True) == w
+        assert workers.clock.claim(w, 3, True) == w
     workers.finish(0)
     workers.finish(1)
     assert workers.waiting() == [0, 1]
-    assert workers.clock.deal(2, 3, True) is None  # it brings nothing for its last number
+    assert workers.clock.claim(2, 3, True) is None  # it brings nothing for its last number
     workers.poll()
     assert workers.clock.commits_since(0) == [(1, [(0, 0), (1, 0)])]
 
@@ -476,48 +463,48 @@ def test_a_worker_ahead_at_the_meeting_is_not_held_back_after_it() -> None:
     workers = Workers(2, staleness=5)
     clock = workers.clock
     for _ in range(5):
-        clock.deal(0, 6, True)
+        clock.claim(0, 6, True)
         workers.finish(0)
-    clock.deal(1, 6, True)
+    clock.claim(1, 6, True)
     workers.finish(1)
-    assert clock.deal(0, 6, True) is clock.deal(1, 6, True) is None
+    assert clock.claim(0, 6, True) is clock.claim(1, 6, True) is None
     workers.words["staleness"] = 0
     for _ in range(3):
         for w in (0, 1):
-            assert clock.deal(w, 20, True) is not None
+            assert clock.claim(w, 20, True) is not None
             workers.finish(w)
         assert workers.waiting() == [], "they began the period on one line"
-    assert clock.deal(0, 20, True) is not None
+    assert clock.claim(0, 20, True) is not None
 
 
 def test_one_that_was_left_behind_by_a_quorum_goes_on_where_the_others_are() -> None:
-    workers = Workers(2, quorum=1, held=True)
-    numbers: dict[int, list[int | None]] = {0: [], 1: [workers.clock.deal(1, 100, False)]}
+    workers = Workers(2, quorum=1, pending=True)
+    numbers: dict[int, list[int | None]] = {0: [], 1: [workers.clock.claim(1, 100, False)]}
     for _ in range(10):
-        numbers[0].append(workers.clock.deal(0, 100, False))
+        numbers[0].append(workers.clock.claim(0, 100, False))
         workers.finish(0)
     workers.finish(1)
     assert workers.counted[1] == 0 and workers.at[1] == 10
-    numbers[1].append(workers.clock.deal(1, 100, False))
+    numbers[1].append(workers.clock.claim(1, 100, False))
     assert numbers == {0: list(range(10)), 1: [0, 10]}, (
         "steps that others made without it are not made again"
     )
-    workers.clock.call(0)
+    workers.clock.request_sync(0)
     workers.finish(1)
-    assert workers.clock.deal(1, 100, False) is None
-    assert workers.clock.deal(0, 100, False) == 10, "up to where 1 is"
-    assert workers.clock.deal(0, 100, False) is None
+    assert workers.clock.claim(1, 100, False) is None
+    assert workers.clock.claim(0, 100, False) == 10, "up to where 1 is"
+    assert workers.clock.claim(0, 100, False) is None
 
 
 def test_a_dead_worker_does_not_keep_others_from_meeting() -> None:
     clock = Clock(3)
     for _ in range(4):
-        clock.deal(2, 100, False)
-    clock.deal(0, 100, False)
+        clock.claim(2, 100, False)
+    clock.claim(0, 100, False)
     clock.evict(2)
-    clock.call(0)
-    assert clock.deal(0, 100, False) is None, "the dead one's number 3 is nobody's goal"
-    assert clock.deal(1, 100, False) == 0 and clock.deal(1, 100, False) is None
+    clock.request_sync(0)
+    assert clock.claim(0, 100, False) is None, "the dead one's number 3 is nobody's goal"
+    assert clock.claim(1, 100, False) == 0 and clock.claim(1, 100, False) is None
 
 
 # -- the rest --
@@ -526,11 +513,11 @@ def test_a_dead_worker_does_not_keep_others_from_meeting() -> None:
 def test_tables_are_waited_for() -> None:
     clock = Clock(2)
     with pytest.raises(PeerLost, match=r"waited 0\.01 s for rank 0 to create table 'w'") as e:
-        clock.wait_made("w", 0.01)
+        clock.wait_for_table("w", 0.01)
     assert e.value.ranks == (0,)
-    clock.made("w")
-    clock.wait_made("w", 0)
-    assert clock.is_made("w") and not clock.is_made("v")
+    clock.table_created("w")
+    clock.wait_for_table("w", 0)
+    assert clock.has_table("w") and not clock.has_table("v")
 
 
 @pytest.mark.parametrize(
@@ -542,7 +529,7 @@ def test_tables_are_waited_for() -> None:
         ({"quorum": 3}, "quorum=3, but there are 2 workers; 1 to 2 is needed"),
         ({"quorum": 1, "late": "lose"}, "late='lose'"),
         ({"delay": 0}, "delay=0; at least 1"),
-        ({"staleness": 2, "held": True}, "staleness=2 with held pushes"),
+        ({"staleness": 2, "pending": True}, "staleness=2 with pending pushes"),
     ],
 )
 def test_what_a_tick_cannot_mean_is_refused(words: dict[str, object], says: str) -> None:
@@ -555,7 +542,7 @@ def test_what_a_tick_cannot_mean_is_refused(words: dict[str, object], says: str)
 
 def test_strangers_are_refused() -> None:
     with pytest.raises(StoreError, match="worker 2, but workers are 0 to 1"):
-        Clock(2).enter(2)
+        Clock(2).join(2)
     with pytest.raises(StoreError, match="a clock for 0 workers"):
         Clock(0)
     with pytest.raises(StoreError, match="worker 0 has not ticked"):

@@ -1,14 +1,18 @@
-"""Who may go on: the only place where workers wait for each other. Servers never do.
+"""Clock of the workers: bounded staleness (SSP) and quorums. The only place where workers wait.
 
-    plain:  a worker that has done c clocks begins the next when  min_j c_j >= c - staleness   (over those who run)
-    held:   when `quorum` of those who run have reported, and none of them would be left out of `delay` commits in a row,
-            all who have reported are committed together: version <- version + 1
+    plain:    a worker that has done c clocks begins the next when  min_j c_j >= c - staleness
+              (over the running workers)
+    pending:  when `quorum` of the running workers have ticked, and none of the others would be left
+              out of `delay` commits in a row, the pending pushes of all that have ticked are
+              committed together: version <- version + 1
 
-So a worker that runs is at most `staleness` clocks ahead of the slowest, and counts of done clocks differ by at most
-staleness + 1. A report is late when a commit was made since its worker began: what it held is dropped, or with late="keep"
-counts in the next commit. One that rests (`deal` gave None) or was evicted counts for nobody: quorums shrink, clocks move on.
+So a running worker is at most `staleness` clocks ahead of the slowest, and counts of done clocks
+differ by at most staleness + 1. A tick is late when a commit was made since its worker began the
+clock: its pending pushes are dropped, or with late="keep" count in the next commit. A worker at a
+sync point (`claim` returned None) or evicted counts for nobody: quorums shrink, clocks move on.
 
-Nothing here has a thread of its own or a socket. `post_tick` and `tick_answer` never block; `tick` is both, with a wait.
+Nothing here has a thread or a socket of its own. `post_tick` and `tick_answer` never block; `tick`
+is both, with a wait.
 """
 
 from __future__ import annotations
@@ -25,95 +29,106 @@ from manyhands.server.step_counter import StepCounter
 
 HISTORY = 4096  # commits that can still be asked for
 OVER = "the coordinator ends: the run is over"
+REJOIN = "the others went on without it; it must join again"
 Commit = tuple[int, list[tuple[int, int]]]  # version, (worker, clock) in rank order
 
 
-class Entered(NamedTuple):
+class Membership(NamedTuple):
+    """What a worker is told when it joins."""
+
     incarnation: int
-    clock: int  # what the worker's first pushes belong to
-    version: int  # commits made before it came
+    clock: int  # of the worker's first pushes
+    version: int  # commits made before it joined
 
 
 @dataclass(frozen=True)
-class _Post:
+class _WaitingTick:
+    """A tick that has no answer yet."""
+
     clock: int
     staleness: float
     quorum: int | None
     delay: int | None
-    held: bool
+    pending: bool
 
 
 @dataclass
-class _Worker:
+class _WorkerState:
     rank: int
     incarnation: int = -1
-    status: Literal["runs", "rests", "gone"] = "runs"
-    clock: int = 0  # that it is in, as it knows it
-    done: int = 0  # clocks, as the bound on staleness counts them
+    status: Literal["running", "at_sync", "evicted"] = "running"
+    clock: int = 0  # the clock that it is in, as the worker counts
+    done: int = 0  # clocks done, as the staleness bound counts
     began: int = 0  # the version at which it began this clock
     left_out: int = 0  # commits in a row without it
-    asked: int | None = None  # the clock of its last tick
-    post: _Post | None = None  # what it waits with
-    answer: Tick | None = None  # to the tick before
+    ticked: int | None = None  # the clock of its last tick
+    waiting: _WaitingTick | None = None
+    answer: Tick | None = None  # to its last tick
+    evicted_for: str = ""
 
     @property
     def active(self) -> bool:
-        return self.status == "runs" or (self.status == "rests" and self.post is not None)
+        return self.status == "running" or (self.status == "at_sync" and self.waiting is not None)
 
 
 class Clock:
-    """All `size` workers count as running from the start: the first clock waits for those who still have to come."""
+    """Clocks of `size` workers. All count as running from the start: the first clock waits for
+    those that have not joined yet.
+    """
 
     def __init__(self, size: int):
         if size < 1:
             raise StoreError(f"a clock for {size} workers; at least 1 is needed")
         self.size = size
         self.version = 0
-        self._workers = [_Worker(r) for r in range(size)]
+        self._workers = [_WorkerState(r) for r in range(size)]
         self._commits: deque[Commit] = deque(maxlen=HISTORY)
-        self._deals = StepCounter(size)
-        self._made: set[str] = set()
+        self._steps = StepCounter(size)
+        self._created: set[str] = set()
         self._dropped = self._waited = 0
         self._over = False
         self._changed = threading.Condition()
 
-    # -- who is there --
+    # -- membership --
 
-    def enter(self, worker: int, incarnation: int | None = None) -> Entered:
-        """A process takes the place of `worker`. None: the next incarnation; the same again changes nothing."""
+    def join(self, worker: int, incarnation: int | None = None) -> Membership:
+        """A process joins as `worker`. None: the next incarnation; a repeated one is harmless."""
         with self._changed:
-            w = self._at(worker)
+            w = self._state(worker)
             incarnation = w.incarnation + 1 if incarnation is None else incarnation
-            if incarnation < w.incarnation or (incarnation == w.incarnation and w.status == "gone"):
+            if incarnation < w.incarnation or (
+                incarnation == w.incarnation and w.status == "evicted"
+            ):
+                what = "was evicted" if w.status == "evicted" else "took its place"
                 raise StoreError(
-                    f"worker {worker} enters as incarnation {incarnation}, but incarnation {w.incarnation} "
-                    f"{'was evicted' if w.status == 'gone' else 'took its place'}; enter with a larger number"
+                    f"worker {worker} joins as incarnation {incarnation}, but incarnation "
+                    f"{w.incarnation} {what}; join with a larger number"
                 )
             if incarnation > w.incarnation:
-                if w.incarnation >= 0 or w.status == "gone":  # somebody stood here before
+                if w.incarnation >= 0 or w.status == "evicted":  # replaces a process
                     self._rejoin(w)
                 w.incarnation, w.began = incarnation, self.version
                 w.clock = max(w.clock, self.version)
                 self._advance()
-            return Entered(w.incarnation, w.clock, self.version)
+            return Membership(w.incarnation, w.clock, self.version)
 
-    def evict(self, worker: int) -> None:
-        """It is dead: nobody waits for it any longer."""
+    def evict(self, worker: int, reason: str = REJOIN) -> None:
+        """Remove a worker: nobody waits for it any longer. It gets `reason` if it calls again."""
         with self._changed:
-            w = self._at(worker)
-            w.status, w.post, w.answer = "gone", None, None
-            self._deals.leave(worker)
+            w = self._state(worker)
+            w.status, w.waiting, w.answer, w.evicted_for = "evicted", None, None, reason
+            self._steps.leave(worker)
             self._advance()
 
     def close(self) -> None:
-        """The run is over: whoever waits, or asks from now on, hears that, and not that it is at fault."""
+        """The run is over: workers that wait, or call from now on, get an error that says so."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def alive(self) -> list[int]:
         with self._changed:
-            return [w.rank for w in self._workers if w.status != "gone"]
+            return [w.rank for w in self._workers if w.status != "evicted"]
 
     # -- ticks --
 
@@ -125,38 +140,38 @@ class Clock:
         quorum: int | None = None,
         late: Late = "drop",
         delay: int | None = None,
-        held: bool = False,
+        pending: bool = False,
     ) -> None:
-        """`worker` has done `clock`. The same again (an answer was lost) changes nothing."""
-        held = (
-            held or quorum is not None or delay is not None
-        )  # one without samples takes part, with nothing
-        _check(self.size, staleness, quorum, late, delay, held)
+        """`worker` has done `clock`. A repeated tick (its answer was lost) changes nothing."""
+        # a worker without samples takes part in a commit, with nothing
+        pending = pending or quorum is not None or delay is not None
+        _check(self.size, staleness, quorum, late, delay, pending)
         with self._changed:
-            w = self._present(worker)
-            if clock == w.asked:
+            w = self._member(worker)
+            if clock == w.ticked:
                 return
-            if clock != w.clock or w.post is not None:
+            if clock != w.clock or w.waiting is not None:
                 raise StoreError(
-                    f"worker {worker} has done clock {clock}, but it is in clock {w.clock}; it ticks once a clock"
+                    f"worker {worker} has done clock {clock}, but it is in clock {w.clock}; "
+                    "a worker ticks once per clock"
                 )
-            w.asked, w.answer = clock, None
-            if held and late == "drop" and w.began < self.version:
+            w.ticked, w.answer = clock, None
+            if pending and late == "drop" and w.began < self.version:
                 self._dropped += 1
                 w.done += 1
-                self._go_on(w, counted=False)
+                self._begin_next(w, counted=False)
                 return
-            w.post = _Post(clock, staleness, quorum, delay, held)
-            w.done += not held
+            w.waiting = _WaitingTick(clock, staleness, quorum, delay, pending)
+            w.done += not pending
             self._advance()
-            self._waited += w.post is not None
+            self._waited += w.waiting is not None
 
     def tick_answer(self, worker: int) -> Tick | None:
-        """What `worker` hears to the tick it posted last; None: it must wait."""
+        """The answer to the last tick of `worker`; None: it must wait."""
         with self._changed:
-            w = self._present(worker)
-            if w.post is None and w.answer is None:
-                raise StoreError(f"worker {worker} has not ticked since it entered")
+            w = self._member(worker)
+            if w.waiting is None and w.answer is None:
+                raise StoreError(f"worker {worker} has not ticked since it joined")
             return w.answer
 
     def tick(
@@ -167,89 +182,89 @@ class Clock:
         quorum: int | None = None,
         late: Late = "drop",
         delay: int | None = None,
-        held: bool = False,
+        pending: bool = False,
         timeout_s: float | None = None,
     ) -> Tick:
-        self.post_tick(worker, clock, staleness, quorum, late, delay, held)
+        self.post_tick(worker, clock, staleness, quorum, late, delay, pending)
         with self._changed:
             if not self._changed.wait_for(
-                lambda: self._present(worker).answer is not None, timeout_s
+                lambda: self._member(worker).answer is not None, timeout_s
             ):
                 behind = self._behind(worker)
                 raise PeerLost(
-                    f"worker {worker} has done clock {clock} and waited {timeout_s:g} s for workers {behind}, which run but have "
-                    f"not come as far; if they are dead, evict them, if they are slow, give more timeout_s or staleness",
+                    f"worker {worker} has done clock {clock} and waited {timeout_s:g} s for "
+                    f"workers {behind}, which are running but behind; if they are slow, raise "
+                    "timeout_s or staleness; if they are dead, look at their logs",
                     tuple(behind),
                 )
-            answer = self._present(worker).answer
+            answer = self._member(worker).answer
             assert answer is not None
             return answer
 
     def behind(self, worker: int) -> list[int]:
-        """Whom a worker that must wait waits for."""
+        """The workers that a waiting worker waits for."""
         with self._changed:
             return self._behind(worker)
 
     def commits_since(self, version: int) -> list[Commit]:
-        """Later commits, oldest first; every shard must hear of them in this order."""
+        """Later commits, oldest first; every shard must apply them in this order."""
         with self._changed:
             newer = min(self.version - version, len(self._commits))
             return list(self._commits)[len(self._commits) - newer :] if newer > 0 else []
 
-    # -- deals --
+    # -- steps --
 
-    def deal(self, worker: int, limit: int, shared: bool, request: int | None = None) -> int | None:
-        """See core.Store. `request` numbers a worker's deals: the last one asked again gives the same answer."""
+    def claim(
+        self, worker: int, limit: int, shared: bool, request: int | None = None
+    ) -> int | None:
+        """See core.Store.claim_step. `request` numbers a worker's claims: the last one, repeated,
+        gets the same answer.
+        """
         with self._changed:
-            w = self._present(worker)
-            number, fresh = self._deals.deal(worker, limit, shared, request)
-            if fresh and number is None and w.status == "runs":
-                w.status = "rests"
+            w = self._member(worker)
+            step, fresh = self._steps.claim(worker, limit, shared, request)
+            if fresh and step is None and w.status == "running":
+                w.status = "at_sync"
                 self._advance()
-            elif fresh and number is not None and w.status == "rests":
+            elif fresh and step is not None and w.status == "at_sync":
                 self._resume(w)
-            return number
+            return step
 
-    def start(self, worker: int, base: int) -> None:
-        """The next number of this worker's period is `base`: all workers say the same before they deal."""
+    def request_sync(self, worker: int) -> None:
         with self._changed:
-            self._present(worker)
-            self._deals.start(worker, base)
+            self._member(worker)
+            self._steps.request_sync(worker)
 
-    def call(self, worker: int) -> None:
+    def unclaimed(self) -> int:
+        """The smallest step that no worker has claimed."""
         with self._changed:
-            self._present(worker)
-            self._deals.call(worker)
+            return self._steps.unclaimed()
 
-    def dealt(self) -> int:
-        """The smallest number that nobody was dealt."""
+    # -- tables: rank 0 creates them, the others wait for it --
+
+    def table_created(self, name: str) -> None:
         with self._changed:
-            return self._deals.standing()
-
-    # -- tables: rank 0 says what it made, the others wait for it --
-
-    def made(self, name: str) -> None:
-        with self._changed:
-            self._made.add(name)
+            self._created.add(name)
             self._changed.notify_all()
 
-    def is_made(self, name: str) -> bool:
+    def has_table(self, name: str) -> bool:
         with self._changed:
-            return name in self._made
+            return name in self._created
 
-    def wait_made(self, name: str, timeout_s: float | None = None) -> None:
+    def wait_for_table(self, name: str, timeout_s: float | None = None) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._made or self._over, timeout_s):
+            if not self._changed.wait_for(lambda: name in self._created or self._over, timeout_s):
                 raise PeerLost(
-                    f"waited {timeout_s:g} s for rank 0 to create table {name!r}; every rank must create it",
+                    f"waited {timeout_s:g} s for rank 0 to create table {name!r}; "
+                    "every rank must create it",
                     (0,),
                 )
-            if name not in self._made:
+            if name not in self._created:
                 raise PeerLost(OVER)
 
     def stats(self) -> dict[str, float]:
         with self._changed:
-            running = [w.done for w in self._workers if w.status == "runs"]
+            running = [w.done for w in self._workers if w.status == "running"]
             spread = max(running) - min(running) if running else 0
             gauges = {"now/running": len(running), "now/spread": spread}
             return {
@@ -259,92 +274,99 @@ class Clock:
                 **gauges,
             }
 
-    # -- decisions: the lock is held --
+    # -- decisions: the caller holds the lock --
 
     def _advance(self) -> None:
-        """Let go on who may; called after every change."""
+        """Commit and answer ticks where that is now possible; called after every change."""
         while self._commit():
             pass
         slowest = min((w.done for w in self._workers if w.active), default=0)
         for w in self._workers:
-            if w.post is not None and not w.post.held and slowest >= w.done - w.post.staleness:
-                self._go_on(w)
+            if (
+                w.waiting is not None
+                and not w.waiting.pending
+                and slowest >= w.done - w.waiting.staleness
+            ):
+                self._begin_next(w)
         self._changed.notify_all()
 
     def _commit(self) -> bool:
-        came = [(w, w.post) for w in self._workers if w.post is not None and w.post.held]
-        if not came:
+        ready = [
+            (w, w.waiting) for w in self._workers if w.waiting is not None and w.waiting.pending
+        ]
+        if not ready:
             return False
-        # one that waits in a plain tick brings nothing to this commit, and may be waiting for it
-        others = [w for w in self._workers if w.active and w.post is None]
-        quorum = min(max(p.quorum or self.size for _, p in came), len(came) + len(others))
-        delay = min((p.delay for _, p in came if p.delay is not None), default=math.inf)
-        if len(came) < quorum or any(w.left_out + 1 >= delay for w in others):
+        # a worker that waits in a plain tick has nothing for this commit, and may wait for it
+        others = [w for w in self._workers if w.active and w.waiting is None]
+        quorum = min(max(p.quorum or self.size for _, p in ready), len(ready) + len(others))
+        delay = min((p.delay for _, p in ready if p.delay is not None), default=math.inf)
+        if len(ready) < quorum or any(w.left_out + 1 >= delay for w in others):
             return False
         self.version += 1
-        self._commits.append((self.version, [(w.rank, p.clock) for w, p in came]))
+        self._commits.append((self.version, [(w.rank, p.clock) for w, p in ready]))
         for w in others:
             w.left_out += 1
-        for w, _ in came:
+        for w, _ in ready:
             w.left_out = 0
             w.done += 1
-            self._go_on(w)
+            self._begin_next(w)
         return True
 
-    def _go_on(self, w: _Worker, counted: bool = True) -> None:
-        """Begin the next clock, which is never behind the commits: where it jumps, so does the worker's own count of deals."""
-        held, clock = not counted or (w.post is not None and w.post.held), w.clock + 1
-        if held and self.version > clock:
-            self._deals.skip(w.rank, self.version - clock)
+    def _begin_next(self, w: _WorkerState, counted: bool = True) -> None:
+        """Begin the next clock, which is never behind the commits; where it jumps, the worker's own
+        step count jumps with it.
+        """
+        pending, clock = not counted or (w.waiting is not None and w.waiting.pending), w.clock + 1
+        if pending and self.version > clock:
+            self._steps.skip(w.rank, self.version - clock)
             clock = self.version
-        self._deals.ticked(w.rank)
-        w.post, w.answer = None, Tick(clock, counted)
+        self._steps.ticked(w.rank)
+        w.waiting, w.answer = None, Tick(clock, counted)
         w.clock, w.began = clock, self.version
 
     def _behind(self, worker: int) -> list[int]:
         w = self._workers[worker]
-        if w.post is None:
+        if w.waiting is None:
             return []
-        if w.post.held:
-            return [o.rank for o in self._workers if o.active and o.post is None]
-        return [o.rank for o in self._workers if o.active and o.done < w.done - w.post.staleness]
+        if w.waiting.pending:
+            return [o.rank for o in self._workers if o.active and o.waiting is None]
+        return [o.rank for o in self._workers if o.active and o.done < w.done - w.waiting.staleness]
 
-    def _resume(self, first: _Worker) -> None:
-        """The meeting is over: all who rested with `first` run again, from one line, also before they have said so: a bound of
-        0 must not let the first one back go alone."""
+    def _resume(self, first: _WorkerState) -> None:
+        """The sync point is over: all workers that were at it run again, with equal counts, also
+        those that have not claimed a step yet: staleness 0 must not let `first` run alone.
+        """
         done = min(
             (w.done for w in self._workers if w.active), default=max(w.done for w in self._workers)
         )
-        period = self._deals.period(first.rank)
+        period = self._steps.period(first.rank)
         for w in self._workers:
-            if w.status == "rests" and w.post is None and self._deals.period(w.rank) == period:
-                w.status, w.done, w.began, w.left_out = "runs", done, self.version, 0
+            if w.status == "at_sync" and w.waiting is None and self._steps.period(w.rank) == period:
+                w.status, w.done, w.began, w.left_out = "running", done, self.version, 0
 
-    def _rejoin(self, w: _Worker) -> None:
+    def _rejoin(self, w: _WorkerState) -> None:
         others = [o for o in self._workers if o.active and o is not w]
-        w.status, w.asked, w.post, w.answer, w.left_out = "runs", None, None, None, 0
+        w.status, w.ticked, w.waiting, w.answer, w.left_out = "running", None, None, None, 0
         w.done = min((o.done for o in others), default=w.done)
-        w.clock += 1  # not one under which the process before may have held something
-        self._deals.join(w.rank, [o.rank for o in others])
+        w.clock += 1  # the replaced process may have pending pushes of the clock before
+        self._steps.join(w.rank, [o.rank for o in others])
 
-    def _at(self, worker: int) -> _Worker:
+    def _state(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.size:
             raise StoreError(f"worker {worker}, but workers are 0 to {self.size - 1}")
         return self._workers[worker]
 
-    def _present(self, worker: int) -> _Worker:
-        w = self._at(worker)
+    def _member(self, worker: int) -> _WorkerState:
+        w = self._state(worker)
         if self._over:
             raise PeerLost(OVER)
-        if w.status == "gone":
-            raise StoreError(
-                f"worker {worker} was evicted: the others went on without it; it must enter again"
-            )
+        if w.status == "evicted":
+            raise StoreError(f"worker {worker} was evicted: {w.evicted_for}")
         return w
 
 
 def _check(
-    size: int, staleness: float, quorum: int | None, late: Late, delay: int | None, held: bool
+    size: int, staleness: float, quorum: int | None, late: Late, delay: int | None, pending: bool
 ) -> None:
     if not staleness >= 0:
         raise StoreError(f"staleness={staleness}; 0 (lockstep) or more is needed, inf for no bound")
@@ -354,7 +376,8 @@ def _check(
         raise StoreError(f'late={late!r}; "drop" or "keep" is needed')
     if delay is not None and delay < 1:
         raise StoreError(f"delay={delay}; at least 1 commit is needed")
-    if held and staleness not in (0, math.inf):
+    if pending and staleness not in (0, math.inf):
         raise StoreError(
-            f"staleness={staleness:g} with held pushes, which a quorum commits; leave staleness out"
+            f"staleness={staleness:g} with pending pushes, which a quorum commits; "
+            "leave staleness out"
         )

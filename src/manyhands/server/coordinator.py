@@ -1,10 +1,12 @@
-"""The coordinator: who is there, where everything lies, and who may go on. It holds no rows.
+"""Coordinator: membership of servers and workers, the slot map, and the workers' clock.
 
-    servers register; when all are there each gets the slot map, says so, and then workers are let in
-    workers enter, tick, draw steps, meet; each keeps a second connection whose end, or silence for `lease_s`, means that it is dead:
-    it is evicted, and the others' clocks move on
+    servers    register; when all have registered, each gets the slot map and confirms it; only then
+               can workers join
+    workers    join, tick, claim steps and request syncs over one connection each; a second
+               connection carries heartbeats, and a worker whose heartbeats stop for `lease_s` or
+               whose connection closes is evicted, so that the others' clocks move on
 
-What to decide is `Clock`'s; this is its door.
+`Clock` decides; this class receives the requests. It stores no rows.
 """
 
 from __future__ import annotations
@@ -20,27 +22,30 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.slots import SlotMap
 
-GRACE_S = 0.5  # after a lease's connection broke: a network may have lost it, and its worker comes back at once
+# After a heartbeat connection broke: the network may have lost it, and its worker reconnects.
+GRACE_S = 0.5
 
 
-class _Member:
-    """A server."""
+class _ServerState:
+    """One registered server. `send` gives it a slot map, or None when the run is over."""
 
-    def __init__(self, places: list[m.ShardAddress], tell: Callable[[SlotMap | None], None]):
-        self.places, self.tell = places, tell  # None: the run is over
-        self.ready, self.gone = 0, False  # the epoch it has taken
+    def __init__(self, shards: list[m.ShardAddress], send: Callable[[SlotMap | None], None]):
+        self.shards, self.send = shards, send
+        self.epoch, self.gone = 0, False  # the epoch of the map it uses
 
 
 class Coordinator:
+    """`workers`: how many will join; None: as many as the first one says."""
+
     def __init__(self, servers: int, workers: int | None = None, lease_s: float = 10.0):
-        self.servers, self.lease_s = servers, lease_s
+        self.num_servers, self.lease_s = servers, lease_s
         self.clock = Clock(workers) if workers is not None else None
         self.slots: SlotMap | None = None
         self.evicted: list[int] = []
-        self._members: list[_Member] = []
+        self._servers: list[_ServerState] = []
         self._incarnations: dict[int, int] = {}
-        self._left: set[tuple[int, int]] = set()  # (worker, incarnation) that said goodbye
-        self._leases: dict[tuple[int, int], int] = {}  # how many connections each has
+        self._left: set[tuple[int, int]] = set()  # (worker, incarnation) that left by itself
+        self._heartbeats: dict[tuple[int, int], int] = {}  # how many connections each has
         self._changed = threading.Condition()
         self._closing = False
 
@@ -49,42 +54,42 @@ class Coordinator:
             case "server":
                 self._serve_server(channel)
             case "heartbeat":
-                self._hold_lease(channel, proof)
+                self._serve_heartbeat(channel, proof)
             case _:
                 self._serve_worker(channel, proof)
 
     def close(self) -> None:
-        """Whoever waits here hears of it."""
+        """End the run: servers and waiting workers are told."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            members = [each for each in self._members if not each.gone]
-        for each in members:
-            each.tell(None)
+            servers = [each for each in self._servers if not each.gone]
+        for each in servers:
+            each.send(None)
         if self.clock is not None:
             self.clock.close()
 
     @property
     def over(self) -> bool:
-        """All workers have come, and all have gone."""
+        """Whether all workers have joined, and all have left."""
         with self._changed:
-            clock, came = self.clock, len(self._incarnations)
-        return clock is not None and came == clock.size and not clock.alive()
+            clock, joined = self.clock, len(self._incarnations)
+        return clock is not None and joined == clock.size and not clock.alive()
 
     # -- servers --
 
     def register_here(
-        self, places: list[m.ShardAddress], assign: Callable[[SlotMap], None]
+        self, shards: list[m.ShardAddress], assign: Callable[[SlotMap], None]
     ) -> None:
         """The server that coordinates is one of the servers."""
 
-        def tell(slots: SlotMap | None) -> None:
+        def send(slots: SlotMap | None) -> None:
             if slots is not None:
                 assign(slots)
-                self._taken(member, slots.epoch)
+                self._confirm(server, slots.epoch)
 
-        member = _Member(places, tell)
-        self._join(member)
+        server = _ServerState(shards, send)
+        self._add_server(server)
 
     def _serve_server(self, channel: Channel) -> None:
         _, message = channel.receive()
@@ -92,16 +97,16 @@ class Coordinator:
             raise Malformed("garbage", f"a {type(message).__name__} came, where a server registers")
         lock = threading.Lock()
 
-        def tell(slots: SlotMap | None) -> None:
+        def send(slots: SlotMap | None) -> None:
             with lock:
                 try:
                     channel.send(m.Leave() if slots is None else slots.message())
                 except OSError:
-                    pass  # its own thread sees that it went
+                    pass  # the thread that receives from it sees the end
 
-        member = _Member(message.shards, tell)
+        server = _ServerState(message.shards, send)
         try:
-            self._join(member)
+            self._add_server(server)
         except StoreError as e:
             channel.send(m.Failed("store", str(e)))
             return
@@ -109,106 +114,109 @@ class Coordinator:
             while True:
                 _, message = channel.receive()
                 if isinstance(message, m.Ready):
-                    self._taken(member, message.epoch)
+                    self._confirm(server, message.epoch)
         finally:
             with self._changed:
-                member.gone = True
+                server.gone = True
                 self._changed.notify_all()
 
-    def _join(self, member: _Member) -> None:
+    def _add_server(self, server: _ServerState) -> None:
         with self._changed:
-            gone = next(
-                (
-                    i
-                    for i, old in enumerate(self._members)
-                    if old.gone and len(old.places) == len(member.places)
-                ),
-                None,
-            )
-            if len(self._members) < self.servers:
-                self._members.append(member)
-            elif gone is not None:  # it takes a dead one's place; what that held is lost
-                self._members[gone] = member
+            count = len(server.shards)
+            gone = [i for i, s in enumerate(self._servers) if s.gone and len(s.shards) == count]
+            if len(self._servers) < self.num_servers:
+                self._servers.append(server)
+            elif gone:  # it replaces a dead server; what that one stored is lost
+                self._servers[gone[0]] = server
             else:
                 raise StoreError(
-                    f"all {self.servers} servers are there; start the coordinator with more, or this one for another run"
+                    f"all {self.num_servers} servers have registered; start the coordinator with "
+                    "more, or this server for another run"
                 )
-            if len(self._members) < self.servers:
+            if len(self._servers) < self.num_servers:
                 return
-            places = [place for each in self._members for place in each.places]
+            shards = [shard for each in self._servers for shard in each.shards]
             old = self.slots
             self.slots = (
-                SlotMap.start(places)
+                SlotMap.start(shards)
                 if old is None
-                else SlotMap(old.epoch + 1, old.owner, tuple(places))
+                else SlotMap(old.epoch + 1, old.owner, tuple(shards))
             )
-        self._tell()
+        self._send_map()
 
     def assign(self, slots: SlotMap) -> None:
-        """Give out another map, of a later epoch."""
+        """Send all servers another map, of a later epoch."""
         with self._changed:
             if self.slots is None or slots.epoch <= self.slots.epoch:
+                now = self.slots.epoch if self.slots is not None else None
                 raise StoreError(
-                    f"a slot map of epoch {slots.epoch}; it must come after {self.slots and self.slots.epoch}"
+                    f"a slot map of epoch {slots.epoch}; an epoch after {now} is needed"
                 )
             self.slots = slots
-        self._tell()
+        self._send_map()
 
-    def _tell(self) -> None:
+    def _send_map(self) -> None:
         with self._changed:
-            slots, members = self.slots, [each for each in self._members if not each.gone]
+            slots, servers = self.slots, [each for each in self._servers if not each.gone]
         assert slots is not None
-        for each in members:
-            each.tell(slots)
+        for each in servers:
+            each.send(slots)
 
-    def _taken(self, member: _Member, epoch: int) -> None:
+    def _confirm(self, server: _ServerState, epoch: int) -> None:
         with self._changed:
-            member.ready = epoch
+            server.epoch = epoch
             self._changed.notify_all()
 
-    def _map(self, timeout_s: float = 60.0) -> SlotMap:
-        """When all servers have it."""
+    def _slot_map(self, timeout_s: float = 60.0) -> SlotMap:
+        """The slot map, when all servers use it."""
 
         def ready() -> bool:
             epoch = self.slots.epoch if self.slots is not None else 0
             return self._closing or (
-                epoch > 0 and all(each.ready >= epoch or each.gone for each in self._members)
+                epoch > 0 and all(each.epoch >= epoch or each.gone for each in self._servers)
             )
 
         with self._changed:
             if not self._changed.wait_for(ready, timeout_s) or self.slots is None:
                 raise StoreError(
-                    f"{len(self._members)} of {self.servers} servers have come; start the others"
+                    f"{len(self._servers)} of {self.num_servers} servers have registered; "
+                    "start the others"
                 )
             return self.slots
 
     # -- workers --
 
-    def _hold_lease(self, channel: Channel, proof: m.Proof) -> None:
-        who = proof.worker, proof.incarnation
+    def _serve_heartbeat(self, channel: Channel, proof: m.Proof) -> None:
+        who, why = (proof.worker, proof.incarnation), "closed its heartbeat connection"
         with self._changed:
-            self._leases[who] = self._leases.get(who, 0) + 1
+            self._heartbeats[who] = self._heartbeats.get(who, 0) + 1
             self._changed.notify_all()
         try:
             channel.limit(self.lease_s)
             while True:
                 channel.receive()
-        except (Closed, OSError, TimeoutError):
+        except TimeoutError:
+            why = f"sent no heartbeat for {self.lease_s:g} s"
+        except (Closed, OSError):
             pass
         finally:
             with self._changed:
-                self._leases[who] -= 1
+                self._heartbeats[who] -= 1
                 self._changed.wait_for(
-                    lambda: self._leases.get(who) or who in self._left or self._closing, GRACE_S
+                    lambda: self._heartbeats.get(who) or who in self._left or self._closing, GRACE_S
                 )
-                dead = not self._leases.get(who) and who not in self._left and not self._closing
+                dead = not self._heartbeats.get(who) and who not in self._left and not self._closing
                 dead = dead and self._incarnations.get(proof.worker) == proof.incarnation
-                if not self._leases.get(who):
-                    self._leases.pop(who, None)
+                if not self._heartbeats.get(who):
+                    self._heartbeats.pop(who, None)
                 if dead:
                     self.evicted.append(proof.worker)
             if dead and self.clock is not None:
-                self.clock.evict(proof.worker)
+                self.clock.evict(
+                    proof.worker,
+                    f"it {why}, so the coordinator removed it (lease_s={self.lease_s:g}). If it "
+                    f"was only paused, raise lease_s; otherwise look at rank {proof.worker}'s log",
+                )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
         incarnation = proof.incarnation
@@ -216,7 +224,7 @@ class Coordinator:
             head, message = channel.receive()
             try:
                 if isinstance(message, m.Join):
-                    answer: m.Message = self._enter(proof.worker, message)
+                    answer: m.Message = self._join(proof.worker, message)
                     incarnation = self._incarnations[proof.worker]
                 else:
                     answer = self._answer(proof.worker, incarnation, message, head.number)
@@ -228,34 +236,36 @@ class Coordinator:
             if isinstance(message, m.Leave):
                 return
 
-    def _enter(self, worker: int, message: m.Join) -> m.AssignSlots:
-        slots = self._map()
+    def _join(self, worker: int, message: m.Join) -> m.AssignSlots:
+        slots = self._slot_map()
         with self._changed:
             if self.clock is None:
                 self.clock = Clock(message.size)
             clock = self.clock
         if message.size != clock.size:
             raise StoreError(
-                f"worker {worker} says that there are {message.size} workers, the coordinator was started for {clock.size}"
+                f"worker {worker} expects {message.size} workers, but the coordinator was started "
+                f"for {clock.size}; give both the same number"
             )
-        entered = clock.enter(worker, message.incarnation)
+        joined = clock.join(worker, message.incarnation)
         with self._changed:
-            self._incarnations[worker] = entered.incarnation
+            self._incarnations[worker] = joined.incarnation
             self._left -= {
-                who for who in self._left if who[0] == worker and who[1] < entered.incarnation
+                who for who in self._left if who[0] == worker and who[1] < joined.incarnation
             }
         answer = slots.message()
-        answer.incarnation, answer.clock, answer.version = entered
+        answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s = self.lease_s
         return answer
 
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:
         clock = self.clock
         if clock is None or self._incarnations.get(worker) is None:
-            raise StoreError(f"worker {worker} asks before it entered")
+            raise StoreError(f"worker {worker} sent a request before it joined")
         if incarnation != self._incarnations[worker]:
             raise StoreError(
-                f"worker {worker} is now another process, of incarnation {self._incarnations[worker]}; this is {incarnation}"
+                f"worker {worker} was replaced by another process, of incarnation "
+                f"{self._incarnations[worker]}; this is incarnation {incarnation}"
             )
         match x:
             case m.TickClock():
@@ -267,17 +277,15 @@ class Coordinator:
                     tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
                 )
             case m.ClaimStep():
-                return m.StepClaimed(clock.deal(worker, x.limit, x.shared, number))
-            case m.SetFirstStep():
-                clock.start(worker, x.base)
+                return m.StepClaimed(clock.claim(worker, x.limit, x.shared, number))
             case m.RequestSync():
-                clock.call(worker)
+                clock.request_sync(worker)
             case m.TableCreated():
-                clock.made(x.name)
+                clock.table_created(x.name)
             case m.AwaitTable():
-                clock.wait_made(x.name, x.timeout_s)
+                clock.wait_for_table(x.name, x.timeout_s)
             case m.GetSlotMap():
-                return self._map().message()
+                return self._slot_map().message()
             case m.GetStats():
                 return m.Stats(clock.stats())
             case m.Ping():
@@ -291,12 +299,10 @@ class Coordinator:
                 raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
         return m.Done()
 
-    # -- what those who started it may want to know --
-
     def wait_for_servers(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         try:
-            self._map(max(0.0, deadline - time.monotonic()))
+            self._slot_map(max(0.0, deadline - time.monotonic()))
             return True
         except StoreError:
             return False

@@ -47,7 +47,7 @@ class InprocStore(LocalStore):
         if self.rank > 0:
             self._stand(
                 f"create of table {table.name!r}",
-                lambda: self.clock.is_made(table.name),
+                lambda: self.clock.has_table(table.name),
                 lambda: [0],
             )
         super().create(table, values, state)

@@ -77,8 +77,8 @@ class LocalStore:
                 f"a store of {size} ranks was given a clock of {self.clock.size}; "
                 "give both the same number"
             )
-        entered = self.clock.enter(rank)
-        self._incarnation, self._now, self._version = entered.incarnation, entered.clock, 0
+        joined = self.clock.join(rank)
+        self._incarnation, self._now, self._version = joined.incarnation, joined.clock, 0
         self._sequence = self._requests = 0
         self._has_pending = False
         self._owner = even(len(self.shards))
@@ -92,7 +92,7 @@ class LocalStore:
         self, table: Table, values: Tensor | None = None, state: Tensors | None = None
     ) -> None:
         if self.rank > 0:
-            self.clock.wait_made(table.name, self.timeout_s)
+            self.clock.wait_for_table(table.name, self.timeout_s)
             values = state = None
         vector = first_values(table, values, state)
         if table.length is None:
@@ -105,7 +105,7 @@ class LocalStore:
                 kept = {name: slice_of(table, x, span) for name, x in (state or {}).items()}
                 shard.create(table, span, mine, kept or None)
         self._tables[table.name] = table
-        self.clock.made(table.name)
+        self.clock.table_created(table.name)
 
     # -- rows --
 
@@ -214,10 +214,10 @@ class LocalStore:
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
         self._requests += 1
-        return self.clock.deal(self.rank, limit, shared, self._requests)
+        return self.clock.claim(self.rank, limit, shared, self._requests)
 
     def request_sync(self) -> None:
-        self.clock.call(self.rank)
+        self.clock.request_sync(self.rank)
 
     def flush(self) -> None: ...
 

@@ -1,11 +1,12 @@
-"""Numbers of steps, dealt to workers, and where they all stop to meet.
+"""Step counter: asynchronous workers claim step numbers from it, and all stop at one sync point.
 
-    shared:  one counter for all: every number goes to one worker
-    own:     every worker counts 0, 1, 2, ... by itself: every number goes to every worker
+    shared:  one counter for all workers; every step goes to one of them
+    own:     every worker counts 0, 1, 2, ... by itself; every step goes to every worker
 
-Between two meetings lies a period. It ends at one number for all: the limit, or where somebody calls before that, at the
-number that stands (shared), or the largest that anybody was dealt (own), up to which the others still go. From there
-everybody gets None, once, and is in the next period: a call made in one cannot end another.
+A period lies between two sync points. It ends at one step for all workers: the limit, or where a
+worker requests a sync before that, the next step of the shared counter, or the largest step that
+any worker has claimed (own), up to which the others still go. From there every worker gets None
+once, and is then in the next period: a sync requested in one period cannot end another.
 """
 
 from __future__ import annotations
@@ -13,105 +14,99 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manyhands.errors import StoreError
-
 
 @dataclass
 class _Period:
-    base: int  # its first number
+    base: int  # its first step
     next: int  # of the shared counter
-    own: dict[int, int] = field(default_factory=dict)  # worker -> its next number
-    called: bool = False
+    own: dict[int, int] = field(default_factory=dict)  # worker -> its next step
+    sync_requested: bool = False
     stop: int | None = None  # of the own counts
 
     @property
-    def standing(self) -> int:
+    def unclaimed(self) -> int:
+        """The smallest step that no worker has claimed."""
         return max(self.next, *self.own.values()) if self.own else self.next
 
 
 @dataclass
-class _Hand:
-    period: int = 0  # as many times it was dealt None
+class _Claims:
+    """What one worker has claimed."""
+
+    period: int = 0  # how often it got None
     last: tuple[int, int | None] | None = None  # request, answer
-    before: int | None = None  # its own count when it ticked last
+    at_tick: int | None = None  # its own count at its last tick
     gone: bool = False
 
 
 class StepCounter:
-    """Not thread-safe: whoever holds the clock's lock calls it."""
+    """Not thread-safe: the caller holds the clock's lock."""
 
     def __init__(self, size: int):
-        self._hands = [_Hand() for _ in range(size)]
+        self._claims = [_Claims() for _ in range(size)]
         self._periods = {0: _Period(0, 0)}
 
-    def deal(
+    def claim(
         self, worker: int, limit: int, shared: bool, request: int | None = None
     ) -> tuple[int | None, bool]:
-        """The number, and whether it was dealt now, not when the same request came before."""
-        hand = self._hands[worker]
-        if request is not None and hand.last is not None and hand.last[0] == request:
-            return hand.last[1], False
-        number = self._draw(worker, self._period_of(worker), limit, shared)
-        if number is None:
-            hand.period += 1
-            hand.before = None
-            self._forget()
+        """The step (None: sync point), and whether it was claimed now; False: this request was
+        repeated and gets the same answer.
+        """
+        claims = self._claims[worker]
+        if request is not None and claims.last is not None and claims.last[0] == request:
+            return claims.last[1], False
+        step = self._next_step(worker, self._period_of(worker), limit, shared)
+        if step is None:
+            claims.period += 1
+            claims.at_tick = None
+            self._drop_old_periods()
         if request is not None:
-            hand.last = request, number
-        return number, True
+            claims.last = request, step
+        return step, True
 
-    def start(self, worker: int, base: int) -> None:
+    def request_sync(self, worker: int) -> None:
         p = self._period_of(worker)
-        if p.next == p.base and not p.own:
-            p.base = p.next = base
-        elif p.base != base:
-            raise StoreError(
-                f"worker {worker} starts at number {base}, but this period started at {p.base} and stands at {p.standing}; "
-                "all workers must start at the same number, before they are dealt any"
-            )
-
-    def call(self, worker: int) -> None:
-        p = self._period_of(worker)
-        p.called = True
+        p.sync_requested = True
         if p.stop is None:
-            p.stop = max((n for w, n in p.own.items() if not self._hands[w].gone), default=p.base)
+            p.stop = max((n for w, n in p.own.items() if not self._claims[w].gone), default=p.base)
 
     def period(self, worker: int) -> int:
-        return self._hands[worker].period
+        return self._claims[worker].period
 
-    def standing(self) -> int:
-        return max(p.standing for p in self._periods.values())
+    def unclaimed(self) -> int:
+        """The smallest step that no worker has claimed."""
+        return max(p.unclaimed for p in self._periods.values())
 
     def ticked(self, worker: int) -> None:
-        self._hands[worker].before = self._period_of(worker).own.get(worker)
+        self._claims[worker].at_tick = self._period_of(worker).own.get(worker)
 
     def skip(self, worker: int, clocks: int) -> None:
-        """The others made so many clocks without this worker: it goes on where they are, not where it was."""
-        p, hand = self._period_of(worker), self._hands[worker]
+        """The others did so many clocks without this worker: it continues where they are."""
+        p, claims = self._period_of(worker), self._claims[worker]
         if (mine := p.own.get(worker)) is not None:
-            a_clock = mine - (p.base if hand.before is None else hand.before)
-            p.own[worker] = min(mine + a_clock * clocks, max(p.own.values()))
+            per_clock = mine - (p.base if claims.at_tick is None else claims.at_tick)
+            p.own[worker] = min(mine + per_clock * clocks, max(p.own.values()))
 
     def leave(self, worker: int) -> None:
-        self._hands[worker].gone = True
-        self._forget()
+        self._claims[worker].gone = True
+        self._drop_old_periods()
 
     def join(self, worker: int, others: Sequence[int]) -> None:
-        """Another process in the place of `worker`: it is where the last of the others are."""
-        hand = self._hands[worker] = _Hand(
-            max((h.period for h in self._hands if not h.gone), default=self._hands[worker].period)
-        )
+        """A new process replaces `worker`: it starts where the slowest of the others are."""
+        latest = max((c.period for c in self._claims if not c.gone), default=None)
+        period = self._claims[worker].period if latest is None else latest
+        claims = self._claims[worker] = _Claims(period)
         if others:
-            hand.period = min(self._hands[o].period for o in others)
+            claims.period = min(self._claims[o].period for o in others)
             p = self._period_of(worker)
             p.own.pop(worker, None)
             if p.own:
                 p.own[worker] = min(p.own.values())
 
-    def _draw(self, worker: int, p: _Period, limit: int, shared: bool) -> int | None:
+    def _next_step(self, worker: int, p: _Period, limit: int, shared: bool) -> int | None:
         if shared:
-            if p.called or p.next >= limit:
-                p.called = True  # the first None fixes the number for all
+            if p.sync_requested or p.next >= limit:
+                p.sync_requested = True  # the first None fixes the sync point for all
                 return None
             p.next += 1
             return p.next - 1
@@ -123,14 +118,14 @@ class StepCounter:
         return mine
 
     def _period_of(self, worker: int) -> _Period:
-        number = self._hands[worker].period
+        number = self._claims[worker].period
         if number not in self._periods:
-            stands = self._periods[max(self._periods)].standing
-            self._periods[number] = _Period(stands, stands)
+            first = self._periods[max(self._periods)].unclaimed
+            self._periods[number] = _Period(first, first)
         return self._periods[number]
 
-    def _forget(self) -> None:
-        """Periods that nobody can be in any more, but for the last one, which knows where the count stands."""
-        oldest = min((h.period for h in self._hands if not h.gone), default=0)
+    def _drop_old_periods(self) -> None:
+        """Drop periods that no worker is in, except the last one, which knows the next step."""
+        oldest = min((c.period for c in self._claims if not c.gone), default=0)
         for number in [n for n in self._periods if n < oldest and n != max(self._periods)]:
             del self._periods[number]

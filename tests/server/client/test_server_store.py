@@ -376,7 +376,7 @@ def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
                 thread.join(10)
         assert (
             coordinator is not None
-            and not coordinator._leases
+            and not coordinator._heartbeats
             and coordinator._left == {(0, 2)}
             and not coordinator.evicted
         )

@@ -6,7 +6,7 @@
     shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend
     server -> coordinator   Register, Ready
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
-    worker -> coordinator   Join, TickClock, ClaimStep, SetFirstStep, RequestSync, TableCreated,
+    worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, TableCreated,
                             AwaitTable, GetSlotMap, GetStats, Ping, Leave
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
 
@@ -265,10 +265,6 @@ class StepClaimed(Message):
     step: int | None
 
 
-class SetFirstStep(Message):
-    base: int
-
-
 class RequestSync(Message):
     pass
 
@@ -301,7 +297,7 @@ _MESSAGES: list[type[Message]] = [
     *(Done, Failed, Resend, Resume, RowsReply),
     *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
     *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
-    *(SetFirstStep, RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
+    *(RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.
 KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))
