@@ -38,9 +38,9 @@ CODECS: dict[str, Any] = {
 }
 
 
-def reduced(wire: Any, device: str, bad_step: int = -1) -> list[list[Tensor]]:
+def reduced(codec: Any, device: str, bad_step: int = -1) -> list[list[Tensor]]:
     def body(link: Any) -> list[Tensor]:
-        over, got = CompressedGroup(link, wire), []
+        over, got = CompressedGroup(link, codec), []
         for step in range(6):
             x = torch.randn(10_001, generator=torch.Generator().manual_seed(100 * link.rank + step))
             x[77] = torch.nan if (link.rank, step) == (1, bad_step) else x[77]

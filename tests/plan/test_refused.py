@@ -33,15 +33,15 @@ from manyhands.plan.words import describe, parse, to_dict
         ("data=2 compress=powersgd compress.rank=0", "compress.rank=0"),
         ("data=2 compress=int8 compress.block=0", "compress.block=0"),
         ("data=2 compress=zip", "unknown compress="),
-        ("data=2 compress.density=0.1", "wire.density has no effect without compress="),
+        ("data=2 compress.density=0.1", "compress.density has no effect without compress="),
         (
             "data=2 compress=bf16 compress.density=0.1",
-            "wire.density has no effect: compress=bf16 has no options",
+            "compress.density has no effect: compress=bf16 has no options",
         ),
         ("data=2 compress=topk merge=d_psgd", "which sends parameters"),
         (
             "data=3 compress=powersgd merge=robust merge.f=1",
-            "only all ranks together can read powersgd",
+            "only all ranks together can decode powersgd",
         ),
         ("data=2 algorithm=rings", "did you mean ring?"),
         ("data=2 algorithm=ring link=nccl", "nccl has its own algorithms"),
@@ -90,12 +90,12 @@ def test_a_word_of_a_rule_over_servers_names_the_rule_too() -> None:
 def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: str) -> None:
     plan = f"{five_ranks(rule)} compress="
     if (reason := refusal(CODECS[wire], STRATEGIES[rule])) is None:
-        assert parse(f"{plan}{wire}").wire == wire
+        assert parse(f"{plan}{wire}").compress == wire
         return
     with pytest.raises(PlanError, match="set compress="):
         parse(f"{plan}{wire}")
     instead = reason.rpartition("set compress=")[2].split(" or ")
-    assert instead and all(parse(f"{plan}{name}").wire == name for name in instead)
+    assert instead and all(parse(f"{plan}{name}").compress == name for name in instead)
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)

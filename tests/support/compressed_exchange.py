@@ -49,13 +49,13 @@ def total(size: int, step: int, numel: int) -> Tensor:
 
 def run(
     size: int,
-    wire: Any,
+    codec: Any,
     body: Callable[[CompressedGroup], Any],
     sends: Cargo = "gradients",
     **more: Any,
 ) -> list[Any]:
     return World(size).run(
-        lambda link: body(CompressedGroup(link, wire, sends, **{"smallest": 1, **more}))
+        lambda link: body(CompressedGroup(link, codec, sends, **{"smallest": 1, **more}))
     )
 
 

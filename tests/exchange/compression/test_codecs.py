@@ -1,4 +1,4 @@
-"""What the wires' codecs promise, each by itself, without ranks."""
+"""What the codecs' codecs promise, each by itself, without ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def dice(seed: int = 0) -> torch.Generator:
 
 
 def there_and_back(
-    wire: Quantised, x: Tensor, error: Tensor | None = None, seed: int = 1
+    codec: Quantised, x: Tensor, error: Tensor | None = None, seed: int = 1
 ) -> Tensor:
-    packed = torch.empty(wire.nbytes(x.numel()), dtype=torch.uint8)
-    wire.pack(x, packed, error, seed)
+    packed = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    codec.pack(x, packed, error, seed)
     out = torch.full_like(x, 7.0)
-    wire.unpack(packed, out)
+    codec.unpack(packed, out)
     total = x.clone()
-    wire.unpack_add(packed, total)
+    codec.unpack_add(packed, total)
     assert torch.equal(total.isnan(), (x + out).isnan())
     torch.testing.assert_close(total, x + out, rtol=1e-6, atol=1e-6, equal_nan=True)
     return out
@@ -54,14 +54,14 @@ def blocks(x: Tensor, block: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
+    ("codec", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
 )
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_a_cast_keeps_its_relative_error(wire: Quantised, bound: float, numel: int) -> None:
+def test_a_cast_keeps_its_relative_error(codec: Quantised, bound: float, numel: int) -> None:
     x = torch.randn(numel, generator=dice())
     x = torch.where(x.abs() < 1e-4, 1.0, x)  # below 6e-5 fp16 has fewer digits
-    assert ((there_and_back(wire, x) - x).abs() <= bound * x.abs()).all()
-    assert wire.nbytes(numel) * 2 == x.nbytes
+    assert ((there_and_back(codec, x) - x).abs() <= bound * x.abs()).all()
+    assert codec.nbytes(numel) * 2 == x.nbytes
 
 
 def test_what_fp16_cannot_hold_becomes_infinite_and_bf16_holds_it() -> None:
@@ -95,12 +95,12 @@ def test_blocks_of_zeros_and_of_almost_nothing_stay_finite(rounding: Any, value:
     assert ((out - x).abs() <= 1.2e-38).all()
 
 
-@pytest.mark.parametrize("wire", [Int8(), OneBit()], ids=["int8", "onebit"])
+@pytest.mark.parametrize("codec", [Int8(), OneBit()], ids=["int8", "onebit"])
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_feedback_keeps_exactly_what_was_lost(wire: Quantised, numel: int) -> None:
+def test_feedback_keeps_exactly_what_was_lost(codec: Quantised, numel: int) -> None:
     x, before = torch.randn(numel, generator=dice()), torch.randn(numel, generator=dice(1)) / 100
     error = before.clone()
-    q = there_and_back(wire, x, error)
+    q = there_and_back(codec, x, error)
     torch.testing.assert_close(q + error, x + before, rtol=1e-6, atol=1e-6)
 
 
@@ -108,12 +108,12 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     """The mean of 4000 roundings of each of 512 values; z = its deviation in standard errors is
     like a normal variable.
     """
-    wire, times = Int8(rounding="stochastic"), 4000
+    codec, times = Int8(rounding="stochastic"), 4000
     x = torch.randn(512, generator=dice(3))
     scale = (blocks(x, 256).abs().amax(1) / 127).repeat_interleave(256)
     mean = torch.zeros(512, dtype=torch.float64)
     for seed in range(times):
-        q = there_and_back(wire, x, seed=seed * 7919)
+        q = there_and_back(codec, x, seed=seed * 7919)
         assert ((q - x).abs() < scale * 1.0001).all()
         mean += q / times
     part = (x / scale).double() - (x / scale).double().floor()
@@ -126,9 +126,9 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 def test_stochastic_rounding_repeats_with_its_seed_and_only_then() -> None:
-    x, wire = torch.randn(5000, generator=dice()), Int8(rounding="stochastic")
-    assert torch.equal(there_and_back(wire, x, seed=3), there_and_back(wire, x, seed=3))
-    assert not torch.equal(there_and_back(wire, x, seed=3), there_and_back(wire, x, seed=4))
+    x, codec = torch.randn(5000, generator=dice()), Int8(rounding="stochastic")
+    assert torch.equal(there_and_back(codec, x, seed=3), there_and_back(codec, x, seed=3))
+    assert not torch.equal(there_and_back(codec, x, seed=3), there_and_back(codec, x, seed=4))
 
 
 # -- one bit --
@@ -166,14 +166,14 @@ def test_one_bit_is_exact_where_a_sign_has_one_value(x: Tensor) -> None:
 @pytest.mark.parametrize("numel", [n for n in LENGTHS if n])
 @pytest.mark.parametrize("feedback", [False, True])
 def test_int8_in_torch_operations_makes_the_same_bytes(numel: int, feedback: bool) -> None:
-    wire, x = Int8(), torch.randn(numel, generator=dice())
+    codec, x = Int8(), torch.randn(numel, generator=dice())
     ours, theirs = (
         torch.randn(numel, generator=dice(2)) / 50 if feedback else None for _ in range(2)
     )
-    packed, other = (torch.empty(wire.nbytes(numel), dtype=torch.uint8) for _ in range(2))
-    wire.pack(x, packed, ours, 0)
-    wire._pack(x, *wire._parts(other, numel), theirs, 0)
-    (scales, codes), (s, c) = wire._parts(packed, numel), wire._parts(other, numel)
+    packed, other = (torch.empty(codec.nbytes(numel), dtype=torch.uint8) for _ in range(2))
+    codec.pack(x, packed, ours, 0)
+    codec._pack(x, *codec._parts(other, numel), theirs, 0)
+    (scales, codes), (s, c) = codec._parts(packed, numel), codec._parts(other, numel)
     assert (
         torch.equal(scales, s)
         and (codes - c).abs().max() <= 1
@@ -181,8 +181,8 @@ def test_int8_in_torch_operations_makes_the_same_bytes(numel: int, feedback: boo
     )  # x/s and x*(1/s)
     assert (
         torch.equal(
-            wire._unpack(*wire._parts(packed, numel)),
-            there_and_back(wire, x, None if ours is None else 0 * x),
+            codec._unpack(*codec._parts(packed, numel)),
+            there_and_back(codec, x, None if ours is None else 0 * x),
         )
         or feedback
     )
@@ -192,16 +192,16 @@ def test_int8_in_torch_operations_makes_the_same_bytes(numel: int, feedback: boo
 
 @pytest.mark.parametrize("numel", [n for n in LENGTHS if n])
 def test_one_bit_in_torch_operations_makes_the_same_bytes(numel: int) -> None:
-    wire, x = OneBit(block=64), torch.randn(numel, generator=dice())
-    packed, other = (torch.empty(wire.nbytes(numel), dtype=torch.uint8) for _ in range(2))
+    codec, x = OneBit(block=64), torch.randn(numel, generator=dice())
+    packed, other = (torch.empty(codec.nbytes(numel), dtype=torch.uint8) for _ in range(2))
     ours, theirs = torch.zeros(numel), torch.zeros(numel)
-    wire.pack(x, packed, ours, 0)
-    wire._pack(x, *wire._parts(other, numel), theirs)
-    (means, signs), (m, s) = wire._parts(packed, numel), wire._parts(other, numel)
+    codec.pack(x, packed, ours, 0)
+    codec._pack(x, *codec._parts(other, numel), theirs)
+    (means, signs), (m, s) = codec._parts(packed, numel), codec._parts(other, numel)
     assert torch.equal(signs, s)
     torch.testing.assert_close(means, m, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert torch.equal(wire._unpack(means, signs, numel), there_and_back(wire, x))
+    assert torch.equal(codec._unpack(means, signs, numel), there_and_back(codec, x))
 
 
 # -- what is not finite --
@@ -209,13 +209,13 @@ def test_one_bit_in_torch_operations_makes_the_same_bytes(numel: int) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(
-    "wire", [Fp16(), Bf16(), Int8(), Int8(rounding="stochastic"), OneBit()], ids=str
+    "codec", [Fp16(), Bf16(), Int8(), Int8(rounding="stochastic"), OneBit()], ids=str
 )
-def test_what_is_not_finite_arrives_so_and_leaves_no_residual(wire: Quantised, bad: float) -> None:
+def test_what_is_not_finite_arrives_so_and_leaves_no_residual(codec: Quantised, bad: float) -> None:
     x = torch.randn(3000, generator=dice())
     x[2500] = bad
-    error = torch.zeros(3000) if wire.feeds_back("gradients") else None
-    out = there_and_back(wire, x, error)
+    error = torch.zeros(3000) if codec.feeds_back("gradients") else None
+    out = there_and_back(codec, x, error)
     assert not out[2500].isfinite() or not out[2048:].isfinite().all()
     assert out[:2048].isfinite().all(), "blocks without it are as they were"
     assert error is None or error.isfinite().all()
@@ -290,8 +290,8 @@ def test_what_top_k_leaves_is_less_than_its_share() -> None:
 
 
 def test_density_falls_by_a_quarter_through_the_warm_up() -> None:
-    wire = TopK(density=0.001, warmup=40)
-    assert [wire.density_at(s) for s in (0, 9, 10, 20, 30, 39, 40, 1000)] == [
+    codec = TopK(density=0.001, warmup=40)
+    assert [codec.density_at(s) for s in (0, 9, 10, 20, 30, 39, 40, 1000)] == [
         0.25,
         0.25,
         0.0625,
@@ -301,7 +301,7 @@ def test_density_falls_by_a_quarter_through_the_warm_up() -> None:
         0.001,
         0.001,
     ]
-    assert [wire.count(10_000, s) for s in (0, 10, 20, 30, 40)] == [2500, 625, 156, 39, 10]
+    assert [codec.count(10_000, s) for s in (0, 10, 20, 30, 40)] == [2500, 625, 156, 39, 10]
     assert TopK(density=0.01).density_at(0) == 0.01
     assert TopK(density=1e-9).count(10, 0) == 1
 
@@ -314,10 +314,10 @@ def test_density_falls_by_a_quarter_through_the_warm_up() -> None:
 def test_places_are_k_different_ones_and_each_has_the_same_chance(
     numel: int, density: float
 ) -> None:
-    wire = RandomK(density=density)
+    codec = RandomK(density=density)
     hits = torch.zeros(numel)
     for seed in range(300):
-        places, lengths = wire.places(numel, seed)
+        places, lengths = codec.positions(numel, seed)
         assert len(places) == max(1, round(density * numel)) and len(places.unique()) == len(places)
         assert lengths.sum() == numel and int(places.min()) >= 0 and int(places.max()) < numel
         hits[places] += 1
@@ -329,9 +329,9 @@ def test_places_are_k_different_ones_and_each_has_the_same_chance(
 
 
 def test_the_same_seed_draws_the_same_places_everywhere() -> None:
-    wire = RandomK(density=0.1)
-    assert torch.equal(wire.places(1000, 5)[0], wire.places(1000, 5)[0])
-    assert not torch.equal(wire.places(1000, 5)[0], wire.places(1000, 6)[0])
+    codec = RandomK(density=0.1)
+    assert torch.equal(codec.positions(1000, 5)[0], codec.positions(1000, 5)[0])
+    assert not torch.equal(codec.positions(1000, 5)[0], codec.positions(1000, 6)[0])
 
 
 # -- options --
@@ -360,13 +360,17 @@ def test_options_without_sense_are_refused_with_what_is_needed(make: Any, words:
         make()
 
 
-def test_every_wire_lies_in_the_file_of_its_name() -> None:
+def test_every_codec_lies_in_the_file_of_its_name() -> None:
     for name, kind in CODECS.items():
         assert kind.__module__ == f"manyhands.exchange.compression.{name}"
 
 
-def test_importing_the_wires_compiles_nothing() -> None:
-    code = "import sys, manyhands.exchange.compression; sys.exit('numba' in sys.modules)"
+def test_importing_the_codecs_compiles_nothing() -> None:
+    code = """
+import manyhands.exchange.compression
+from manyhands.kernels import codecs
+assert not any(getattr(f, "signatures", ()) for f in vars(codecs).values())
+"""
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

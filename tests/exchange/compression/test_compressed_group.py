@@ -217,7 +217,7 @@ def test_what_a_swap_leaves_out_follows_later(name: str) -> None:
     torch.testing.assert_close(heard + left, needed, rtol=1e-4, atol=1e-5)
 
 
-def test_a_wire_that_only_all_ranks_can_read_swaps_in_plain() -> None:
+def test_a_codec_that_only_all_ranks_can_read_swaps_in_plain() -> None:
     got = run(
         2,
         PowerSGD(),
@@ -231,8 +231,8 @@ def test_a_wire_that_only_all_ranks_can_read_swaps_in_plain() -> None:
 
 def every_wire(link: Group) -> dict[str, list[Tensor]]:
     results = {}
-    for name, wire in ALL.items():
-        over = wrap(link, wire)
+    for name, codec in ALL.items():
+        over = wrap(link, codec)
         results[name] = reduced(over, range(2), 3001)
         xs = [given(link.rank, 5 + i, 2000 + i) for i in range(3)]
         works = [
@@ -295,16 +295,16 @@ def test_two_processes_end_with_the_bits_of_the_world(link: str, name: str) -> N
     assert in_processes()[link][name] == in_the_world()[name]
 
 
-@pytest.mark.parametrize("wire", [Bf16(), Int8()])
+@pytest.mark.parametrize("codec", [Bf16(), Int8()])
 def test_a_transfer_with_a_name_is_encoded_and_one_that_must_be_exact_is_not(
-    wire: Bf16 | Int8,
+    codec: Bf16 | Int8,
 ) -> None:
     """What gossip sends: to one or more ranks, encoded once, read by each of them alone."""
     values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
 
     def main(group: Group) -> tuple[Tensor, Tensor, int]:
         seen = ObservedGroup(group, lambda event: None)
-        link = wrap(seen, wire, "parameters")
+        link = wrap(seen, codec, "parameters")
         to, source = (group.rank + 1) % 3, (group.rank - 1) % 3
         got = [torch.empty(5000), torch.empty(5000)]
         link.transfer({to: values[group.rank]}, {source: got[0]}, "float32").wait()
@@ -316,4 +316,4 @@ def test_a_transfer_with_a_name_is_encoded_and_one_that_must_be_exact_is_not(
         theirs = values[(rank - 1) % 3]
         assert torch.equal(exact, theirs) and not torch.equal(rounded, theirs)
         torch.testing.assert_close(rounded, theirs, rtol=0.02, atol=0.02)
-        assert nbytes == wire.nbytes(5000) < theirs.nbytes
+        assert nbytes == codec.nbytes(5000) < theirs.nbytes

@@ -1,4 +1,4 @@
-"""What every wire promises: the same bits on all ranks, the bytes it says, nothing lost that is fed back; and each its own."""
+"""What every codec promises: the same bits on all ranks, the bytes it says, nothing lost that is fed back; and each its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from manyhands.exchange.observed import ObservedGroup
 from support.compare import identical_on_ranks
 from support.compressed_exchange import ALL, FED_BACK, given, reduced, run, total
 
-# -- every wire, any number of ranks, any length --
+# -- every codec, any number of ranks, any length --
 
 
 QUICK = (1, 2, 3, 4, 5, 8)  # alone, powers of two and others
@@ -84,7 +84,7 @@ def test_other_floating_types_travel_too_and_stay_what_they_are(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
+def test_descent_with_every_codec_comes_to_the_same_minimum(name: str) -> None:
     """f_i(w) = |w - c_i|^2 / 2 on four ranks; the minimum of the mean is the mean of the c_i."""
 
     def body(link: CompressedGroup) -> list[Tensor]:
@@ -107,11 +107,13 @@ def test_descent_with_every_wire_comes_to_the_same_minimum(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
+    ("codec", "bound"), [(Fp16(), 2.0**-11), (Bf16(), 2.0**-8)], ids=["fp16", "bf16"]
 )
 @pytest.mark.parametrize("size", [2, 5, 9])
-def test_casts_round_each_term_once_and_the_mean_once(wire: Any, bound: float, size: int) -> None:
-    (mean,) = identical_on_ranks(run(size, wire, lambda link: reduced(link, (0,), 3000, op="mean")))
+def test_casts_round_each_term_once_and_the_mean_once(codec: Any, bound: float, size: int) -> None:
+    (mean,) = identical_on_ranks(
+        run(size, codec, lambda link: reduced(link, (0,), 3000, op="mean"))
+    )
     terms = torch.stack([given(r, 0, 3000) for r in range(size)]).abs().mean(0)
     needed = total(size, 0, 3000) / size
     assert ((mean - needed).abs() <= bound * (terms + needed.abs()) * 1.01 + 1e-7).all()
@@ -162,18 +164,18 @@ def test_all_that_went_in_has_come_out_or_is_in_the_state(
 
 
 @pytest.mark.parametrize(
-    "wire", [Int8(), Int8(feedback=False), Int8(rounding="stochastic")], ids=str
+    "codec", [Int8(), Int8(feedback=False), Int8(rounding="stochastic")], ids=str
 )
-def test_parameters_and_unbiased_rounding_are_not_fed_back(wire: Int8) -> None:
+def test_parameters_and_unbiased_rounding_are_not_fed_back(codec: Int8) -> None:
     def kept(sends: Cargo) -> set[str]:
         return set(
-            run(2, wire, lambda link: (reduced(link, (0,), 2000), set(link.state))[1], sends)[0]
+            run(2, codec, lambda link: (reduced(link, (0,), 2000), set(link.state))[1], sends)[0]
         )
 
-    steps = {"steps/x"} if wire.rounding == "stochastic" else set()
+    steps = {"steps/x"} if codec.rounding == "stochastic" else set()
     assert kept("parameters") == steps
     assert kept("updates") == (
-        {"error/x", "second/x"} if wire.feedback and wire.rounding == "nearest" else steps
+        {"error/x", "second/x"} if codec.feedback and codec.rounding == "nearest" else steps
     )
 
 
@@ -185,14 +187,14 @@ def test_casts_keep_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "wire", [TopK(density=1.0), RandomK(density=1.0), PowerSGD(rank=40)], ids=str
+    "codec", [TopK(density=1.0), RandomK(density=1.0), PowerSGD(rank=40)], ids=str
 )
 @pytest.mark.parametrize("numel", [1024, 1500])
-def test_with_everything_sent_the_result_is_the_sum(wire: Any, numel: int) -> None:
+def test_with_everything_sent_the_result_is_the_sum(codec: Any, numel: int) -> None:
     def body(link: CompressedGroup) -> list[Tensor]:
         return reduced(link, range(3), numel)
 
-    for step, x in enumerate(identical_on_ranks(run(4, wire, body))):
+    for step, x in enumerate(identical_on_ranks(run(4, codec, body))):
         torch.testing.assert_close(x.double(), total(4, step, numel), rtol=1e-4, atol=1e-5)
 
 
@@ -200,7 +202,7 @@ def test_with_everything_sent_the_result_is_the_sum(wire: Any, numel: int) -> No
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_restored_wire_goes_on_to_the_bit(name: str) -> None:
+def test_a_restored_codec_goes_on_to_the_bit(name: str) -> None:
     def whole(link: CompressedGroup) -> list[Tensor]:
         return reduced(link, range(8), 900)
 
@@ -264,17 +266,17 @@ def test_another_number_of_ranks_takes_over_what_fits_and_loses_only_the_owners_
 # -- bytes --
 
 
-def sent_bytes(size: int, wire: Any, numel: int, op: Op = "sum") -> int:
+def sent_bytes(size: int, codec: Any, numel: int, op: Op = "sum") -> int:
     def body(link: Group) -> int:
         observed = ObservedGroup(link, lambda event: None)
-        wrap(observed, wire).all_reduce({"x": given(link.rank, 0, numel)}, op).wait()
+        wrap(observed, codec).all_reduce({"x": given(link.rank, 0, numel)}, op).wait()
         return observed.nbytes
 
     return World(size).run(body)[0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_wire_sends_the_bytes_it_says(size: int) -> None:
+def test_every_codec_sends_the_bytes_it_says(size: int) -> None:
     n = 65_536
     shard = n // size
     stages = 2 * (size - 1)
@@ -290,7 +292,7 @@ def test_every_wire_sends_the_bytes_it_says(size: int) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_tensors_without_memory_send_as_many_bytes(name: str) -> None:
-    """So the simulator can forecast what a wire costs."""
+    """So the simulator can forecast what a codec costs."""
 
     def body(link: Group) -> list[int]:
         counted = []
@@ -317,7 +319,7 @@ def test_swap_sends_encoded_values() -> None:
     assert World(2).run(body) == [2048 + 4 * 8 + 12] * 2
 
 
-# -- the single wires --
+# -- the single codecs --
 
 
 def test_momentum_correction_without_masking_is_momentum_and_with_masking_is_none() -> None:
@@ -326,8 +328,8 @@ def test_momentum_correction_without_masking_is_momentum_and_with_masking_is_non
     """
     steps, numel = 6, 1200
 
-    def sent(wire: TopK) -> list[Tensor]:
-        return identical_on_ranks(run(3, wire, lambda link: reduced(link, range(steps), numel)))
+    def sent(codec: TopK) -> list[Tensor]:
+        return identical_on_ranks(run(3, codec, lambda link: reduced(link, range(steps), numel)))
 
     u = torch.zeros(numel, dtype=torch.float64)
     for step, x in enumerate(sent(TopK(density=1.0, momentum=0.9, masking=False))):
@@ -401,9 +403,9 @@ def test_powersgd_compresses_the_mean() -> None:
             got.append(x)
         return got
 
-    wire = PowerSGD(rank=3)
+    codec = PowerSGD(rank=3)
     for a, b in zip(
-        identical_on_ranks(run(4, wire, own)), identical_on_ranks(run(4, wire, mean)), strict=True
+        identical_on_ranks(run(4, codec, own)), identical_on_ranks(run(4, codec, mean)), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -496,7 +498,7 @@ def test_what_is_not_finite_comes_out_at_once_and_is_gone_with_the_next_step(
         assert all(torch.equal(x.isfinite(), other[step].isfinite()) for other in got)
 
 
-# -- which wire for which rule --
+# -- which codec for which rule --
 
 
 class Averages(Strategy[Any, Group]):
@@ -514,7 +516,7 @@ class Sums(Strategy[Any, Group]):
     link: ClassVar[type] = Group
 
 
-def test_a_wire_that_cannot_carry_a_rule_says_why_and_which_can() -> None:
+def test_a_codec_that_cannot_carry_a_rule_says_why_and_which_can() -> None:
     for name in ("onebit", "topk", "randomk", "powersgd"):
         said = refusal(CODECS[name](), Averages)
         assert (

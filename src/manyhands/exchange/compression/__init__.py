@@ -1,6 +1,14 @@
-"""Compression, as links that wrap a link: one wire, one file; its name here is its name in a plan: `compress=topk compress.density=0.01`.
+"""Compression of messages: one codec per file, and the group that applies it.
 
-Nothing here loads numba before the first tensor is encoded.
+To add one: write `compression/NAME.py` with a frozen dataclass that has the methods of
+`codec.Codec` (its fields are the options; derive from `Quantised` if it encodes values one by
+one), add it to `CODECS`, and `compress=NAME compress.option=value` works in a plan. Nothing is
+compiled on import.
+
+    codec               the protocol, and the state that a codec keeps per tensor
+    compressed_group    CompressedGroup: a group that sends compressed vectors over another group
+    bf16, fp16, int8, onebit    values encoded one by one (quantised)
+    topk, randomk, powersgd     a part of the values, or a low-rank approximation
 """
 
 from collections.abc import Mapping
@@ -27,55 +35,56 @@ CODECS: dict[str, Any] = {
     "powersgd": PowerSGD,
 }
 
-
-SERVER_CODECS = (
-    "fp16",
-    "bf16",
-    "int8",
-)  # payloads of `server`: each message is whole, nothing is left for the next one
+# what `server` sends: each message is decoded by itself, nothing is left for the next one
+SERVER_CODECS = ("fp16", "bf16", "int8")
 
 
 def wrap(
     group: Group,
-    wire: Codec,
+    codec: Codec,
     sends: Cargo = "gradients",
     shapes: Mapping[str, Shapes] | None = None,
 ) -> CompressedGroup:
-    return CompressedGroup(group, wire, sends, shapes)
+    return CompressedGroup(group, codec, sends, shapes)
 
 
-def refusal(wire: Codec | type[Codec], rule: type[Strategy[Any, Any]]) -> str | None:
-    """Why this wire cannot carry what this rule sends; None: it can."""
-    sends, swaps = rule.sends, rule.swaps
-    if rule.link is Store:
-        return _refused_by_servers(wire, rule)
+def refusal(codec: Codec | type[Codec], strategy: type[Strategy[Any, Any]]) -> str | None:
+    """Why this codec cannot encode what this strategy sends; None: it can."""
+    name = _name(codec)
+    with_merge = f"compress={name} with merge={strategy.__module__.rpartition('.')[2]}"
+    if strategy.link is Store:
+        return _server_refusal(codec, name, with_merge)
+    sends, swaps = strategy.sends, strategy.swaps
     able = [
-        name
-        for name, kind in CODECS.items()
+        other
+        for other, kind in CODECS.items()
         if sends in kind.carries and (kind.point_to_point or not swaps)
     ]
-    word = next(
-        (name for name, kind in CODECS.items() if kind is wire or isinstance(wire, kind)), "?"
-    )
-    merge = rule.__module__.rpartition(".")[2]
-    if sends not in wire.carries:
+    instead = f"set compress={' or '.join(able)}"
+    if sends not in codec.carries:
         return (
-            f"compress={word} with merge={merge}, which sends {sends}: {word} leaves part of every message for the next one to make good, "
-            f"and of {sends} there is no part; needed: a wire that carries {sends}: set compress={' or '.join(able)}"
+            f"{with_merge}, which sends {sends}: {name} leaves part of every message for the "
+            f"next one to make good, and of {sends} there is no part; needed: a compression that "
+            f"carries {sends}: {instead}"
         )
-    if swaps and not wire.point_to_point:
+    if swaps and not codec.point_to_point:
         return (
-            f"compress={word} with merge={merge}, whose ranks swap with their neighbours: only all ranks together can read {word}; "
-            f"needed: a wire that one peer can read: set compress={' or '.join(able)}"
+            f"{with_merge}, whose ranks swap with their neighbours: only all ranks together can "
+            f"decode {name}; needed: a compression that one peer can decode: {instead}"
         )
     return None
 
 
-def _refused_by_servers(wire: Codec | type[Codec], rule: type[Strategy[Any, Any]]) -> str | None:
-    word = next(name for name, kind in CODECS.items() if kind is wire or isinstance(wire, kind))
-    merge = rule.__module__.rpartition(".")[2]
-    if word not in SERVER_CODECS:
-        return f"compress={word} with merge={merge}, which talks to servers: they read each message by itself; set compress={' or '.join(SERVER_CODECS)}"
-    if not isinstance(wire, type) and wire != CODECS[word]():
-        return f"options of compress={word} have no effect with merge={merge}: servers know it in one form; leave them out"
+def _server_refusal(codec: Codec | type[Codec], name: str, with_merge: str) -> str | None:
+    if name not in SERVER_CODECS:
+        return (
+            f"{with_merge}, which uses servers: they decode each message by itself; "
+            f"set compress={' or '.join(SERVER_CODECS)}"
+        )
+    if not isinstance(codec, type) and codec != CODECS[name]():
+        return f"options of {with_merge} have no effect: servers use its defaults; leave them out"
     return None
+
+
+def _name(codec: Codec | type[Codec]) -> str:
+    return next(name for name, kind in CODECS.items() if kind is codec or isinstance(codec, kind))

@@ -1,8 +1,8 @@
-"""The upper half of float32 on the wire: a cast (to the nearest, ties to even) there and back, sums in float32.
+"""bf16 codec: values are sent as bfloat16, rounded to nearest even; sums are in float32.
 
     |q - x| <= 2^-8 |x|   over the whole range of float32
 
-Halves the bytes, needs no memory, cannot overflow: the wire to try first.
+Halves the bytes, keeps no state, cannot overflow: the compression to try first.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""What a wire is, and what it remembers of a tensor from one exchange to the next.
+"""Codec: how one vector is compressed, and the state it keeps from one exchange to the next.
 
-A reduction is a generator: it yields each exchange that it has started and goes on when that one is over. So one piece of
-straight code says what happens in which order, and the link decides when: the first exchange starts in `all_reduce`, while
-backward still runs, the rest in `wait`.
+A reduction is a generator: it yields each exchange that it has started and continues when that
+one is over. So straight code states the order, and the group decides the time: the first exchange
+starts in `all_reduce`, while backward still runs, the rest in `wait`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from manyhands.core import (
 from manyhands.errors import CheckpointError
 
 EVERYTHING: frozenset[Cargo] = frozenset({"gradients", "updates", "parameters"})
-DIFFERENCES: frozenset[Cargo] = frozenset(
-    {"gradients", "updates"}
-)  # what is left out of these can follow later
+# what is left out of these can follow later
+DIFFERENCES: frozenset[Cargo] = frozenset({"gradients", "updates"})
 
 Shapes = Sequence[tuple[slice, torch.Size]]  # the parameters in a flat vector
 
 
 class Codec(Protocol):
-    """A frozen dataclass whose fields are its options. All ranks end `reduce` with the same bits."""
+    """A compression: a frozen dataclass whose fields are its options. All ranks end `reduce` with
+    the same bits."""
 
     carries: ClassVar[frozenset[Cargo]]
     point_to_point: ClassVar[bool]  # can what one rank sends be read without the others?
 
-    def reduce(self, x: Tensor, op: Op, link: Group, memory: Memory) -> Iterator[Work]:
-        """Sum or average the flat vector `x` in place over the ranks of `link`."""
+    def reduce(self, x: Tensor, op: Op, group: Group, memory: Memory) -> Iterator[Work]:
+        """Sum or average the flat vector `x` in place over the ranks of `group`."""
         ...
 
     def encode(self, x: Tensor, memory: Memory) -> Tensor: ...
     def decode(self, packed: Tensor, into: Tensor, memory: Memory) -> None:
-        """Write what a peer's `encode` of the same step made into the flat vector `into`."""
+        """Write what a peer's `encode` of the same step returned into the flat vector `into`."""
         ...
 
 
 class Memory:
-    """One tensor's: `keep` gives what belongs into a checkpoint, `scratch` what does not."""
+    """State of a codec for one tensor: `keep` is saved in checkpoints, `scratch` is not."""
 
     def __init__(
         self, name: str, state: Tensors, rank: int, sends: Cargo, shapes: Shapes | None = None
@@ -70,7 +70,7 @@ class Memory:
         return self.latest
 
     def seed(self, *about: object) -> int:
-        """The same on all ranks that give the same."""
+        """A seed from the tensor's name and `about`: equal on all ranks where these are equal."""
         return zlib.crc32("/".join(map(str, (self.name, *about))).encode())
 
     def error(self, x: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class Memory:
         device: torch.device,
         may_vanish: bool = False,
     ) -> Tensor:
-        """A vector that outlives the step, zero at first. `may_vanish`: one of another length, from a run with another number
-        of ranks, is replaced by zeros."""
+        """A vector that outlives the step, zero at first. `may_vanish`: one of another length,
+        from a run with another number of ranks, is replaced by zeros."""
         key = f"{kind}/{self.name}"
         if key in self._checked:
             return self._state[key]
@@ -97,8 +97,10 @@ class Memory:
         if kept is not None and kept.numel() != numel:
             if not may_vanish:
                 raise CheckpointError(
-                    f"the wire's {kind!r} of {self.name!r} has {kept.numel()} elements, but {numel} are needed here: the tensor was "
-                    "cut otherwise when it was saved; set bucket_mb and wire as they were then, or resume without the wire's state"
+                    f"the compression's {kind!r} of {self.name!r} has {kept.numel()} elements, but "
+                    f"{numel} are needed here: the tensor was cut otherwise when it was saved; set "
+                    "bucket_mb and compress as they were then, or resume without the "
+                    "compression's state"
                 )
             kept = None
         self._state[key] = (
@@ -118,7 +120,12 @@ class Memory:
 
 
 def drop_nonfinite(kept: Tensor, witness: Tensor) -> None:
-    """A NaN goes out, where it is noticed, but does not stay in what is kept: a step that a loss scaler skips must leave
-    nothing behind. `witness` is small and not finite if anything is; on a GPU nobody waits to look at it."""
+    """Replace NaN and infinity in `kept` by 0.
+
+    A NaN is sent, where it is noticed, but not kept: a step that a loss scaler skips must leave
+    nothing behind. `witness` is small and not finite if
+    anything in `kept` is not; on a GPU it is not looked at, because that would wait for the
+    device.
+    """
     if kept.device.type != "cpu" or not bool(torch.isfinite(witness).all()):
         kept.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,13 +1,17 @@
-"""A link that sends less over the link it wraps: `Compressed(Observed(group), TopK(density=0.01))`.
+"""Compressed group: sends compressed vectors over the group it wraps.
 
-    all_reduce    of floating-point vectors of `smallest` elements and more, summed or averaged: encoded. Anything else as it is
-    swap          likewise, where the wire can be read by one peer alone; what was given becomes what the peers read
-    transfer      likewise, where it has a name and the wire encodes values one by one
-    all others    as the group has them: a broadcast is exact
+    CompressedGroup(ObservedGroup(group), TopK(density=0.01))
 
-Ranks make the same calls in the same order, `wait` included: a wait moves every exchange that is under way on by one stage, the
-earliest first, until its own is over. So all ranks send the same things in the same order without threads, and stage two of one
-vector travels while stage one of the next is decoded. Alone (one rank) nothing is encoded, as nothing travels.
+    all_reduce    compresses floating-point vectors of `smallest` elements and more (sum, mean)
+    swap          likewise, where one peer alone can decode; `values` become what peers decode
+    transfer      likewise, where it has a name and the codec encodes values one by one
+    reduce_scatter, all_gather    made of such transfers
+    all others    as the wrapped group does them: a broadcast is exact
+
+Ranks make the same calls in the same order, `wait` included: a wait advances every exchange that is
+under way by one stage, the earliest first, until its own is over. So all ranks send the same
+things in the same order without threads, and stage two of one vector travels while stage one of
+the next is decoded. With one rank nothing is compressed, because nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,39 +40,38 @@ SMALLEST = 1024  # below, the message costs more than its bytes
 
 
 class CompressedGroup(GroupWrapper):
-    """`state` is everything that a checkpoint must hold, by "<kind>/<tensor>", live; each rank has its own. `shapes` says
-    which parameters lie where in a vector, for wires that look at matrices."""
+    """`state` is what a checkpoint must save, by "<kind>/<tensor>", live; each rank has its own.
+    `shapes` says which parameters are where in a vector, for codecs that compress matrices."""
 
     def __init__(
         self,
         group: Group,
-        wire: Codec,
+        codec: Codec,
         sends: Cargo = "gradients",
         shapes: Mapping[str, Shapes] | None = None,
         smallest: int = SMALLEST,
     ):
         super().__init__(group)
-        self.compress, self.sends = wire, sends
+        self.codec, self.sends = codec, sends
         self.state: Tensors = {}
         self._shapes, self._smallest = shapes or {}, smallest
         self._memories: dict[str, Memory] = {}
         self._under_way: list[_Exchange] = []
 
     def warm(self, like: Tensor) -> None:
-        """Compile the kernels, or load them, for values on `like`'s device: before training, not within its first step."""
-        if not self.compress.point_to_point or self.size == 1 or like.dtype not in FLOATING:
+        """Compile or load the kernels for values on `like`'s device: before training, not within
+        its first step."""
+        if not self.codec.point_to_point or self.size == 1 or like.dtype not in FLOATING:
             return
         some, aside = (
             torch.ones(SMALLEST, dtype=like.dtype, device=like.device),
             Memory("warm", {}, self.rank, self.sends),
         )
-        self.compress.decode(self.compress.encode(some, aside), some, aside)
+        self.codec.decode(self.codec.encode(some, aside), some, aside)
 
     def load_state(self, saved: Tensors) -> None:
         if self._memories:
-            raise ValueError(
-                "load_state after the first exchange; load what was saved before anything travels"
-            )
+            raise ValueError("load_state after the first exchange; call it before any exchange")
         self.state.update({k: v.detach().clone() for k, v in saved.items()})
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
@@ -89,27 +92,24 @@ class CompressedGroup(GroupWrapper):
         return reduce_scatter.all_gather(self, values)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
-        encoded = self._encoded(values) if self.compress.point_to_point else []
+        encoded = self._encoded(values) if self.codec.point_to_point else []
         if not encoded:
             return self.group.swap(values, peers)
         memories = {k: self._memory(f"swap/{k}") for k in encoded}
-        if not peers:  # nothing is sent, so nothing may be taken out of the residuals; but the step counts, as on the others
+        if not peers:
+            # nothing is sent, so residuals stay; but the step counts, as on the other ranks
             for memory in memories.values():
                 memory.count()
             return self.group.swap(values, peers)
         sent = {
-            k: self.compress.encode(_flat(v), memories[k]) if k in memories else v
+            k: self.codec.encode(_flat(v), memories[k]) if k in memories else v
             for k, v in values.items()
         }
         got = self.group.swap(sent, peers)
-        for (
-            k,
-            memory,
-        ) in (
-            memories.items()
-        ):  # all ranks merge the same: what peers read is what this rank has from here on
+        # all ranks merge the same: from here on this rank has what its peers decode
+        for k, memory in memories.items():
             own = torch.empty_like(values[k], memory_format=torch.contiguous_format)
-            self.compress.decode(sent[k], own.view(-1), memory)
+            self.codec.decode(sent[k], own.view(-1), memory)
             values[k].copy_(own)
         for theirs in got:
             for k, memory in memories.items():
@@ -117,7 +117,7 @@ class CompressedGroup(GroupWrapper):
                     theirs[k],
                     torch.empty_like(values[k], memory_format=torch.contiguous_format),
                 )
-                self.compress.decode(packed, theirs[k].view(-1), memory)
+                self.codec.decode(packed, theirs[k].view(-1), memory)
         return got
 
     def transfer(
@@ -127,17 +127,17 @@ class CompressedGroup(GroupWrapper):
         if (
             not name
             or name.startswith(EXACT)
-            or not isinstance(self.compress, Quantised)
+            or not isinstance(self.codec, Quantised)
             or len(self._encoded(both)) < len(both)
         ):
             return self.group.transfer(give, into, name)
-        memory, wire = self._memory(f"transfer/{name}"), self.compress
-        encoded: dict[int, Tensor] = {}  # what goes to several ranks is encoded once
+        memory, codec = self._memory(f"transfer/{name}"), self.codec
+        encoded: dict[int, Tensor] = {}  # by address: what goes to several ranks is encoded once
         for v in give.values():
             if v.data_ptr() not in encoded:
-                encoded[v.data_ptr()] = wire.encode(_flat(v), memory).clone()
+                encoded[v.data_ptr()] = codec.encode(_flat(v), memory).clone()
         arriving = {
-            r: torch.empty(wire.nbytes(v.numel()), dtype=torch.uint8, device=v.device)
+            r: torch.empty(codec.nbytes(v.numel()), dtype=torch.uint8, device=v.device)
             for r, v in into.items()
         }
         work = self.group.transfer(
@@ -146,7 +146,7 @@ class CompressedGroup(GroupWrapper):
 
         def decode() -> None:
             for r, packed in arriving.items():
-                wire.decode(packed, into[r].view(-1), memory)
+                codec.decode(packed, into[r].view(-1), memory)
 
         return _Arrival(work, decode)
 
@@ -178,10 +178,9 @@ class CompressedGroup(GroupWrapper):
 
     def _carry(self, name: str, value: Tensor, op: Op) -> Iterator[Work]:
         flat = _flat(value)
-        yield from self.compress.reduce(flat, op, self.group, self._memory(name))
-        for gap in _gaps(
-            self._shapes.get(name, ()), flat.numel()
-        ):  # nobody's elements: what a wire makes of them must not travel on
+        yield from self.codec.reduce(flat, op, self.group, self._memory(name))
+        # padding between parameters: what the codec writes there must not be sent again
+        for gap in _gaps(self._shapes.get(name, ()), flat.numel()):
             flat[gap] = 0
         if flat.data_ptr() != value.data_ptr():
             value.copy_(flat.view(value.shape))
@@ -224,22 +223,22 @@ class _Arrival:
 
 
 class _Reduction:
-    def __init__(self, link: CompressedGroup, exchanges: list[_Exchange], rest: Work):
-        self._link, self._exchanges, self._rest = link, exchanges, rest
+    def __init__(self, group: CompressedGroup, exchanges: list[_Exchange], rest: Work):
+        self._group, self._exchanges, self._rest = group, exchanges, rest
 
     def wait(self) -> None:
         for exchange in self._exchanges:
-            self._link._finish(exchange)
+            self._group._finish(exchange)
         self._rest.wait()
 
 
 def _gaps(shapes: Shapes, numel: int) -> Iterator[slice]:
     """Where a flat vector holds no parameter: the padding between those in `shapes`."""
     at = 0
-    for place, _ in sorted(shapes, key=lambda shape: shape[0].start):
-        if at < place.start:
-            yield slice(at, place.start)
-        at = place.stop
+    for parameter, _ in sorted(shapes, key=lambda shape: shape[0].start):
+        if at < parameter.start:
+            yield slice(at, parameter.start)
+        at = parameter.stop
     if shapes and at < numel:
         yield slice(at, numel)
 

@@ -1,9 +1,11 @@
-"""Half precision on the wire: a cast there and a cast back, sums in float32.
+"""fp16 codec: values are sent in half precision; sums are in float32.
 
-    |q - x| <= 2^-11 |x|   for 6e-5 < |x| < 65504;   above: infinite, which is noticed;   below: absolute error 3e-8
+    |q - x| <= 2^-11 |x|      for 6e-5 < |x| < 65504
+    infinite                  above, which is noticed
+    |q - x| <= 3e-8           below
 
-Halves the bytes and needs no memory. Eight times finer than bf16, but gradients above 65504 or below 6e-8 are lost, so use it
-where values are known to be near 1 (a loss scaler helps); else bf16.
+Halves the bytes and keeps no state. Eight times finer than bf16, but gradients above 65504 or below
+6e-8 are lost. Use it where values are known to be near 1 (a loss scaler helps); else use bf16.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
-"""Eight bits a value and one scale a block.
+"""int8 codec: eight bits per value and one scale per block.
 
     s = max|x| / 127;   q = round(x / s);   x ~ s q;   |error| <= s/2 (nearest), < s (stochastic)
 
-A quarter of the bytes, and 4/block of them for scales. `rounding=nearest` feeds its error back into the next step (unless
-parameters travel: a parameter has no next step that could make good for this one); `stochastic` rounds up with the
-probability that makes the mean exact, needs no memory, and has twice the error. A block of zeros stays zero; one that holds
-NaN or infinity arrives as NaN.
+A quarter of the bytes, plus 4/block of the elements for scales. `rounding=nearest` feeds its error
+back into the next step, unless parameters are sent: the error of a parameter has no next step that
+could correct it. `stochastic` rounds up with the probability that makes the mean exact; it keeps no
+state and has twice the error. A block of zeros stays zero; one that holds NaN or infinity arrives
+as NaN.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from manyhands.core import Cargo
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.quantised import Quantised
+from manyhands.kernels import codecs
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -30,7 +32,8 @@ class Int8(Quantised):
     def __post_init__(self) -> None:
         if self.block < 1:
             raise PlanError(
-                f"compress.block={self.block}: at least 1 value a scale is needed; 256 is the default"
+                f"compress.block={self.block}: at least 1 value per scale is needed; "
+                "256 is the default"
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise PlanError(f"compress.rounding={self.rounding}: nearest or stochastic is needed")
@@ -49,8 +52,6 @@ class Int8(Quantised):
         if x.device.type != "cpu":
             self._pack(x, scales, codes, error, seed)
             return
-        from manyhands.kernels import codecs
-
         given, parts = x.numpy(), (scales.numpy(), codes.numpy(), self.block)
         if self.rounds_by_chance():
             codecs.int8_encode_stochastic(given, *parts, seed)
@@ -64,8 +65,6 @@ class Int8(Quantised):
         if into.device.type != "cpu":
             into.copy_(self._unpack(scales, codes))
             return
-        from manyhands.kernels import codecs
-
         codecs.int8_decode(scales.numpy(), codes.numpy(), into.numpy(), self.block)
 
     def unpack_add(self, packed: Tensor, total: Tensor) -> None:
@@ -73,8 +72,6 @@ class Int8(Quantised):
         if total.device.type != "cpu":
             total.add_(self._unpack(scales, codes))
             return
-        from manyhands.kernels import codecs
-
         codecs.int8_decode_add(scales.numpy(), codes.numpy(), total.numpy(), self.block)
 
     def _parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""One bit a value: its sign, and for each block the mean of the positive and the mean of the negative values.
+"""1-bit codec: the sign of each value, and per block the means of its positive and negative values.
 
-    p = g + e;   q = mean of p >= 0, or mean of p < 0;   e = p - q               (Seide et al., Interspeech 2014)
+    p = g + e;   q = mean of p >= 0, or mean of p < 0;   e = p - q      (Seide et al. 2014)
 
-A 32nd of the bytes, and 8/block of the elements for means. The error is as large as the values, so what is lost must be fed back, and
-the same values must travel again: gradients or updates, not parameters. Start with a small learning rate or a few plain steps;
-with Adam let the variance settle first. The paper's columns are blocks here: what arrives are long vectors.
+A 32nd of the bytes, plus 8/block of the elements for means. The error is as large as the values, so
+what is lost must be fed back, and the same values must be sent again: gradients or updates, not
+parameters. Start with a small learning rate or a few uncompressed steps; with Adam let the variance
+settle first. The paper's columns are blocks here, because the group sees long vectors.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from manyhands.core import Cargo
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.codec import DIFFERENCES
 from manyhands.exchange.compression.quantised import Quantised
+from manyhands.kernels import codecs
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class OneBit(Quantised):
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:
             raise PlanError(
-                f"compress.block={self.block}: a multiple of 8 is needed, whole bytes of signs; 2048 is the default"
+                f"compress.block={self.block}: a multiple of 8 is needed, whole bytes of signs; "
+                "2048 is the default"
             )
 
     def feeds_back(self, sends: Cargo) -> bool:
@@ -43,8 +46,6 @@ class OneBit(Quantised):
         if x.device.type != "cpu":
             self._pack(x, means, signs, error)
             return
-        from manyhands.kernels import codecs
-
         codecs.onebit_encode(x.numpy(), error.numpy(), means.numpy(), signs.numpy(), self.block)
 
     def unpack(self, packed: Tensor, into: Tensor) -> None:
@@ -56,8 +57,6 @@ class OneBit(Quantised):
     def _spread(self, packed: Tensor, out: Tensor, add: bool) -> None:
         means, signs = self._parts(packed, out.numel())
         if out.device.type == "cpu":
-            from manyhands.kernels import codecs
-
             codecs.onebit_decode(means.numpy(), signs.numpy(), out.numpy(), self.block, add)
             return
         values = self._unpack(means, signs, out.numel())

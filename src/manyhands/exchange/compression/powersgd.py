@@ -1,12 +1,16 @@
-"""Low rank: of each gradient matrix travel two thin factors, found by one step of power iteration from those of the last step.
+"""PowerSGD codec: two thin factors of each gradient matrix, from one power iteration per step.
 
-    G_i = g_i + e_i;   P = orth(sum_i G_i Q);   Q = mean_i G_i' P;   out = P Q';   e_i = G_i - out        (Vogels et al. 2019)
+    G_i = g_i + e_i;   P = orth(sum_i G_i Q);   Q = mean_i G_i' P;   out = P Q';   e_i = G_i - out
+                                                              (Vogels et al. 2019, arXiv:1905.13727)
 
-r (m + n) values travel instead of m n, by plain all-reduce, whatever the number of ranks. `out` is what one would get by compressing the
-mean gradient itself. Where the wire is told the shapes of the parameters in a vector, each of two or more dimensions is a matrix (first dimension
-by the rest) and the others travel as they are; else the whole vector is laid out as one matrix, as square as can be. The
-first `start_after` steps travel uncompressed. Orthogonalised in float32 by Householder reflections, which turn a zero gradient into
-unit vectors and not into NaN. Only all ranks together can read it: no use for rules that swap with neighbours.
+The iteration starts from the factors of the step before. r (m + n) values are sent instead of m
+n, by plain all-reduce, whatever the number of ranks. `out` is what compressing the mean gradient
+itself would give. Where the shapes of the parameters in a vector are known, each of two or more
+dimensions is a matrix (first dimension by the rest) and the others are sent uncompressed; else
+the whole vector is laid out as one matrix, as square as possible. The first `start_after` steps
+are uncompressed. Orthogonalised in float32 by Householder reflections, which turn a zero gradient
+into unit vectors and not into NaN. Only all ranks together can decode it: no use for strategies
+that swap with neighbours.
 """
 
 import math
@@ -44,9 +48,9 @@ class PowerSGD:
         if self.start_after < 0:
             raise PlanError(f"compress.start_after={self.start_after}: 0 or more steps are needed")
 
-    def reduce(self, x: Tensor, op: Op, link: Group, memory: Memory) -> Iterator[Work]:
+    def reduce(self, x: Tensor, op: Op, group: Group, memory: Memory) -> Iterator[Work]:
         if memory.count() < self.start_after:
-            yield link.all_reduce({memory.name: x}, op)
+            yield group.all_reduce({memory.name: x}, op)
             return
         matrices, plain = self._lay_out(x.numel(), memory)
         error = memory.keep(
@@ -61,7 +65,7 @@ class PowerSGD:
 
         P = torch.cat([(g @ q).view(-1) for g, q in zip(G, Q, strict=True)]) if G else x[:0]
         rest = torch.cat([x[s] for s in plain]) if plain else x[:0]
-        yield link.all_reduce(_some({"p": P, "rest": rest}), "sum")
+        yield group.all_reduce(_some({"p": P, "rest": rest}), "sum")
 
         columns = [
             torch.linalg.qr(p.view(m, r))[0]
@@ -75,9 +79,9 @@ class PowerSGD:
             else x[:0]
         )
         if G:
-            yield link.all_reduce({"q": packed}, "mean")
+            yield group.all_reduce({"q": packed}, "mean")
 
-        size = link.size if op == "sum" else 1
+        size = group.size if op == "sum" else 1
         for p, q, kept, (s, _, _, _) in zip(
             columns, packed.split([q.numel() for q in Q]), Q, matrices, strict=True
         ):
@@ -91,7 +95,7 @@ class PowerSGD:
         for i, q in enumerate(Q):
             q.copy_(torch.where(q.isfinite(), q, _random(q.shape, memory.seed(i)).to(q.device)))
         for s, value in zip(plain, rest.split([s.stop - s.start for s in plain]), strict=True):
-            x[s] = value if op == "sum" else value / link.size
+            x[s] = value if op == "sum" else value / group.size
 
     def encode(self, x: Tensor, memory: Memory) -> Tensor:
         return x  # not point_to_point: a factor is of no use without the others
@@ -121,7 +125,8 @@ class PowerSGD:
     def _factors(
         self, matrices: list[tuple[slice, int, int, int]], memory: Memory, device: torch.device
     ) -> list[Tensor]:
-        """The Q of the step before, views of one kept vector; at first random, the same on all ranks."""
+        """The Q of the step before, views of one kept vector; at first random, the same on all
+        ranks."""
         shapes = [torch.Size((n, r)) for _, _, n, r in matrices]
         new = not memory.has("q")
         q = memory.keep("q", sum(shape.numel() for shape in shapes), torch.float32, device)

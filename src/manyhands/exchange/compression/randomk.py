@@ -1,11 +1,14 @@
-"""A random part of the values travels, the same on all ranks, so that no positions need to be sent and plain all-reduce adds them.
+"""Random-k codec: a random subset of the values, the same on all ranks, summed by a plain
+all-reduce.
 
-    with feedback     p = g + e;   send p at k random places;   e = p elsewhere
-    without           send (n/k) g at k random places: right on average, variance (n/k - 1) g^2
+    with feedback     p = g + e;   send p at k random positions;   e = p elsewhere
+    without           send (n/k) g at k random positions: unbiased, variance (n/k - 1) g^2
 
-The vector is cut into k cells and one element drawn from each, by `seed`, tensor and step: every element has chance k/n, nothing is drawn
-twice, and drawing costs k, not n. Cheapest of the sparse wires to compute and, unlike top-k, what is sent does not grow with the
-number of ranks; but it sends what is small as readily as what is large. NaN anywhere makes all that travels NaN.
+No positions need to be sent. The vector is cut into k cells and one element is drawn from each, by
+`seed`, tensor and step: every element has probability k/n, none is drawn twice, and drawing costs
+k, not n. The cheapest sparse codec to compute; unlike top-k, what is sent does not grow with the
+number of ranks. But it sends small values as readily as large ones. NaN anywhere makes all values
+sent NaN.
 """
 
 from collections.abc import Iterator
@@ -37,12 +40,13 @@ class RandomK:
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise PlanError(
-                f"compress.density={self.density}: more than 0 and at most 1 is needed; 0.01 sends one value in a hundred"
+                f"compress.density={self.density}: more than 0 and at most 1 is needed; "
+                "0.01 sends one value in a hundred"
             )
 
-    def reduce(self, x: Tensor, op: Op, link: Group, memory: Memory) -> Iterator[Work]:
+    def reduce(self, x: Tensor, op: Op, group: Group, memory: Memory) -> Iterator[Work]:
         values = self._draw(x, memory)
-        yield link.all_reduce({memory.name: values}, op)
+        yield group.all_reduce({memory.name: values}, op)
 
         self._spread(values, x, memory)
 
@@ -52,8 +56,9 @@ class RandomK:
     def decode(self, packed: Tensor, into: Tensor, memory: Memory) -> None:
         self._spread(packed.view(torch.promote_types(into.dtype, torch.float32)), into, memory)
 
-    def places(self, numel: int, seed: int) -> tuple[Tensor, Tensor]:
-        """One random place in each of the k cells, and the cells' lengths. Drawn on the CPU, so on all devices the same."""
+    def positions(self, numel: int, seed: int) -> tuple[Tensor, Tensor]:
+        """One random position in each of the k cells, and the cells' lengths. Drawn on the CPU, so on
+        all devices the same."""
         k = max(1, min(numel, round(self.density * numel)))
         bounds = torch.arange(k + 1) * numel // k
         lengths = bounds.diff()
@@ -61,7 +66,7 @@ class RandomK:
         return bounds[:-1] + (chance * lengths).long(), lengths
 
     def _draw(self, x: Tensor, memory: Memory) -> Tensor:
-        index, lengths = self._places(x, memory, memory.count())
+        index, lengths = self._positions(x, memory, memory.count())
         if not self.feedback:
             values = x[index].to(torch.promote_types(x.dtype, torch.float32)) * lengths
             return values.add_(x.sum() * 0)  # 0, or NaN if anything is
@@ -73,8 +78,8 @@ class RandomK:
 
     def _spread(self, values: Tensor, x: Tensor, memory: Memory) -> None:
         x.zero_()
-        x[self._places(x, memory, memory.latest)[0]] = values.to(x.dtype)
+        x[self._positions(x, memory, memory.latest)[0]] = values.to(x.dtype)
 
-    def _places(self, x: Tensor, memory: Memory, step: int) -> tuple[Tensor, Tensor]:
-        index, lengths = self.places(x.numel(), memory.seed(self.seed, step))
+    def _positions(self, x: Tensor, memory: Memory, step: int) -> tuple[Tensor, Tensor]:
+        index, lengths = self.positions(x.numel(), memory.seed(self.seed, step))
         return index.to(x.device), lengths.to(x.device)

@@ -1,14 +1,17 @@
-"""Only the largest values travel; the rest waits in the residual until it is large enough. Deep Gradient Compression.
+"""Top-k codec (Deep Gradient Compression): only the largest values are sent; the rest stays in a
+residual.
 
-    u = mu u + g;   v = v + u;   send v where |v| is among the k = density n largest;   there v = 0, and with masking u = 0
-                                                                                     (Lin et al. 2018, arXiv:1712.01887)
+    u = mu u + g;   v = v + u;   send v where |v| is among the k = density n largest
+    there v = 0, and with masking u = 0                         (Lin et al. 2018, arXiv:1712.01887)
 
-With momentum=0, u is g and this is plain top-k with error feedback. Each rank has its own k positions, so all give theirs to all: every
-rank sends (M - 1) 8k bytes, which grows with M. With `momentum` the optimizer's own must be 0: it is here, before the selection, so
-that what waited long does not arrive stale; `masking` stops the momentum of what was just sent. For `warmup` steps
-the density falls from 25% by a quarter each time. Of equal magnitudes those that come first travel: exactly k, always.
+With momentum=0, u is g and this is plain top-k with error feedback. Each rank has its own k
+positions, so every rank sends its values to all others: (M - 1) 8k bytes, which grows with M.
+With `momentum` the optimizer's own must be 0: it is applied here, before the selection, so that
+what waited long does not arrive stale. `masking` stops the momentum of what was just sent. For
+`warmup` steps the density falls from 25%, divided by 4 at each stage. Of equal magnitudes the
+first ones are sent: exactly k, always.
 
-NaN and infinity count as largest of all: they travel at once and do not stay.
+NaN and infinity count as the largest of all: they are sent at once and do not stay.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.codec import DIFFERENCES, Memory, drop_nonfinite
+from manyhands.kernels import codecs
 
 FIRST = 0.25  # density at the start of the warm-up
 FEWER = 4  # times fewer at each stage of it
@@ -44,21 +48,25 @@ class TopK:
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise PlanError(
-                f"compress.density={self.density}: more than 0 and at most 1 is needed; 0.01 sends one value in a hundred"
+                f"compress.density={self.density}: more than 0 and at most 1 is needed; "
+                "0.01 sends one value in a hundred"
             )
         if not 0 <= self.momentum < 1:
             raise PlanError(
-                f"compress.momentum={self.momentum}: at least 0 and less than 1 is needed, and momentum=0 in the optimizer"
+                f"compress.momentum={self.momentum}: at least 0 and less than 1 is needed, "
+                "and momentum=0 in the optimizer"
             )
         if not self.masking and self.momentum == 0:
             raise PlanError(
-                "compress.masking=false has no effect without momentum; add compress.momentum=0.9 or leave it out"
+                "compress.masking=false has no effect without momentum; "
+                "add compress.momentum=0.9 or leave it out"
             )
         if self.warmup < 0:
             raise PlanError(f"compress.warmup={self.warmup}: 0 or more steps are needed")
         if self.warmup and self.density >= FIRST:
             raise PlanError(
-                f"compress.warmup={self.warmup} has no effect: it falls from {FIRST} to compress.density={self.density}; leave it out"
+                f"compress.warmup={self.warmup} has no effect: the density would fall from "
+                f"{FIRST} to compress.density={self.density}; leave it out"
             )
 
     def density_at(self, step: int) -> float:
@@ -72,23 +80,23 @@ class TopK:
     def count(self, numel: int, step: int) -> int:
         return max(1, min(numel, round(self.density_at(step) * numel)))
 
-    def reduce(self, x: Tensor, op: Op, link: Group, memory: Memory) -> Iterator[Work]:
+    def reduce(self, x: Tensor, op: Op, group: Group, memory: Memory) -> Iterator[Work]:
         mine = self.encode(x, memory)
-        others = [r for r in range(link.size) if r != link.rank]
+        others = [r for r in range(group.size) if r != group.rank]
         arrived = memory.scratch(
             "arrived", len(others) * mine.numel(), torch.uint8, x.device
         ).split(mine.numel())
-        yield link.transfer(dict.fromkeys(others, mine), dict(zip(others, arrived, strict=True)))
+        yield group.transfer(dict.fromkeys(others, mine), dict(zip(others, arrived, strict=True)))
 
         x.zero_()
         for packed in (
-            *arrived[: link.rank],
+            *arrived[: group.rank],
             mine,
-            *arrived[link.rank :],
+            *arrived[group.rank :],
         ):  # in rank order: the same sums everywhere
             _add(packed, x)
         if op == "mean":
-            x.div_(link.size)
+            x.div_(group.size)
 
     def encode(self, x: Tensor, memory: Memory) -> Tensor:
         k = self.count(x.numel(), memory.count())
@@ -111,8 +119,6 @@ class TopK:
 
     def _accelerate(self, g: Tensor, u: Tensor, v: Tensor) -> None:
         if g.device.type == "cpu" and g.dtype == v.dtype == torch.float32:
-            from manyhands.kernels import codecs
-
             codecs.accelerate(g.numpy(), u.numpy(), v.numpy(), self.momentum)
         else:
             v.add_(u.mul_(self.momentum).add_(g))
@@ -125,8 +131,6 @@ class TopK:
 def select(x: Tensor, index: Tensor) -> None:
     """Fill `index` (int32) with where the largest magnitudes of `x` (float32) are."""
     if x.device.type == "cpu":
-        from manyhands.kernels import codecs
-
         codecs.top(x.numpy(), index.numel(), index.numpy())
     else:  # torch selects by radix on a GPU; of equal values it takes any
         index.copy_(torch.topk(x.abs(), index.numel(), sorted=False).indices)
@@ -135,8 +139,6 @@ def select(x: Tensor, index: Tensor) -> None:
 def _take(v: Tensor, index: Tensor, values: Tensor) -> None:
     """Move what is at `index` from v to `values`; what float32 cannot hold of it stays."""
     if v.device.type == "cpu" and v.dtype == torch.float32:
-        from manyhands.kernels import codecs
-
         codecs.take(v.numpy(), index.numpy(), values.numpy())
         return
     at = index.long()
@@ -147,8 +149,6 @@ def _take(v: Tensor, index: Tensor, values: Tensor) -> None:
 def _add(packed: Tensor, out: Tensor) -> None:
     index, values = _parts(packed)
     if out.device.type == "cpu" and out.dtype == torch.float32:
-        from manyhands.kernels import codecs
-
         codecs.scatter_add(out.numpy(), index.numpy(), values.numpy())
     else:
         out.index_add_(
