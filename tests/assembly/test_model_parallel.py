@@ -14,7 +14,7 @@ import manyhands as mh
 from manyhands.assembly import model_parallel
 from manyhands.assembly.memory import room
 from manyhands.errors import PlanError
-from manyhands.parallel.pipeline.stage_modules import NodeCost
+from manyhands.parallel.pipeline.node_costs import NodeCost
 from manyhands.parallel.trace.trace_model import trace
 from manyhands.plan import words
 
@@ -41,7 +41,7 @@ def task() -> mh.Task:
 def context(anyway: bool = False) -> Any:
     return SimpleNamespace(
         device=torch.device("cpu"),
-        place=SimpleNamespace(local_size=2),
+        process=SimpleNamespace(local_size=2),
         options=SimpleNamespace(anyway=anyway),
     )
 
@@ -60,7 +60,7 @@ def begin(
         NodeCost(s, KEPT, sum(p.nbytes for p in layer.parameters()), 64.0)
         for s, layer in zip(seconds, made.model, strict=True)
     ]
-    monkeypatch.setattr(model_parallel.stages, "measure", lambda *_: costs)
+    monkeypatch.setattr(model_parallel.node_costs, "measure", lambda *_: costs)
     monkeypatch.setattr(model_parallel, "room", lambda *_: (limit, 4.0))
     (found,) = model_parallel._balanced(
         context(anyway), words.parse(line), traced, example, 2, made

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.core import Group
 from support.compare import assert_gradients_close
-from support.dataflow import branched, deal_of, graphed
+from support.dataflow import branched, graphed, partition_of
 from support.pipelines import Dealt, alone, gradients, share, step
 from support.processes import on_ranks
 
@@ -24,12 +24,14 @@ def every_model(group: Group) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in NAMES:
         model, loss, data = branched(name)
-        graph = graphed(group, deal_of(model, tuple(v[:4] for v in data[:-1]), group.size), loss)
+        graph = graphed(
+            group, partition_of(model, tuple(v[:4] for v in data[:-1]), group.size), loss
+        )
         steps = Dealt([*step(data, SIZES), *step(data, SIZES)])
         losses = [(float(total), count) for total, count in (graph(share, steps) for _ in range(2))]
         found[name] = (
             losses,
-            {n: g.numpy() for n, g in gradients(graph.stages).items() if g is not None},
+            {n: g.numpy() for n, g in gradients([graph.stage]).items() if g is not None},
         )
     return found
 

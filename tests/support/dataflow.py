@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Group
-from manyhands.parallel.dataflow.common_subexpressions import shortened
+from manyhands.parallel.dataflow.common_subexpressions import without_common_subexpressions
 from manyhands.parallel.dataflow.graph_executor import GraphExecutor
-from manyhands.parallel.dataflow.partition import (
-    FIELDS,
-    GraphPartition,
-    dealt,
-    traced_finely,
-)
+from manyhands.parallel.dataflow.graph_nodes import FIELDS, trace_finely
+from manyhands.parallel.dataflow.partition import GraphPartition, partition
 from support.pipelines import in_zoo
 
 
@@ -89,20 +85,18 @@ def branched(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor,
     return model, nn.functional.cross_entropy, (*data, torch.randint(5, (64,), generator=chance))
 
 
-def deal_of(
+def partition_of(
     model: nn.Module, example: tuple[Any, ...], ranks: int, micros: int = 4, **more: Any
 ) -> GraphPartition:
-    """Dealt out by made-up costs, the same in every process: a step with parameters takes a
-    millisecond.
-    """
-    traced = shortened(traced_finely(model, example, ranks))
+    """Partitioned by made-up costs, the same in every process: a node with parameters takes 1 ms."""
+    traced = without_common_subexpressions(trace_finely(model, example, ranks))
     numbers: Sequence[int] = [
         n
         for step, has in zip(traced.nodes[True], trainable(traced), strict=True)
         for n in (10**6 * has + 10, 8, 8)
     ]
     assert len(numbers) == FIELDS * len(traced.nodes[True])
-    return dealt(traced, numbers, ranks, micros, **more)
+    return partition(traced, numbers, ranks, micros, **more)
 
 
 def trainable(traced: Any) -> list[bool]:

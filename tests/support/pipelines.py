@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from manyhands.core import Group
 from manyhands.data.batches import Batch
-from manyhands.parallel.pipeline.executor import PipelineExecutor, Stage
-from manyhands.parallel.pipeline.stage_modules import cut
+from manyhands.parallel.pipeline.executor import PipelineExecutor
+from manyhands.parallel.pipeline.stage_modules import Stage, cut
 from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import actions
 from support.paths import zoo_task

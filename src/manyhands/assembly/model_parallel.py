@@ -29,18 +29,13 @@ from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.observe.graph_picture import draw
 from manyhands.parallel import feature_linear as summed
-from manyhands.parallel.dataflow.common_subexpressions import shortened
+from manyhands.parallel.dataflow.common_subexpressions import without_common_subexpressions
 from manyhands.parallel.dataflow.graph_executor import GraphExecutor
-from manyhands.parallel.dataflow.partition import (
-    FIELDS,
-    GraphPartition,
-    GraphStage,
-    dealt,
-    traced_finely,
-    weigh,
-)
-from manyhands.parallel.pipeline import stage_modules
+from manyhands.parallel.dataflow.graph_nodes import FIELDS, measure_costs, trace_finely
+from manyhands.parallel.dataflow.partition import GraphPartition, GraphStage, partition
+from manyhands.parallel.pipeline import node_costs, stage_modules
 from manyhands.parallel.pipeline.executor import PipelineExecutor
+from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.parallel.reshard.rank_state import RankState, SlicedState, WholeTensorState
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.parallel.tensor import shard_module
@@ -77,7 +72,7 @@ class ModelPart:
     holders: dict[str, int] = field(
         default_factory=dict
     )  # parameters that several stages hold: how many
-    pipeline: PipelineExecutor | None = None
+    pipeline: StepExecutor | None = None
     watched: MemoryWatch | None = None  # on rank 0: what memory it will need
 
     def replica_group(self, context: RankContext, flat: ReplicaParameters) -> ReplicaGroup:
@@ -156,13 +151,13 @@ def divide(
     parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
     given = forward.names_of(values, task.step) if looks else ()
     call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
-    deal = _dealt(context, plan, model, inputs, call, task) if plan.cut == "graph" else None
+    graph = _partition(context, plan, model, inputs, call, task) if plan.cut == "graph" else None
     found = (
         []
         if layout.pipe == 1
         else _stages(context, plan, model, inputs, call, task)
-        if deal is None
-        else deal.shares
+        if graph is None
+        else graph.stages
     )
     watched = None if not looks else watch(
         context, plan, model, lambda: values, task,
@@ -182,14 +177,15 @@ def divide(
         "loss": task.loss, "step": task.step, "precision": plan.precision, "device": context.device, "recompute": plan.recompute,
         "axis": axis, "emit": context.recorder.emit, "rank": context.rank,
     }  # fmt: skip
-    if deal is not None:
-        pipeline: PipelineExecutor = GraphExecutor(deal, context.axes["pipe"], **options)
+    if graph is not None:
+        pipeline: StepExecutor = GraphExecutor(graph, context.axes["pipe"], **options)
     else:
         chunks = len(mine)
         order = lambda rank, micros: schedules.actions(
             plan.schedule, layout.pipe, rank, micros, chunks
         )
-        pipeline = PipelineExecutor(mine, context.axes["pipe"], order, **options)
+        stages = [s for s in mine if isinstance(s, stage_modules.Stage)]
+        pipeline = PipelineExecutor(stages, context.axes["pipe"], order, **options)
     _let_go(model, [s.module for s in mine])
     holders = {
         name: len({i % layout.pipe for i in among}) for s in found for name, among in s.tied.items()
@@ -213,7 +209,7 @@ def _check_stages(context: RankContext, found: Sequence[stage_modules.Stage | Gr
         )
 
 
-def _dealt(
+def _partition(
     context: RankContext,
     plan: Plan,
     model: nn.Module,
@@ -221,39 +217,40 @@ def _dealt(
     call: Callable[..., Any] | None,
     task: Task,
 ) -> GraphPartition:
-    """The model's graph dealt out over the ranks of the pipe axis, by the costs and the memory that one rank has measured; and drawn."""
+    """Partition the model's graph over the ranks of the pipe axis, by the costs and the memory that one rank has measured; and draw it."""
     with forward.autocast(plan.precision, context.device):
-        traced = shortened(traced_finely(model, example, plan.layout.pipe, call))
+        fine = trace_finely(model, example, plan.layout.pipe, call)
+        traced = without_common_subexpressions(fine)
         said = torch.zeros(
             FIELDS * len(traced.nodes[True]) + 2, dtype=torch.int64, device=context.device
         )
         if context.rank == 0:
             limit, state = room(context, model, task)
             few = _few(example)
-            costs = [round(x * _rows(example) / _rows(few)) for x in weigh(traced, few)]
+            costs = [round(x * _rows(example) / _rows(few)) for x in measure_costs(traced, few)]
             said += torch.tensor([*costs, limit, round(state * 1000)])
     context.link.all_reduce({"numbers": said}).wait()
     *numbers, limit, thousandths = said.tolist()
-    deal_out = partial(
-        dealt,
+    partition_within = partial(
+        partition,
         traced,
         numbers,
         plan.layout.pipe,
         micro_batches(plan) * plan.accumulate,
         state=thousandths / 1000,
     )
-    deal = _within(deal_out, None if context.options.anyway else limit)
+    graph = _within(partition_within, None if context.options.anyway else limit)
     if context.rank == 0:
         drawn = draw(
-            deal.nodes,
-            deal.placement.where,
+            graph.nodes,
+            graph.placement.where,
             context.directory / "graph.svg",
             f"{_named(model)} on {plan.layout.pipe} ranks",
         )
         context.notice(
-            f"{len(deal.nodes)} nodes of the model's graph over {plan.layout.pipe} ranks: {drawn}"
+            f"{len(graph.nodes)} nodes of the model's graph over {plan.layout.pipe} ranks: {drawn}"
         )
-    return deal
+    return graph
 
 
 def by_feature(context: RankContext, model: nn.Module, sources: list[Source]) -> ModelPart:
@@ -332,7 +329,7 @@ def _balanced(
 ) -> list[int]:
     """Where stages begin so that the slowest is as fast as can be, and each has the memory that it needs."""
     few = _few(example)
-    costs, pipe = stage_modules.measure(traced, few), plan.layout.pipe
+    costs, pipe = node_costs.measure(traced, few), plan.layout.pipe
     crossing = [
         float(c.crossing_bytes) if traced.cuttable(i) else float("inf") for i, c in enumerate(costs)
     ]

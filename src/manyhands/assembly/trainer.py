@@ -199,7 +199,7 @@ def assemble(
     plan, global_batch = batch_sizes(context, plan, saved)
     model = model.to(context.device) if division is None else division.module
     pipeline = None if division is None else division.pipeline
-    stages = [model] if pipeline is None else [s.module for s in pipeline.stages]
+    stages = [model] if pipeline is None else pipeline.modules
     # a pipeline draws all micro-batches of a step before it computes the first
     synced = _with_batchnorm(
         context, plan, stages, lambda: walk.counts if pipeline is None else pipeline.counts

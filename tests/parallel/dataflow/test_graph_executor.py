@@ -17,16 +17,12 @@ from manyhands.data.batches import Batch
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.inproc import World
 from manyhands.observe.graph_picture import svg
-from manyhands.parallel.dataflow.common_subexpressions import shortened
-from manyhands.parallel.dataflow.partition import (
-    FIELDS,
-    dealt,
-    traced_finely,
-    weigh,
-)
+from manyhands.parallel.dataflow.common_subexpressions import without_common_subexpressions
+from manyhands.parallel.dataflow.graph_nodes import FIELDS, measure_costs, trace_finely
+from manyhands.parallel.dataflow.partition import partition
 from manyhands.split.graph import Node, TransferCost, simulate
 from support.compare import assert_gradients_close
-from support.dataflow import Inception, Towers, branched, deal_of, graphed
+from support.dataflow import Inception, Towers, branched, graphed, partition_of
 from support.pipelines import Dealt, alone, gradients, share, step
 from support.traced_models import loss as loss_of
 from support.traced_models import model as model_of
@@ -59,13 +55,13 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
     name: str, ranks: int
 ) -> None:
     model, loss, data = branched(name)
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), ranks)
+    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), ranks)
 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), loss)
         steps = Dealt([*step(data, (4, 4, 4, 3)), *step(data, (4, 0, 5))])
         got = [graph(share, steps) for _ in range(2)]
-        return got, gradients(graph.stages), dict(graph.stages[0].module.named_buffers())
+        return got, gradients([graph.stage]), dict(graph.stage.module.named_buffers())
 
     losses, grads, buffers = whole(name)
     merged: dict[str, Any] = {}
@@ -88,12 +84,12 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
 
 def test_two_towers_stand_on_two_ranks_and_begin_without_waiting_for_each_other() -> None:
     model, _, data = branched("towers")
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 2, micros=1)
+    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2, micros=1)
     flow = deal.flows[True]
-    fed = {w.sink for w in flow.wires if flow.parts[w.source].rank != flow.parts[w.sink].rank}
-    assert {p.rank for s, p in enumerate(flow.parts) if s not in fed} == {0, 1}
+    fed = {w.sink for w in flow.edges if flow.segments[w.source].rank != flow.segments[w.sink].rank}
+    assert {p.rank for s, p in enumerate(flow.segments) if s not in fed} == {0, 1}
     held = [
-        {n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.shares]
+        {n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.stages]
     ]
     assert held[0] in ({"left"}, {"right"}) and "head" in held[1]
 
@@ -101,8 +97,8 @@ def test_two_towers_stand_on_two_ranks_and_begin_without_waiting_for_each_other(
 def test_measured_towers_take_less_than_two_thirds_of_the_time_of_one_rank() -> None:
     torch.manual_seed(0)
     model, x = Towers(width=256, depth=3), torch.randn(256, 6)
-    traced = shortened(traced_finely(model, (x, x), 2))
-    numbers = weigh(traced, (x, x), repeats=3)
+    traced = without_common_subexpressions(trace_finely(model, (x, x), 2))
+    numbers = measure_costs(traced, (x, x), repeats=3)
     assert len(numbers) == FIELDS * len(traced.nodes[True]) and all(type(n) is int for n in numbers)
     for i, s in enumerate(
         traced.nodes[True]
@@ -116,7 +112,7 @@ def test_measured_towers_take_less_than_two_thirds_of_the_time_of_one_rank() -> 
             i,
         )
         numbers[FIELDS * i] = numbers[FIELDS * twin]
-    deal = dealt(traced, numbers, 2, link=TransferCost(0.0, 1e12))
+    deal = partition(traced, numbers, 2, link=TransferCost(0.0, 1e12))
     alone = simulate(deal.nodes, [0] * len(deal.nodes), 1)
     both = simulate(deal.nodes, deal.placement.where, 2, link=TransferCost(0.0, 1e12))
     assert both.time == pytest.approx(deal.placement.seconds)
@@ -127,48 +123,48 @@ def test_what_cannot_fit_is_refused_with_numbers_and_what_fits_keeps_to_the_limi
     model, _, data = branched("gpt")
     example = tuple(v[:4] for v in data[:-1])
     held = sum(p.nbytes for p in model.parameters())
-    roomy = deal_of(model, example, 2, limit=0.7 * held)
+    roomy = partition_of(model, example, 2, limit=0.7 * held)
     assert max(roomy.placement.memory) <= 0.7 * held
-    for rank, held_here in enumerate(roomy.shares):
+    for rank, held_here in enumerate(roomy.stages):
         assert sum(p.nbytes for p in held_here.module.parameters()) <= roomy.placement.memory[rank]
     with pytest.raises(
         PlanError,
         match=r"no placement over pipe=2 ranks keeps each within 0\.0 MiB: the model takes 0\.1 "
         r"MiB",
     ):
-        deal_of(model, example, 2, limit=0.3 * held)
+        partition_of(model, example, 2, limit=0.3 * held)
     with pytest.raises(
         PlanError, match="pipe=9, but the model has 4 pieces with parameters to train"
     ):
-        deal_of(
+        partition_of(
             *(branched("mlp")[i] if i == 0 else (branched("mlp")[2][0][:4],) for i in (0, 2)), 9
         )
 
 
 def test_numbers_of_another_trace_are_refused() -> None:
     model, _, data = branched("mlp")
-    traced = traced_finely(model, (data[0][:4],), 2)
-    with pytest.raises(PlanError, match="3 numbers for 7 steps"):
-        dealt(traced, [1, 2, 3], 2)
+    traced = trace_finely(model, (data[0][:4],), 2)
+    with pytest.raises(PlanError, match="3 numbers for 7 nodes"):
+        partition(traced, [1, 2, 3], 2)
 
 
 def test_what_a_module_changes_in_place_stays_with_what_made_it_also_where_blocks_are_alike() -> (
     None
 ):
     model, _, data = branched("inception")
-    traced = traced_finely(model, (data[0][:4],), 2)
+    traced = trace_finely(model, (data[0][:4],), 2)
     names = [s.name for s in traced.nodes[True]]
     changed = {(names[a], names[b]) for a, b in traced.inseparable}
     assert ("blocks_0_three_0", "blocks_0_three_1") in changed and (
         "blocks_1_five_1",
         "blocks_1_five_2",
     ) in changed
-    weigh(traced, (data[0][:4],), repeats=1)
+    measure_costs(traced, (data[0][:4],), repeats=1)
 
 
 def test_how_torch_convolves_a_small_batch_does_not_bind_the_model_to_small_batches() -> None:
     model, _, data = branched("cnn")
-    traced = traced_finely(model.float(), (data[0][:4].float(),), 2)
+    traced = trace_finely(model.float(), (data[0][:4].float(),), 2)
     for check in traced.size_guards.values():
         check((data[0][:40].float(),))  # evaluation takes larger ones
 
@@ -205,8 +201,8 @@ class Repeats(nn.Module):
 def test_a_repeated_expression_is_computed_once_and_what_only_looks_repeated_is_not() -> None:
     torch.manual_seed(0)
     model, x = Repeats().double(), torch.randn(8, 6, dtype=torch.float64)
-    whole_trace = traced_finely(model, (x,), 2)
-    short = shortened(whole_trace)
+    whole_trace = trace_finely(model, (x,), 2)
+    short = without_common_subexpressions(whole_trace)
 
     def count(traced: Any, target: str) -> int:
         return sum(
@@ -234,14 +230,14 @@ def test_gradients_and_states_of_what_is_computed_once_are_those_of_all_uses(ran
     model = Repeats().double()
     model.drop.p = 0.0
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 5
-    deal = deal_of(copy.deepcopy(model), (x[:4],), ranks)
+    deal = partition_of(copy.deepcopy(model), (x[:4],), ranks)
     expected = alone(model, CROSS, step((x, y), (4, 4, 4)))
 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), CROSS)
         total, count = graph(share, Dealt(step((x, y), (4, 4, 4))))
         assert (float(total), count) == (pytest.approx(expected[0], rel=1e-12), expected[1])
-        return gradients(graph.stages), dict(graph.stages[0].module.named_buffers())
+        return gradients([graph.stage]), dict(graph.stage.module.named_buffers())
 
     merged: dict[str, Any] = {}
     buffers: dict[str, Tensor] = {}
@@ -275,15 +271,15 @@ def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -
         torch.randn(8, 6, dtype=torch.float64),
         torch.arange(48).view(8, 6),
     )
-    assert len(shortened(traced_finely(model, (x, ids), 1)).nodes[True]) == len(
-        traced_finely(model, (x, ids), 1).nodes[True]
+    assert len(without_common_subexpressions(trace_finely(model, (x, ids), 1)).nodes[True]) == len(
+        trace_finely(model, (x, ids), 1).nodes[True]
     )
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "skips"])
 def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) -> None:
     made, inputs = model_of(name, 8)
-    deal = deal_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)
+    deal = partition_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)
 
     def own(model: nn.Module, batch: Any) -> Tensor:
         options = {"use_cache": False} if model is made and hasattr(made, "generate") else {}
@@ -296,7 +292,7 @@ def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), step=own)
         graph(share, Dealt(list(batches)))
-        return gradients(graph.stages)
+        return gradients([graph.stage])
 
     merged = functools.reduce(lambda a, b: a | b, World(3).run(main))
     assert_gradients_close(merged, {n: w.grad for n, w in made.named_parameters()})
@@ -307,14 +303,14 @@ def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) 
 
 def test_inference_gives_the_outputs_on_the_last_rank_and_leaves_no_trace() -> None:
     model, loss, data = branched("inception")
-    deal = deal_of(copy.deepcopy(model), (data[0][:4],), 3)
+    deal = partition_of(copy.deepcopy(model), (data[0][:4],), 3)
     model.eval()
 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), loss)
-        graph.stages[0].module.eval()
+        graph.stage.module.eval()
         got = [graph.infer(tuple(v[:n] for v in data)) for n in (5, 5, 3)]
-        return got, [w.grad for w in graph.stages[0].module.parameters()]
+        return got, [w.grad for w in graph.stage.module.parameters()]
 
     *others, (outputs, grads) = World(3).run(main)
     assert all(got == [None] * 3 for got, _ in others)
@@ -343,13 +339,13 @@ class TwoWays(nn.Module):
 def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -> None:
     torch.manual_seed(0)
     model, x = TwoWays().double(), torch.randn(8, 6, dtype=torch.float64)
-    deal = deal_of(copy.deepcopy(model), (x[:4],), 3)
+    deal = partition_of(copy.deepcopy(model), (x[:4],), 3)
 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), CROSS)
         graph(share, Dealt(step((x, torch.arange(8) % 5), (4, 4))))
-        graph.stages[0].module.eval()
-        return graph.infer((x, x)), gradients(graph.stages)
+        graph.stage.module.eval()
+        return graph.infer((x, x)), gradients([graph.stage])
 
     got = World(3).run(main)
     expected = {n: w for n, w in model.named_parameters()}
@@ -365,12 +361,12 @@ def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -
 def test_recomputing_changes_neither_gradients_nor_states(precision: str) -> None:
     torch.manual_seed(0)
     model, x, y = Inception(), torch.randn(16, 1, 6, 6), torch.arange(16) % 5
-    deal = deal_of(model, (x[:4],), 2)
+    deal = partition_of(model, (x[:4],), 2)
 
     def main(recompute: bool, group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), CROSS, recompute=recompute, precision=precision)
         graph(share, Dealt(step((x, y), (4, 4, 4))))
-        return gradients(graph.stages), graph.stages[0].module.state_dict()
+        return gradients([graph.stage]), graph.stage.module.state_dict()
 
     kept, again = (
         World(2).run(functools.partial(main, False)),
@@ -395,7 +391,7 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
         Batch({"x": x[i : i + 6], "x2": x2[i : i + 6], "y": y[i : i + 6]}, 6, i == 12)
         for i in (0, 6, 12)
     ]
-    deal = deal_of(copy.deepcopy(model), (x[:4], x2[:4]), 2)
+    deal = partition_of(copy.deepcopy(model), (x[:4], x2[:4]), 2)
     expected, count = 0.0, 0
     for batch in batches:
         loss, n = own(model, batch.values)
@@ -406,7 +402,7 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
         graph = graphed(group, copy.deepcopy(deal), step=own)
         total, n = graph(share, Dealt(list(batches)))
         assert (float(total), n) == (pytest.approx(expected, rel=1e-12), count)
-        return gradients(graph.stages)
+        return gradients([graph.stage])
 
     merged = functools.reduce(lambda a, b: a | b, World(2).run(main))
     assert_gradients_close(merged, {n: w.grad for n, w in model.named_parameters()})
@@ -414,7 +410,7 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
 
 def test_a_batch_that_would_go_another_way_is_refused_by_every_rank() -> None:
     model, loss, data = branched("seq2seq")
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 2)
+    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
     wrong = (data[0][:4, :3], data[1][:4, :3], data[2][:4, :3])
     refused: list[int] = []
 
@@ -455,11 +451,13 @@ class Watch(nn.Module):
 
 def test_no_more_micro_batches_are_alive_than_the_window_allows() -> None:
     x, y = torch.randn(48, 6), torch.arange(48) % 5
-    deal = deal_of(nn.Sequential(Watch(), nn.Linear(6, 6), nn.Linear(6, 5)), (x[:4],), 2, micros=12)
+    deal = partition_of(
+        nn.Sequential(Watch(), nn.Linear(6, 6), nn.Linear(6, 5)), (x[:4],), 2, micros=12
+    )
 
     def main(group: Group) -> Any:
         graph = graphed(group, copy.deepcopy(deal), CROSS)
-        watch = [w for w in graph.stages[0].module.modules() if isinstance(w, Watch)]
+        watch = [w for w in graph.stage.module.modules() if isinstance(w, Watch)]
         for w in watch:
             w.alive.clear()  # of tracing
         graph(share, Dealt(step((x, y), (4,) * 12)))
@@ -474,7 +472,7 @@ def test_no_more_micro_batches_are_alive_than_the_window_allows() -> None:
 
 def test_every_piece_of_work_and_every_message_is_reported() -> None:
     model, loss, data = branched("towers")
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 2)
+    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
 
     def main(group: Group) -> list[Event]:
         seen: list[Event] = []
@@ -496,7 +494,7 @@ def test_every_piece_of_work_and_every_message_is_reported() -> None:
 
 def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
     model, _, data = branched("inception")
-    deal = deal_of(model, tuple(v[:4] for v in data[:-1]), 3)
+    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 3)
     where = deal.placement.where
     picture = svg(deal.nodes, where, "branches & more")
     cuts = [

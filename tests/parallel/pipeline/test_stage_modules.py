@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import PlanError
-from manyhands.parallel.pipeline.stage_modules import Stage, cut, measure
+from manyhands.parallel.pipeline.node_costs import measure
+from manyhands.parallel.pipeline.stage_modules import Stage, cut
 from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import brute_force, contiguous, slowest
 from support.traced_models import QUICK_AND_SLOW, model, through
@@ -59,8 +60,8 @@ def test_a_value_needed_later_is_passed_on_by_the_stages_between() -> None:
     whole, inputs = model("skips")
     traced = trace(whole, inputs)
     stages = cut(traced, traced.cuts_at(["b", "c", "d"], 4))
-    (first,) = stages[0].gives
-    assert all(first in stage.takes for stage in stages[1:])
+    (first,) = stages[0].sends
+    assert all(first in stage.receives for stage in stages[1:])
     assert [s.inputs for s in stages] == [(0,), (), (), (1,)] or 1 in stages[-1].inputs
 
 

@@ -1,7 +1,7 @@
-"""Steps of a traced model that compute again what an earlier step has computed are left out.
+"""Common subexpression elimination: nodes of a traced model that compute what an earlier node has computed are left out.
 
-Only what is known to do nothing but compute: never what draws random numbers, changes something in place, keeps a state or has
-hooks. Gradients come right by themselves, since whoever used either result now uses the one.
+Only nodes that are known to do nothing but compute: none that draws random numbers, changes a value in place, keeps a state or
+has hooks. Gradients stay right, since all users of either result now use the one.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ STATELESS = (
 )  # fmt: skip
 
 
-def shortened(traced: TracedProgram) -> TracedProgram:
-    """Without steps that compute again what an earlier step has computed."""
-    steps = traced.nodes[True]
+def without_common_subexpressions(traced: TracedProgram) -> TracedProgram:
+    """`traced` without nodes that compute what an earlier node has computed."""
+    nodes = traced.nodes[True]
     keys = _calls(traced, True)
-    alike = [(s.op, s.target) for s in steps] == [(s.op, s.target) for s in traced.nodes[False]]
-    if alike:  # in both ways of running the model, or not at all, so that both keep the same steps
+    alike = [(s.op, s.target) for s in nodes] == [(s.op, s.target) for s in traced.nodes[False]]
+    if alike:  # left out in both modes or in none, so that both keep the same nodes
         keys = [
             (None if a is None or b is None else (a, b), t)
             for (a, t), (b, _) in zip(keys, _calls(traced, False), strict=True)
@@ -86,38 +86,38 @@ def shortened(traced: TracedProgram) -> TracedProgram:
             for i, s in enumerate(old)
             if i not in gone
         ]
-    at = {i: k for k, i in enumerate(i for i in range(len(steps)) if i not in gone)}
+    at = {i: k for k, i in enumerate(i for i in range(len(nodes)) if i not in gone)}
     return replace(
         traced, nodes=made, inseparable=[(at.get(a, -1), at[b]) for a, b in traced.inseparable]
     )
 
 
 def _calls(traced: TracedProgram, mode: bool) -> list[tuple[Hashable | None, list[int]]]:
-    """What each step does, None where it may not be left out, and whose results it takes."""
-    steps, states = traced.nodes[mode], moving(traced)
-    at = {s.name: i for i, s in enumerate(steps)}
-    # what is changed in place before or after, and what goes out, where the loss may change it
+    """By node: a key of what it computes, None where it may not be left out; and the nodes whose results it uses."""
+    nodes, states = traced.nodes[mode], changed_in_forward(traced)
+    at = {s.name: i for i, s in enumerate(nodes)}
+    # values that are changed in place before or after, and outputs, which the loss may change
     apart = {i for a, b in traced.inseparable for i in range(max(a, 0), b + 1)} | {
         at[n] for n in ref_names(traced.output[mode])
     }
-    reads: set[int] = set()  # a state that may be another one at the next look
+    reads: set[int] = set()  # nodes that read a state, which may change before the next read
     calls: list[tuple[Hashable | None, list[int]]] = []
-    for i, s in enumerate(steps):
-        takes = [at[n] for n in ref_names(s)]
-        if any(h.name in states for h in find_refs(s, ParameterRef)) or not reads.isdisjoint(takes):
+    for i, s in enumerate(nodes):
+        uses = [at[n] for n in ref_names(s)]
+        if any(h.name in states for h in find_refs(s, ParameterRef)) or not reads.isdisjoint(uses):
             reads.add(i)
         does: Hashable | None = None
         if i not in apart and i not in reads and _pure(traced.model, s):
             with suppress(TypeError):
                 hash(key := (s.op, s.target, s.grad, _key(s.args), _key(s.kwargs)))
                 does = key
-        calls.append((does, takes))
+        calls.append((does, uses))
     return calls
 
 
-def _pure(model: nn.Module, step: TraceNode) -> bool:
-    if step.op == "module":
-        part = model.get_submodule(step.target)
+def _pure(model: nn.Module, node: TraceNode) -> bool:
+    if node.op == "module":
+        part = model.get_submodule(node.target)
         hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
         changes = getattr(part, "inplace", False) or getattr(part, "max_norm", None) is not None
         return (
@@ -126,43 +126,43 @@ def _pure(model: nn.Module, step: TraceNode) -> bool:
             and not changes
             and next(part.buffers(), None) is None
         )
-    return not _changes(step) and not any(word in _called(step) for word in CHANCE)
+    return not _changes(node) and not any(word in _called(node) for word in CHANCE)
 
 
-def _called(step: TraceNode) -> str:
+def _called(node: TraceNode) -> str:
     return (
-        step.target
-        if isinstance(step.target, str)
-        else str(getattr(step.target, "__name__", step.target))
+        node.target
+        if isinstance(node.target, str)
+        else str(getattr(node.target, "__name__", node.target))
     )
 
 
-def _changes(step: TraceNode) -> bool:
-    """Whether it may change what it is given, by its name."""
-    name = _called(step)
+def _changes(node: TraceNode) -> bool:
+    """Whether it may change its arguments, by its name."""
+    name = _called(node)
     return (
         (name.endswith("_") and not name.endswith("__"))
-        or "out" in step.kwargs
+        or "out" in node.kwargs
         or any(word in name for word in CHANGES)
     )
 
 
-def moving(traced: TracedProgram) -> set[str]:
+def changed_in_forward(traced: TracedProgram) -> set[str]:
     """Parameters and buffers, by name, that the forward pass may change."""
-    steps = [s for mode in traced.nodes.values() for s in mode]
+    nodes = [s for mode in traced.nodes.values() for s in mode]
     found = {
         h.name
-        for s in steps
+        for s in nodes
         if s.op != "module" and _changes(s)
         for h in find_refs(s, ParameterRef)
     }
-    for path in {s.target for s in steps if s.op == "module"}:
+    for path in {s.target for s in nodes if s.op == "module"}:
         found |= {f"{path}.{name}" for name, _ in traced.model.get_submodule(path).named_buffers()}
     return found
 
 
 def _key(value: Any) -> Hashable:
-    """Equal where arguments are; whose results they are is told apart."""
+    """Equal where arguments are equal; the nodes that they refer to are compared elsewhere."""
     kind = type(value)
     if kind is Ref:
         return "ref"
@@ -179,9 +179,8 @@ def _key(value: Any) -> Hashable:
     if kind is slice:
         return kind, _key(value.start), _key(value.stop), _key(value.step)
     if isinstance(value, PLAIN):
-        return kind, repr(
-            value
-        ) if kind is float else value  # 1, 1.0 and True are not the same argument
+        # 1, 1.0 and True are not the same argument
+        return kind, repr(value) if kind is float else value
     raise TypeError
 
 

@@ -1,258 +1,228 @@
-"""One step of a model whose graph is dealt out over the ranks of a group: branches that do not need each other run at the same time.
+"""Graph executor: one step of a model whose graph is partitioned over ranks; independent branches run at the same time.
 
-    rank 0   F0 stem, F0 left, F1 stem ...  F0 join, loss, B0 join, B0 left, B0 stem      F: take what comes from other segments,
-    rank 1          F0 right       F1 right                B0 right                       compute, give to each who needs it
+    rank 0   F0 stem, F0 left, F1 stem ...  F0 join, loss, B0 join, B0 left, B0 stem      F: receive values of other segments,
+    rank 1          F0 right       F1 right                B0 right                       compute, send to each that needs them
 
-A segment (`compute/graph_cut`) is to this what a stage is to a pipeline: between its way there and its way back it keeps its own
-autograd graph; gradients of what it gave come from all who took it, and are added. The order of what a rank does comes from
-`split.graph.schedule`: its part of one order of all, so that no ranks wait for each other in a circle.
+A segment (`dataflow.partition`) is to a graph what a stage is to a pipeline: between its forward and its backward pass it keeps
+its own autograd graph. Gradients of the values that it sent come from every segment that received them, and are added. A
+rank's actions follow from `split.graph.schedule`: they are its share of one order of all actions, so that no ranks wait for
+each other in a circle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from manyhands.core import Group
-from manyhands.data.batches import Batch, BatchIterator
-from manyhands.parallel.dataflow.partition import GraphPartition, SegmentProgram
-from manyhands.parallel.pipeline.executor import (
-    INFERRED,
+from manyhands.data.batches import Batch
+from manyhands.parallel.dataflow.partition import GraphPartition
+from manyhands.parallel.dataflow.peer_transfers import PeerTransfers
+from manyhands.parallel.dataflow.segment_programs import Flow, SegmentProgram
+from manyhands.parallel.pipeline.message_format import ReceivedValues, TensorMeta, Values
+from manyhands.parallel.pipeline.received_tensor import ReceivedTensor
+from manyhands.parallel.pipeline.step_executor import (
+    MOST_PLANS,
     TRAINED,
-    PipelineExecutor,
     Scaled,
-    _Arrival,
-    _Arrive,
-    _shapes,
-    _Whole,
+    StepExecutor,
+    StepState,
+    batch_key,
 )
-from manyhands.parallel.pipeline.transfers import (
-    Due,
-    Key,
-    Meta,
-    Received,
-    StageTransfers,
-    Values,
-)
+from manyhands.parallel.pipeline.transfers import ExpectedMessage
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.parallel.trace.program import resolve, run_node
-from manyhands.replica.forward import TaskLoss, autocast, inputs_of
-from manyhands.replica.recompute import buffers_stay
+from manyhands.replica.forward import autocast, inputs_of
 from manyhands.split.graph import SegmentAction, schedule
 
 
 @dataclass
 class _Order:
+    """The actions and messages of a step, for given micro-batches that are not empty."""
+
     actions: list[SegmentAction]
-    due: dict[int, list[Due]]  # by peer
-    reads: dict[
-        tuple[str, int, int], int
-    ]  # (kind, wire, micro) -> as which of its actions the peer reads it
+    expected: dict[int, list[ExpectedMessage]]  # by peer
+    # (kind, edge, micro) -> the index of the peer's action that reads it
+    reads: dict[tuple[str, int, int], int]
 
 
 @dataclass
-class _Flight:
-    """A micro-batch in a segment between its way there and its way back."""
+class _InFlight:
+    """A micro-batch in a segment between its forward and its backward pass."""
 
-    outputs: dict[int, list[GradientEdge]] = field(
-        default_factory=dict
-    )  # by wire on which gradients come
-    arrivals: dict[int, list[_Arrival]] = field(
-        default_factory=dict
-    )  # by wire on which gradients are owed
-    metas: dict[int, list[Meta]] = field(default_factory=dict)
+    # by edge on which gradients come
+    outputs: dict[int, list[GradientEdge]] = field(default_factory=dict)
+    # by edge on which gradients are to be sent
+    received: dict[int, list[ReceivedTensor]] = field(default_factory=dict)
+    metas: dict[int, list[TensorMeta]] = field(default_factory=dict)
     root: tuple[GradientEdge, Tensor] | None = None  # of the loss
 
 
 @dataclass
-class _Window:
-    """The step under way."""
-
-    batches: list[Batch]
-    inputs: list[tuple[Any, ...]]
-    scaled: Scaled
-    total: Tensor
-    count: int = 0
-    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)  # (segment, micro)
-    output: Any = None
+class _GraphState(StepState):
+    inputs: list[tuple[Any, ...]] = field(default_factory=list)  # of every micro-batch
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)  # (segment, micro)
 
 
-class GraphExecutor(PipelineExecutor):
-    """This rank's part of `deal`. Called and asked as a pipeline is; the output comes out on the last rank."""
+class GraphExecutor(StepExecutor):
+    """Runs this rank's segments of `partition`. The last rank has the model's output. `axis`: the ranks that hold each segment
+    together with this one, where tensors are sharded too. `options`: those of a `StepExecutor`."""
 
-    def __init__(self, deal: GraphPartition, group: Group, **options: Any):
-        """`options`: those of a Pipeline."""
-        share = deal.shares[group.rank]
-        super().__init__([share], group, lambda rank, micros: [], **options)
-        self._deal, self._module = (
-            replace(deal, shares=[]),
-            share.module,
-        )  # what others hold is theirs
-        self._mail = PeerTransfers(group, self.device, options.get("axis"))
+    def __init__(
+        self,
+        partition: GraphPartition,
+        group: Group,
+        *,
+        device: torch.device | None = None,
+        axis: TensorAxis | None = None,
+        **options: Any,
+    ):
+        device, self.stage = device or torch.device("cpu"), partition.stages[group.rank]
+        held = [(self.stage.module, self.stage.tied)]
+        transfers = PeerTransfers(group, device, axis)
+        super().__init__(held, group, transfers, device=device, **options)
+        # without the modules of other ranks
+        self._partition, self._module = replace(partition, stages=[]), self.stage.module
         self._orders: dict[tuple[Any, ...], _Order] = {}
 
-    # -- the walk through the actions --
-
-    def _run(self, drawn: list[Batch], scaled: Scaled, mode: str) -> Any:
-        flow = self._deal.flows[self._module.training]
-        inputs = [() if b.values is None else inputs_of(b.values, self.step) for b in drawn]
+    def _run(self, micros: list[Batch], scaled: Scaled, mode: str) -> StepState:
+        flow = self._partition.flows[self._module.training]
+        inputs = [() if b.values is None else inputs_of(b.values, self.step) for b in micros]
         if flow.check is not None:
             for given in inputs:
                 if given:
-                    flow.check(
-                        given
-                    )  # all ranks see the same sizes: all refuse, and nobody waits for another
-        order = self._order(mode, tuple(i for i, b in enumerate(drawn) if b.values is not None))
-        window = _Window(drawn, inputs, scaled, self._zero.clone())
-        self._mail.open(
-            order.due, [(mode, self._module.training, *_shapes(b.values)) for b in drawn]
+                    flow.check(given)  # all ranks see the same sizes: all raise, and none waits
+        order = self._order(mode, tuple(i for i, b in enumerate(micros) if b.values is not None))
+        state = _GraphState(micros, scaled, self._zero.clone(), inputs=inputs)
+        self.transfers.start_step(
+            order.expected, [(mode, self._module.training, *batch_key(b.values)) for b in micros]
         )
         for action in order.actions:
             if action.kind == "F":
-                self._there(window, order, action, mode)
+                self._forward(state, order, flow, action, mode)
             else:
-                self._back(window, order, action)
-        self._mail.close()
-        return window
+                self._backward(state, order, flow, action)
+        self.transfers.end_step()
+        return state
 
     def _order(self, mode: str, kept: tuple[int, ...]) -> _Order:
         key = (mode, self._module.training, kept)
         if (known := self._orders.get(key)) is not None:
             return known
-        deal, flow, me = self._deal, self._deal.flows[self._module.training], self.group.rank
-        where = [p.rank for p in flow.parts]
-        edges = [(w.source, w.sink, n) for w, n in zip(flow.wires, flow.nbytes, strict=True)]
+        flow, me = self._partition.flows[self._module.training], self.group.rank
+        where = [s.rank for s in flow.segments]
         lists = schedule(
             self.group.size,
             where,
-            [p.seconds for p in flow.parts],
-            edges,
+            [s.seconds for s in flow.segments],
+            [(e.source, e.sink, n) for e, n in zip(flow.edges, flow.nbytes, strict=True)],
             len(kept),
-            deal.placement.window,
-            deal.link,
+            self._partition.placement.window,
+            self._partition.link,
             mode == TRAINED,
         ).lists
-        peers = sorted(
-            {
-                r
-                for w in flow.wires
-                for r in (where[w.source], where[w.sink])
-                if me in (where[w.source], where[w.sink])
-            }
-        )
-        made = _Order(
-            [a._replace(micro=kept[a.micro]) for a in lists[me]],
-            {r: [] for r in peers if r != me},
-            {},
-        )
-        for peer, messages in made.due.items():
+        ends = [(where[e.source], where[e.sink]) for e in flow.edges]
+        peers = sorted({r for pair in ends if me in pair for r in pair if r != me})
+        actions = [a._replace(micro=kept[a.micro]) for a in lists[me]]
+        order = _Order(actions, {r: [] for r in peers}, {})
+        for peer, messages in order.expected.items():
             for i, (kind, turn, segment) in enumerate(lists[peer]):
-                for e, wire in enumerate(flow.wires):
-                    ours, its = (
-                        (wire.source, wire.sink) if kind == "F" else (wire.sink, wire.source)
+                for number, edge in enumerate(flow.edges):
+                    sender, reader = (
+                        (edge.source, edge.sink) if kind == "F" else (edge.sink, edge.source)
                     )
-                    if its == segment:  # it reads there what it needs, and gives what it made
-                        made.reads[kind, e, kept[turn]] = i
-                    if ours == segment and where[its] == me:
-                        messages.append(Due(kind, 2 * e + (kind == "F"), kept[turn], i))
-        if len(self._orders) > 64:  # steps of ever new numbers of micro-batches
+                    if reader == segment:
+                        order.reads[kind, number, kept[turn]] = i
+                    if sender == segment and where[reader] == me:
+                        stage = 2 * number + (kind == "F")
+                        messages.append(ExpectedMessage(kind, stage, kept[turn], i))
+        if len(self._orders) > MOST_PLANS:
             self._orders.clear()
-        self._orders[key] = made
-        return made
+        self._orders[key] = order
+        return order
 
     # -- one segment --
 
-    def _there(self, window: _Window, order: _Order, action: SegmentAction, mode: str) -> None:
-        flow, here, (_, micro, number) = (
-            self._deal.flows[self._module.training],
-            self.group.rank,
-            action,
-        )
-        part, flight, known = flow.parts[number], _Flight(), {}
-        for e, wire in enumerate(flow.wires):
-            if wire.sink == number:
+    def _forward(
+        self, state: _GraphState, order: _Order, flow: Flow, action: SegmentAction, mode: str
+    ) -> None:
+        here, (_, micro, number) = self.group.rank, action
+        segment, flight, known = flow.segments[number], _InFlight(), dict[str, Any]()
+        for i, edge in enumerate(flow.edges):
+            if edge.sink == number:
                 with self._span("receive", here, micro):
-                    got = self._mail.take_values(flow.parts[wire.source].rank, 2 * e + 1, micro)
-                known.update(self._taken(flight, e, got))
-                del got
-        inputs = window.inputs[micro]
-        if part.program.output is None:
-            with self._span("forward", here, micro), autocast(self.precision, self.device):
-                known = self._segment(part, inputs, known)
-        elif mode == INFERRED:
-            with self._span("forward", here, micro), autocast(self.precision, self.device):
-                known = self._segment(part, inputs, known)
-                window.output = known["output"]
-        else:
-            known = self._lost(window, flight, part, micro, known)
-        for e, wire in enumerate(flow.wires):
-            if wire.source == number:
-                given = {name: _whole_tensors(known[name]) for name in wire.names}
-                with self._span("send", here, micro):
-                    read = order.reads.get(("F", e, micro), 0)
-                    wanted = self._mail.give_values(
-                        flow.parts[wire.sink].rank, 2 * e + 1, micro, given, read
+                    got = self.transfers.receive_values(
+                        flow.segments[edge.source].rank, 2 * i + 1, micro
                     )
-                flight.outputs[e] = [get_gradient_edge(t) for t in wanted]
+                known.update(self._enter_graph(flight, i, got))
+                del got
+        if segment.program.output is not None and mode == TRAINED:
+            known = self._forward_and_loss(state, flight, segment, micro, known)
+        else:
+            with self._span("forward", here, micro), autocast(self.precision, self.device):
+                run = partial(_run_segment, self._module, segment)
+                known = self._compute(self._module, run, state.inputs[micro], known)
+            if segment.program.output is not None:
+                state.output = known["output"]
+        for i, edge in enumerate(flow.edges):
+            if edge.source == number:
+                given = {name: _whole_tensors(known[name]) for name in edge.names}
+                with self._span("send", here, micro):
+                    read = order.reads.get(("F", i, micro), 0)
+                    wanted = self.transfers.send_values(
+                        flow.segments[edge.sink].rank, 2 * i + 1, micro, given, read
+                    )
+                flight.outputs[i] = [get_gradient_edge(t) for t in wanted]
         if mode == TRAINED:
-            window.flights[number, micro] = flight
+            state.in_flight[number, micro] = flight
 
-    def _taken(self, flight: _Flight, e: int, got: Received) -> Values:
-        """What came on a wire, as if it had been computed here."""
-        leaves, flight.arrivals[e], flight.metas[e] = list(got.leaves), [], []
+    def _enter_graph(self, flight: _InFlight, edge: int, got: ReceivedValues) -> Values:
+        """The values of an edge, as if they had been computed here."""
+        tensors, flight.received[edge], flight.metas[edge] = list(got.tensors), [], []
         for i, wanted in enumerate(got.wanted):
             if wanted:
-                flight.metas[e].append(Meta(tuple(leaves[i].shape), leaves[i].dtype))
-                leaves[i] = self._landed(flight.arrivals[e], leaves[i])
-        return got.values(leaves)
+                flight.metas[edge].append(TensorMeta(tuple(tensors[i].shape), tensors[i].dtype))
+                flight.received[edge].append(received := ReceivedTensor(tensors[i]))
+                tensors[i] = received.enter_graph(self._anchor)
+        return got.values(tensors)
 
-    def _lost(
-        self, window: _Window, flight: _Flight, part: SegmentProgram, micro: int, known: Values
+    def _forward_and_loss(
+        self,
+        state: _GraphState,
+        flight: _InFlight,
+        segment: SegmentProgram,
+        micro: int,
+        known: Values,
     ) -> Values:
-        """The segment with the output, and the loss."""
-        batch, made = window.batches[micro], dict[str, Any]()
+        """The segment with the model's output, and the loss."""
+        made: Values = {}
+        run = partial(_run_segment, self._module, segment)
 
-        def call(inputs: tuple[Any, ...]) -> Any:
-            made.update(self._segment(part, inputs, known))
+        def model(inputs: tuple[Any, ...]) -> Any:
+            made.update(self._compute(self._module, run, inputs, known))
             return made.pop("output")
 
         with self._span("forward", self.group.rank, micro):
-            whole = cast(nn.Module, _Whole(self._module, call))
-            task = TaskLoss(
-                whole, cast(BatchIterator, None), self.loss, self.step, self.precision, self.device
-            )
-            loss, count = task.forward(batch.values, batch.count)
-            root = window.scaled(loss, count)
-        window.total += (loss.detach() * count).to(window.total)
-        window.count += count
-        if root.requires_grad:
-            flight.root = get_gradient_edge(root), torch.ones_like(root, requires_grad=False)
+            flight.root = self._compute_loss(state, micro, self._module, model)
         return made
 
-    def _back(self, window: _Window, order: _Order, action: SegmentAction) -> None:
-        flow, here, (_, micro, number) = (
-            self._deal.flows[self._module.training],
-            self.group.rank,
-            action,
-        )
-        flight = window.flights.pop((number, micro))
+    def _backward(
+        self, state: _GraphState, order: _Order, flow: Flow, action: SegmentAction
+    ) -> None:
+        here, (_, micro, number) = self.group.rank, action
+        flight = state.in_flight.pop((number, micro))
         edges: list[GradientEdge] = [flight.root[0]] if flight.root is not None else []
         grads: list[Tensor] = [flight.root[1]] if flight.root is not None else []
-        for (
-            e,
-            outputs,
-        ) in (
-            flight.outputs.items()
-        ):  # several may have taken the same value: autograd adds what they send
+        # several segments may have received the same value: autograd adds the gradients they send
+        for i, outputs in flight.outputs.items():
             with self._span("receive", here, micro):
-                came = self._mail.take_grads(flow.parts[flow.wires[e].sink].rank, 2 * e, micro)
+                sink = flow.segments[flow.edges[i].sink].rank
+                came = self.transfers.receive_grads(sink, 2 * i, micro)
             for edge, grad in zip(outputs, came, strict=True):
                 if grad is not None:
                     edges.append(edge)
@@ -262,102 +232,27 @@ class GraphExecutor(PipelineExecutor):
             with self._span("backward", here, micro):
                 torch.autograd.backward(edges, grads)
         del edges, grads
-        for e, arrivals in flight.arrivals.items():
+        for i, received in flight.received.items():
             with self._span("send", here, micro):
-                given, read = [a.grad for a in arrivals], order.reads.get(("B", e, micro), 0)
-                self._mail.give_grads(
-                    flow.parts[flow.wires[e].source].rank,
-                    2 * e,
-                    micro,
-                    given,
-                    flight.metas[e],
-                    read,
-                )
-
-    def _landed(self, arrivals: list[_Arrival], value: Tensor) -> Tensor:
-        arrivals.append(arrival := _Arrival(value))
-        return cast(Tensor, _Arrive.apply(self._anchor, arrival))
-
-    def _segment(self, part: SegmentProgram, inputs: tuple[Any, ...], values: Values) -> Values:
-        if not self.recompute or not torch.is_grad_enabled():
-            return _walk(self._module, part, inputs, values)
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), buffers_stay(self._module)
-
-        def again(
-            inputs: tuple[Any, ...], values: Values
-        ) -> Values:  # must find what it took as it was
-            own = {
-                k: v.clone() if isinstance(v, Tensor) and v.requires_grad else v
-                for k, v in values.items()
-            }
-            return _walk(self._module, part, inputs, own)
-
-        return cast(
-            Values, checkpoint(again, inputs, values, use_reentrant=False, context_fn=contexts)
-        )
+                source = flow.segments[flow.edges[i].source].rank
+                given, read = [r.grad for r in received], order.reads.get(("B", i, micro), 0)
+                self.transfers.send_grads(source, 2 * i, micro, given, flight.metas[i], read)
 
 
-def _walk(
-    module: nn.Module, part: SegmentProgram, inputs: tuple[Any, ...], values: Values
+def _run_segment(
+    module: nn.Module, segment: SegmentProgram, inputs: tuple[Any, ...], values: Values
 ) -> Values:
-    program, known = part.program, dict(values)
-    for step, drops in zip(program.steps, program.drops, strict=True):
-        known[step.name] = run_node(module, step, inputs, known)
+    program, known = segment.program, dict(values)
+    for node, drops in zip(program.nodes, program.drops, strict=True):
+        known[node.name] = run_node(module, node, inputs, known)
         for name in drops:
             del known[name]
-    made = {name: known[name] for name in program.gives}
+    made = {name: known[name] for name in program.sends}
     if program.output is not None:
         made["output"] = resolve(module, program.output, inputs, known)
     return made
 
 
 def _whole_tensors(value: Any) -> Any:
-    """Where matrices are split too, whole tensors travel."""
+    """Sharded values are sent whole: a receiving segment may shard them otherwise."""
     return value.gather() if isinstance(value, ShardedValue) else value
-
-
-class PeerTransfers(StageTransfers):
-    """One mail for every peer, since both ends of each must remember and forget the same descriptions."""
-
-    def __init__(self, group: Group, device: torch.device, axis: TensorAxis | None = None):
-        super().__init__(group, device, axis)
-        self._all = {peer: StageTransfers(group, device, axis) for peer in range(group.size)}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(m.nbytes for m in self._all.values()) if hasattr(self, "_all") else 0
-
-    @nbytes.setter
-    def nbytes(self, value: int) -> None: ...
-
-    def open(self, due: Mapping[int, Sequence[Due]], keys: Sequence[Key]) -> None:
-        for peer, mail in self._all.items():
-            mail.open({peer: due[peer]} if peer in due else {}, keys)
-
-    def close(self) -> None:
-        for mail in self._all.values():
-            mail.close()
-
-    def give_values(
-        self, peer: int, stage: int, micro: int, values: Values, read: int
-    ) -> list[Tensor]:
-        return self._all[peer].give_values(peer, stage, micro, values, read)
-
-    def take_values(self, peer: int, stage: int, micro: int) -> Received:
-        return self._all[peer].take_values(peer, stage, micro)
-
-    def give_grads(
-        self,
-        peer: int,
-        stage: int,
-        micro: int,
-        grads: Sequence[Tensor | None],
-        metas: Sequence[Meta],
-        read: int,
-    ) -> None:
-        self._all[peer].give_grads(peer, stage, micro, grads, metas, read)
-
-    def take_grads(self, peer: int, stage: int, micro: int) -> list[Tensor | None]:
-        return self._all[peer].take_grads(peer, stage, micro)

@@ -1,16 +1,18 @@
-"""A backward pass in two parts: first the gradients that others wait for, later those of the weights.
+"""Split backward: first the gradients of the inputs, which another stage waits for, later those of the weights.
 
     y = f(x, w)      now: dx = dy . df/dx        later: dw = dy . df/dw
 
-The first part runs the graph from the outputs to the inputs only. Where the path of a weight leaves that one, at a *fork*, the
-gradient that arrives there is kept; the second part runs from the forks to the weights, and no step of the first runs again:
+The first part runs the graph from the outputs to the inputs only. Where the path of a weight leaves that path, at a *fork*,
+the gradient that arrives there is kept. The second part runs from the forks to the weights, and runs no node of the first
+part again:
 
     y <- fork <- ... <- fork <- x
            \\ w2          \\ w1
 
-A weight may have several forks (it is used twice) and a fork several weights (a Linear's weight and bias): those that hang
-together run together. There the way from one fork of a weight to its next one runs again, and what arrives is replaced by
-what was kept, else it would count twice. A weight may also reach an output past all inputs: then it starts at that output.
+A weight may have several forks (it is used twice) and a fork several weights (a Linear's weight and bias): weights and forks
+that are connected run together. There the path from one fork of a weight to its next one runs again, and the kept gradient
+replaces the one that arrives, which would count twice. A weight may also reach an output past all inputs: then its path
+starts at that output.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Grads = tuple[Tensor | None, ...]
 
 
-class Rest:
-    """The second part: call it once, and the gradients of the weights are added to their `.grad`."""
+class WeightBackward:
+    """The second part: one call adds the gradients of the weights to their `.grad`."""
 
     def __init__(
         self, groups: list[tuple[list[Tensor], list[GradientEdge], list[Tensor], dict[Node, Grads]]]
@@ -41,7 +43,7 @@ class Rest:
                 else []
             )
             try:
-                # retain: groups may run through the same nodes; all is freed with the graph when this object goes
+                # retain: groups may run through the same nodes; the graph is freed with this object
                 torch.autograd.backward(edges, grads, retain_graph=True, inputs=weights)
             finally:
                 for hook in hooks:
@@ -54,8 +56,8 @@ def backward_inputs(
     grads: Sequence[Tensor],
     inputs: Sequence[GradientEdge],
     weights: Iterable[Tensor],
-) -> tuple[Grads, Rest]:
-    """The gradients of `inputs`, and what is left to do for the `weights`."""
+) -> tuple[Grads, WeightBackward]:
+    """The gradients of `inputs`, and the second part, for the `weights`."""
     after = _reversed([edge.node for edge in outputs])
     toward = _above([edge.node for edge in inputs if edge.node in after], after)
     roots = {edge.node for edge in outputs}
@@ -72,7 +74,7 @@ def backward_inputs(
         for hook in hooks:
             hook.remove()
     groups = []
-    for nodes in _together({node: forks | starts for node, (forks, starts) in reached.items()}):
+    for nodes in _connected({node: forks | starts for node, (forks, starts) in reached.items()}):
         forks = {n: kept[n] for node in nodes for n in reached[node][0] if n in kept}
         starts = {n for node in nodes for n in reached[node][1]}
         edges = [
@@ -86,11 +88,11 @@ def backward_inputs(
             groups.append(
                 ([leaves[n] for n in nodes], [e for e, _ in edges], [g for _, g in edges], forks)
             )
-    return got, Rest(groups)
+    return got, WeightBackward(groups)
 
 
 def _reversed(roots: Sequence[Node]) -> dict[Node, set[Node]]:
-    """Every node below `roots`, with those whose gradients flow into it."""
+    """Every node below `roots`, with the nodes whose gradients flow into it."""
     after: dict[Node, set[Node]] = {node: set() for node in roots}
     todo = list(after)
     while todo:
@@ -105,7 +107,7 @@ def _reversed(roots: Sequence[Node]) -> dict[Node, set[Node]]:
 
 
 def _above(nodes: Iterable[Node], after: dict[Node, set[Node]]) -> set[Node]:
-    """`nodes` and all from which gradients flow into them."""
+    """`nodes` and all nodes from which gradients flow into them."""
     found = set(nodes)
     todo = list(found)
     while todo:
@@ -118,7 +120,7 @@ def _above(nodes: Iterable[Node], after: dict[Node, set[Node]]) -> set[Node]:
 def _forks(
     leaf: Node, after: dict[Node, set[Node]], toward: set[Node], roots: set[Node]
 ) -> tuple[frozenset[Node], frozenset[Node]]:
-    """Where the ways to `leaf` leave those toward the inputs; and the outputs from which ways come that never were on them."""
+    """The nodes where paths to `leaf` leave those toward the inputs; and the outputs whose paths to `leaf` never were on those."""
     seen, todo, forks = {leaf}, [leaf], set()
     while todo:
         for node in after[todo.pop()] - seen:
@@ -130,19 +132,19 @@ def _forks(
     return frozenset(forks), frozenset((seen - toward) & roots)
 
 
-def _together(places: dict[Node, frozenset[Node]]) -> list[list[Node]]:
-    """Leaves by the places that they share, directly or over others."""
-    group_of: dict[Node, list[Node]] = {}  # by place
+def _connected(begins: dict[Node, frozenset[Node]]) -> list[list[Node]]:
+    """Leaves in groups that share a node at which their paths begin, directly or over other leaves."""
+    group_of: dict[Node, list[Node]] = {}  # by node at which a path begins
     groups: dict[int, list[Node]] = {}
-    for leaf, mine in places.items():
+    for leaf, mine in begins.items():
         joined = [leaf]
-        for old in {id(g): g for place in mine if (g := group_of.get(place)) is not None}.values():
+        for old in {id(g): g for node in mine if (g := group_of.get(node)) is not None}.values():
             joined += old
             del groups[id(old)]
         groups[id(joined)] = joined
-        for node in joined:
-            for place in places[node]:
-                group_of[place] = joined
+        for other in joined:
+            for node in begins[other]:
+                group_of[node] = joined
     return list(groups.values())
 
 
