@@ -23,8 +23,11 @@ check: $(VENV)/.dev ## style (ruff), types (mypy), who imports whom (import-lint
 		echo "== $$tool"; $(BIN)/$$tool || failed="$$failed [$$tool]"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-docs: $(VENV)/.dev ## write docs/rules/ anew from the rules' docstrings
-	$(BIN)/python docs/make_rules.py
+docs: $(VENV)/.docs ## write the generated pages anew and build the site into site/
+	$(BIN)/python docs/make_strategies.py
+	$(BIN)/python docs/make_cli.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the site is in site/: open site/index.html"
 
 bench: $(VENV)/.dev ## every benchmark; each prints a ratio against a peer measured in the same run
 	$(BIN)/manyhands bench all
@@ -33,7 +36,7 @@ release: $(VENV)/.release ## wheel and sdist in dist/, checked; the demo from th
 	.ci/release $(BIN)/python
 
 clean: ## remove the environment and caches; keep runs/
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build site
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/.dev means: the package with its extra `dev` is installed as pyproject.toml and constraints.txt now say.

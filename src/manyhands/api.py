@@ -286,7 +286,7 @@ class Run:
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers of your own; rank 0's are kept."""
-        plain = {k: float(v) for k, v in values.items()}
+        plain = {k: float(v.detach() if isinstance(v, Tensor) else v) for k, v in values.items()}
         if self.rank == 0:
             self._context.recorder.emit(
                 Event(time.time(), 0, self.trainer.round if self.trainer else 0, "log", value=plain)

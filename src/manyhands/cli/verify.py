@@ -146,7 +146,7 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
         print(f"  {value:.2e}  {name or '(top)'}")
     if plan.merge != "all_reduce" or plan.codec is not None:
         print(
-            "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/rules says which"
+            "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/strategies says which"
         )
     if plan.strategy.link is Store and plan.strategy != StaleSync(staleness=0):
         print(
