@@ -14,7 +14,8 @@ from manyhands.server.protocol import arena
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Malformed
 from manyhands.server.request_loop import Desk, _Conversation
-from manyhands.server.shard import Shard, Want
+from manyhands.server.shard import Shard
+from manyhands.server.updates import TablePull
 
 IDS, DIM = 4, 2
 PAYLOAD = 64 + 64  # ids and updates, each at a multiple of 64
@@ -45,5 +46,5 @@ def test_a_push_is_applied_only_where_there_is_room_for_the_answer(answer_at: in
             with pytest.raises(Malformed):
                 conversation._exchange(0, wanted, memory[:0])
     out = np.empty((IDS, DIM), np.float32)
-    shard.pull(0, [Want("rows", np.arange(IDS))], [out])
+    shard.pull(0, [TablePull("rows", np.arange(IDS))], [out])
     assert (out == (1 if good else 0)).all()

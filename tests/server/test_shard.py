@@ -14,9 +14,10 @@ from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import PushMessage
-from manyhands.server.shard import Shard, TableUpdate, Want
+from manyhands.server.shard import Shard
 from manyhands.server.slots import SLOTS, even, ranges
 from manyhands.server.tables.hashing import seed_of, slot_of
+from manyhands.server.updates import TablePull, TableUpdate
 
 DENSE = Table("w", length=6, dtype="float64", optimizer="sum")
 ROWS = Table("rows", dim=2, dtype="float64", optimizer="sum", init="zeros")
@@ -33,14 +34,14 @@ def shard_with(*tables: Table, **words: object) -> Shard:
 def dense(shard: Shard, worker: int = 0, name: str = "w", remember: bool = False) -> np.ndarray:
     table = shard.spec(name)
     out = np.empty(table.length or 0, table.dtype)
-    shard.pull(worker, [Want(name)], [out], remember=remember)
+    shard.pull(worker, [TablePull(name)], [out], remember=remember)
     return out
 
 
 def rows(shard: Shard, *ids: int, worker: int = 0, name: str = "rows") -> np.ndarray:
     table = shard.spec(name)
     out = np.empty((len(ids), table.dim), table.dtype)
-    shard.pull(worker, [Want(name, np.array(ids, np.int64))], [out])
+    shard.pull(worker, [TablePull(name, np.array(ids, np.int64))], [out])
     return out
 
 
@@ -143,7 +144,7 @@ def test_what_is_not_finite_changes_no_table(bad: float, pending: bool, turn: in
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (TableUpdate("v", None, np.zeros(6)), "table 'v' is unknown; there is 'w', 'rows'"),
+        (TableUpdate("v", None, np.zeros(6)), "table 'v' is unknown; the store has 'w', 'rows'"),
         (
             TableUpdate("w", None, np.zeros(5)),
             r"'w' gets updates float64 of shape \(5,\); float64 of shape \(6,\) is needed",
@@ -175,7 +176,7 @@ def test_parts_that_do_not_fit_are_refused_before_others_are_applied(
         push(shard, first, part)
     assert not dense(shard).any() and not rows(shard, 1).any()
     with pytest.raises(StoreError):
-        shard.pull(0, [Want(part.table, part.ids)], [part.updates])
+        shard.pull(0, [TablePull(part.table, part.ids)], [part.updates])
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_words_that_mean_nothing_are_refused(how: PushMessage, says: str) -> Non
 
 def test_only_dense_tables_are_remembered_and_compensated() -> None:
     shard = shard_with(ROWS)
-    with pytest.raises(StoreError, match="'rows' is sparse; only what was seen of a dense one"):
-        shard.pull(0, [Want("rows", np.arange(2))], [np.empty((2, 2))], remember=True)
+    with pytest.raises(StoreError, match="'rows' is sparse; remember is for dense tables"):
+        shard.pull(0, [TablePull("rows", np.arange(2))], [np.empty((2, 2))], remember=True)
     with pytest.raises(StoreError, match="compensate is for dense tables, and 'rows' is sparse"):
         push(shard, block([1], 1), compensate=1.0)
 
@@ -410,17 +411,6 @@ def test_members_without_samples_weigh_nothing() -> None:
     )
 
 
-def test_a_forgotten_worker_leaves_nothing_but_its_marks() -> None:
-    shard = shard_with(DENSE)
-    dense(shard, remember=True)
-    push(shard, vector(3), sequence=0, pending=True)
-    shard.forget(0)
-    shard.commit(1, [(0, 0)])
-    assert not dense(shard).any() and not push(shard, vector(3), sequence=0)
-    with pytest.raises(StoreError, match="nothing to compare with"):
-        push(shard, vector(1), compensate=1.0)
-
-
 # -- staleness --
 
 
@@ -563,7 +553,7 @@ def test_one_copy_is_remembered_for_each_worker_and_table() -> None:
     for _ in range(10):
         for worker in range(3):
             dense(shard, worker=worker, remember=True)
-    assert len(shard._remembered) == 3
+    assert len(shard._compensation) == 3
 
 
 # -- limits and counts --
@@ -571,7 +561,7 @@ def test_one_copy_is_remembered_for_each_worker_and_table() -> None:
 
 def test_a_full_table_says_so_once_and_goes_on_with_the_rows_it_has() -> None:
     said: list[str] = []
-    shard = shard_with(ROWS, memory_bytes=20_000, say=said.append)
+    shard = shard_with(ROWS, memory_bytes=20_000, warn=said.append)
     for start in range(0, 1000, 100):
         push(shard, block(list(range(start, start + 100)), 1))
     held = int(shard.stats()["now/rows"])
@@ -590,12 +580,12 @@ def test_tables_of_a_shard_share_its_memory() -> None:
         ROWS,
         Table("more", dim=2, dtype="float64", optimizer="sum"),
         memory_bytes=40_000,
-        say=said.append,
+        warn=said.append,
     )
     for name in ("rows", "more"):
         for start in range(0, 3000, 100):
             push(shard, block(list(range(start, start + 100)), 1, name))
-    alone = shard_with(ROWS, memory_bytes=40_000, say=said.append)
+    alone = shard_with(ROWS, memory_bytes=40_000, warn=said.append)
     for start in range(0, 3000, 100):
         push(alone, block(list(range(start, start + 100)), 1))
     assert shard.stats()["now/rows"] <= alone.stats()["now/rows"] < 3000
@@ -633,7 +623,7 @@ def test_the_hottest_keys_are_found() -> None:
         ids = generator.integers(10, 1_000_000, 20)
         ids[:2] = 7
         ids[2] = 8
-        shard.pull(0, [Want("rows", ids)], [np.empty((20, 2))])
+        shard.pull(0, [TablePull("rows", ids)], [np.empty((20, 2))])
     hot = {name: share for name, share in shard.stats().items() if name.startswith("hot/")}
     assert list(hot)[:2] == ["hot/rows/7", "hot/rows/8"]
     assert 0.08 < hot["hot/rows/7"] <= 0.1 and 0.04 < hot["hot/rows/8"] <= 0.05
@@ -719,5 +709,7 @@ def test_clear_and_load_replace_all_rows() -> None:
     shard.load("rows", other.dump("rows"))
     assert sorted(shard.dump("rows")["ids"].tolist()) == [2, 3]
     assert rows(shard, 2).tolist() == [[5, 5]]
-    with pytest.raises(StoreError, match="'values' is missing in what is to be restored; there is"):
+    with pytest.raises(
+        StoreError, match="'values' is missing in the content to restore, which has"
+    ):
         shard.load("rows", {"ids": np.arange(2)})

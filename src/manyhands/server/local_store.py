@@ -30,12 +30,13 @@ from manyhands.errors import StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import PushMessage
-from manyhands.server.shard import Shard, TableUpdate, Want
+from manyhands.server.shard import Shard
 from manyhands.server.slots import even, ranges
 from manyhands.server.table_content import arrays_of, first_values, join, slice_of
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.hashing import seed_of, slot_of
 from manyhands.server.tables.partition import Partition, partition
+from manyhands.server.updates import TablePull, TableUpdate
 from manyhands.server.validate import (
     block_of,
     dtype_of,
@@ -111,7 +112,7 @@ class LocalStore:
 
     def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
         found: Tensors = {}
-        wants: list[list[Want]] = [[] for _ in self.shards]
+        wants: list[list[TablePull]] = [[] for _ in self.shards]
         outs: list[list[np.ndarray]] = [[] for _ in self.shards]
         spread: list[tuple[Partition, list[np.ndarray], Tensor]] = []
         for name, ids in rows.items():
@@ -121,10 +122,10 @@ class LocalStore:
             array = out.detach().numpy()
             if table.length is not None:
                 for s, (start, stop) in enumerate(ranges(table.length, len(self.shards))):
-                    wants[s].append(Want(name))
+                    wants[s].append(TablePull(name))
                     outs[s].append(array.reshape(-1)[start:stop])
             elif len(self.shards) == 1:
-                wants[0].append(Want(name, ids_of(table, ids)))
+                wants[0].append(TablePull(name, ids_of(table, ids)))
                 outs[0].append(array)
             else:
                 cut = partition(ids_of(table, ids), name, self._owner, len(self.shards))
@@ -133,7 +134,7 @@ class LocalStore:
                     for s in range(len(self.shards))
                 ]
                 for s, part in enumerate(parts):
-                    wants[s].append(Want(name, np.ascontiguousarray(cut.ids(s))))
+                    wants[s].append(TablePull(name, np.ascontiguousarray(cut.ids(s))))
                     outs[s].append(part)
                 spread.append((cut, parts, out))
         for shard, want, out_parts in zip(self.shards, wants, outs, strict=True):

@@ -24,7 +24,8 @@ from manyhands.server.protocol.frame import (
     Malformed,
     encode,
 )
-from manyhands.server.shard import Shard, TableUpdate, Want
+from manyhands.server.shard import Shard
+from manyhands.server.updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
     from manyhands.server.process import Server
@@ -211,7 +212,7 @@ class _Conversation:
             answer = self._piece_of(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
         cursor = Cursor(memory)
         parts = [self._part(request, x.codec, cursor) for request in x.push]
-        wants = [Want(request.table, self._ids(request, cursor)) for request in x.pull]
+        wants = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
         for version, members in x.commits:
             self._shard.commit(version, members)
         applied = True
@@ -285,7 +286,7 @@ class _Conversation:
         self,
         number: int,
         x: m.Exchange,
-        wants: list[Want],
+        wants: list[TablePull],
         applied: bool,
         answer: np.ndarray | None,
     ) -> None:
@@ -321,7 +322,7 @@ class _Conversation:
             self._channel.send(m.RowsReply(version, applied), number, raws)
 
     def _rows_in_pieces(
-        self, number: int, wants: list[Want], shapes: list[Any], applied: bool
+        self, number: int, wants: list[TablePull], shapes: list[Any], applied: bool
     ) -> None:
         """The rows of a pull are of one moment each, not all of the same: others may push between two pieces."""
         if self._piece.size == 0:
@@ -339,7 +340,7 @@ class _Conversation:
                 ids = None if want.ids is None else want.ids[first : first + n]
                 out = raw.view(dtype).reshape((n, width) if ids is not None else (n,))
                 try:
-                    version = self._shard.pull(self._worker, [Want(want.table, ids)], [out])
+                    version = self._shard.pull(self._worker, [TablePull(want.table, ids)], [out])
                 except StoreError as e:
                     if begun:  # too late for a word: the frame has begun
                         raise Closed(str(e)) from e

@@ -6,6 +6,10 @@
 Elementwise, in place. With lambda = 0, or where nothing has changed since, g keeps its bits.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
 import numpy as np
 
 from manyhands.kernels.compile import compiled
@@ -44,3 +48,55 @@ def compensate(
         _adaptive(
             g, w, seen, number(strength), mean_square, number(decay), number(1 - decay), number(EPS)
         )
+
+
+class DelayCompensation:
+    """What delay compensation keeps for one shard: the values that workers saw, and mean squares.
+
+    Not thread-safe: the caller holds the shard's lock.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], np.ndarray] = {}  # (worker, table)
+        self._mean_square: dict[str, np.ndarray] = {}
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return key in self._seen
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def remember(self, worker: int, name: str, values: np.ndarray) -> None:
+        """Keep a copy of what a worker pulls."""
+        kept = self._seen.get((worker, name))
+        if kept is None:
+            self._seen[worker, name] = values.copy()
+        else:
+            kept[:] = values
+
+    def apply(
+        self,
+        worker: int,
+        name: str,
+        g: np.ndarray,
+        w: np.ndarray,
+        strength: float,
+        decay: float | None,
+    ) -> None:
+        """Compensate the gradient `g` of a table whose values are `w`, in place."""
+        seen, mean_square = self._seen.get((worker, name), w), None
+        if decay is not None:
+            mean_square = self._mean_square.setdefault(name, np.zeros_like(w))
+        compensate(g, w, seen, strength, mean_square, decay or 0.0)
+
+    def take_state(self, name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Take the mean square of a table out of its state; returns the rest, the optimizer's."""
+        self._mean_square.pop(name, None)
+        if MEAN_SQUARE in state:
+            self._mean_square[name] = state[MEAN_SQUARE].copy()
+        return {key: value for key, value in state.items() if key != MEAN_SQUARE}
+
+    def state(self, name: str) -> dict[str, np.ndarray]:
+        """A copy of what belongs to a table's state."""
+        kept = self._mean_square.get(name)
+        return {} if kept is None else {MEAN_SQUARE: kept.copy()}
