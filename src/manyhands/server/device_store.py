@@ -1,31 +1,29 @@
-"""A store for a rank that computes on a GPU: tables stand in main memory, so what is pulled and pushed is copied over."""
+"""Device store: a store for a rank that computes on a GPU.
+
+Tables are in main memory, so rows are copied to the device when they are pulled, and updates to the
+host when they are pushed.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+import math
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from manyhands.core import (
-    PushOptions,
-    Rows,
-    Store,
-    Tensors,
-    Tick,
-    Work,
-)
+from manyhands.core import Late, PushOptions, Rows, Store, Tensors, Tick, Work
 
 
 class DeviceStore:
-    """The part of a `Store` that rules use; whoever else has the store itself."""
+    """A `Store` for merge strategies; everything else uses the store behind it."""
 
     def __init__(self, store: Store, device: torch.device):
         self.store, self.device = store, device
         self.rank, self.size = store.rank, store.size
 
     def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
-        got = self.store.pull(rows, remember=remember)
+        got = self.store.pull({k: _to_host(v) for k, v in rows.items()}, remember=remember)
         if into is None:
             return {name: values.to(self.device) for name, values in got.items()}
         for name, values in got.items():
@@ -34,17 +32,24 @@ class DeviceStore:
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         return self.store.push(
-            {k: _here(v) for k, v in rows.items()},
+            {k: _to_host(v) for k, v in rows.items()},
             {k: v.detach().cpu() for k, v in updates.items()},
             **options,
         )
 
-    def tick(self, *when: Any, **how: Any) -> Tick:
-        return self.store.tick(*when, **how)
+    def tick(
+        self,
+        staleness: float = math.inf,
+        quorum: int | None = None,
+        *,
+        late: Late = "drop",
+        delay: int | None = None,
+    ) -> Tick:
+        return self.store.tick(staleness, quorum, late=late, delay=delay)
 
     def flush(self) -> None:
         self.store.flush()
 
 
-def _here(ids: Tensor | None) -> Tensor | None:
+def _to_host(ids: Tensor | None) -> Tensor | None:
     return None if ids is None else ids.cpu()

@@ -1,9 +1,11 @@
-"""A store between ranks that are threads of one process, on the virtual clock of a `World`.
+"""In-process store: ranks are threads of one process, on the virtual clock of a `World`.
 
-    pull, push, tick:   the time they take (`World.cost`), then the shards and the clock that all ranks share, at that moment
+    pull, push, tick    spend their cost (`World.cost`), then use the shards and the clock that
+                        all ranks share, as they are at that moment
 
-Tables, placement, clocks and commits are those of real servers; only time is not. So who pushed between whose pull and push is a
-function of the costs, the same every time, and a wait that would never end is a `Deadlock` that names the ranks.
+Tables, placement, clocks and commits are those of real servers; only time is not. So which rank
+pushed between another's pull and push is a function of the costs, the same every time, and a wait
+that would never end is a `Deadlock` that names the ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +31,12 @@ from manyhands.server.clock import Clock
 from manyhands.server.local_store import LocalStore
 from manyhands.server.shard import Shard
 
-_changed_at: WeakKeyDictionary[Clock, float] = (
-    WeakKeyDictionary()
-)  # virtual time of the last thing a clock was told
+# virtual time of the last change of a clock
+_changed_at: WeakKeyDictionary[Clock, float] = WeakKeyDictionary()
 
 
 class InprocStore(LocalStore):
-    """One rank's; all ranks of the world are given the same `shards` and `clock`."""
+    """Store of one rank; all ranks of the world are given the same `shards` and `clock`."""
 
     def __init__(self, world: World, rank: int, shards: Sequence[Shard], clock: Clock):
         self.world = world
@@ -45,13 +46,13 @@ class InprocStore(LocalStore):
         self, table: Table, values: Tensor | None = None, state: Tensors | None = None
     ) -> None:
         if self.rank > 0:
-            self._stand(
+            self._wait(
                 f"create of table {table.name!r}",
                 lambda: self.clock.has_table(table.name),
                 lambda: [0],
             )
         super().create(table, values, state)
-        self._told_clock()
+        self._clock_changed()
 
     def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
         self._spend("pull", sum(self._nbytes(name, ids) for name, ids in rows.items()))
@@ -73,20 +74,19 @@ class InprocStore(LocalStore):
         self.clock.post_tick(
             self.rank, self._now, staleness, quorum, late, delay, self._has_pending
         )
-        self._told_clock()
+        self._clock_changed()
         where = f"tick after clock {self._now}"
-        self._stand(
+        self._wait(
             where,
             lambda: self.clock.tick_answer(self.rank) is not None,
             lambda: self.clock.behind(self.rank),
         )
-        return super().tick(
-            staleness, quorum, late=late, delay=delay
-        )  # asked again, it is answered at once
+        # asked again, the clock answers at once
+        return super().tick(staleness, quorum, late=late, delay=delay)
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
         number = super().claim_step(limit, shared)
-        self._told_clock()
+        self._clock_changed()
         return number
 
     def _spend(self, what: str, nbytes: int) -> None:
@@ -103,14 +103,12 @@ class InprocStore(LocalStore):
         )
         return numbers * (4 if table.dtype == "float32" else 8) + (0 if ids is None else ids.nbytes)
 
-    def _told_clock(self) -> None:
-        """Others may have waited for this: they look now, before this rank's time goes on."""
+    def _clock_changed(self) -> None:
+        """Let ranks that wait for this go on now, before this rank's time does."""
         _changed_at[self.clock] = self.world.now[self.rank]
         self.world.spend(self.rank, 0.0, "exchange")
 
-    def _stand(
-        self, where: str, ready: Callable[[], bool], absent: Callable[[], list[int]]
-    ) -> None:
+    def _wait(self, where: str, ready: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
         since: list[float] = []
 
         def until() -> float | None:

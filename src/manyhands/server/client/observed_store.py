@@ -1,10 +1,12 @@
-"""A store that reports on a store: how many bytes every call moved and how long this rank stood in it, to the account of the run's link.
+"""Observed store: a store around a store that counts the bytes and seconds of every call.
 
-    pull    rows that came back and the ids that asked for them         push    updates that were given, with their ids
-    tick, deal, flush: no bytes, but time
+    pull                       rows and the ids that asked for them
+    push                       updates and their ids
+    tick, claim_step, flush    no bytes, but time
 
-Bytes are those of numbers as they travel (`payload`), whether through a socket or through memory, so that plans compare. Seconds
-are those inside a call, and inside `result` and `wait` of what was begun: what travels while this rank computes is free.
+Bytes are those of encoded numbers (`payload`), whether they travel through a socket or through
+memory, so that plans can be compared. Seconds are those inside a call, and inside `result` and
+`wait` of what it began: an exchange that overlaps with compute is free.
 """
 
 from __future__ import annotations
@@ -31,27 +33,28 @@ from manyhands.server.protocol import row_encoding
 from manyhands.server.protocol.messages import RowCodec
 
 T = TypeVar("T")
+CLAIM_STEP = "deal"  # in event files
 
 
 class TrafficMeter(Protocol):
-    """What keeps the totals and emits the events (`exchange.observed.Observed`)."""
+    """Keeps the totals and emits the events: the run's `exchange.observed.ObservedGroup`."""
 
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None: ...
 
 
 class ObservedStore:
-    """`code`: how numbers are written on their way."""
+    """`code`: how numbers are encoded on the way."""
 
     def __init__(
         self,
         store: TableStore,
-        account: TrafficMeter,
+        meter: TrafficMeter,
         code: RowCodec = "none",
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.store, self.rank, self.size = store, store.rank, store.size
         self.background = store.background
-        self._account, self._code, self._clock = account, code, clock
+        self._meter, self._code, self._clock = meter, code, clock
         self._tables: dict[str, Table] = {}
 
     def create(
@@ -70,12 +73,14 @@ class ObservedStore:
     ) -> Reply:
         start = self._clock()
         reply = self.store.pull_async(rows, into, remember=remember)
-        return _Watched(self, "pull", self._nbytes(rows), self._clock() - start, reply.result)
+        return _ObservedRequest(
+            self, "pull", self._nbytes(rows), self._clock() - start, reply.result
+        )
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         start = self._clock()
         work = self.store.push(rows, updates, **options)
-        return _Watched(self, "push", self._nbytes(rows), self._clock() - start, work.wait)
+        return _ObservedRequest(self, "push", self._nbytes(rows), self._clock() - start, work.wait)
 
     def exchange(
         self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
@@ -83,8 +88,8 @@ class ObservedStore:
         start = self._clock()
         reply = self.store.exchange(rows, updates, wants=wants, **options)
         seconds = self._clock() - start
-        self._account.count("push", self._nbytes(rows), 0.0)
-        return _Watched(self, "pull", self._nbytes(wants), seconds, reply.result)
+        self._meter.count("push", self._nbytes(rows), 0.0)
+        return _ObservedRequest(self, "pull", self._nbytes(wants), seconds, reply.result)
 
     def tick(
         self,
@@ -99,7 +104,7 @@ class ObservedStore:
         )
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
-        return self._timed("deal", 0, lambda: self.store.claim_step(limit, shared))
+        return self._timed(CLAIM_STEP, 0, lambda: self.store.claim_step(limit, shared))
 
     def request_sync(self) -> None:
         self.store.request_sync()
@@ -119,12 +124,12 @@ class ObservedStore:
     def close(self) -> None:
         self.store.close()
 
-    # -- the account --
+    # -- totals --
 
     def _timed(self, name: str, nbytes: int, act: Callable[[], T]) -> T:
         start = self._clock()
         done = act()
-        self._account.count(name, nbytes, self._clock() - start)
+        self._meter.count(name, nbytes, self._clock() - start)
         return done
 
     def _nbytes(self, rows: Rows) -> int:
@@ -145,8 +150,9 @@ class ObservedStore:
         return total
 
 
-class _Watched:
-    """What is under way. The call is told of at once, for nobody may ever wait; the first wait is told of when it is over."""
+class _ObservedRequest:
+    """A request under way. The call is counted at once, since the caller may never wait; the first
+    wait is counted when it is over."""
 
     def __init__(
         self,
@@ -157,7 +163,7 @@ class _Watched:
         finish: Callable[[], Any],
     ):
         self._store, self._name, self._finish, self._waited = store, name, finish, False
-        store._account.count(name, nbytes, seconds)
+        store._meter.count(name, nbytes, seconds)
 
     def wait(self) -> None:
         self.result()
@@ -170,4 +176,4 @@ class _Watched:
         try:
             return self._finish()
         finally:
-            self._store._account.count(self._name, 0, self._store._clock() - start, calls=0)
+            self._store._meter.count(self._name, 0, self._store._clock() - start, calls=0)
