@@ -36,7 +36,7 @@ from manyhands.assembly.tables import PREFIX
 from manyhands.core import Event, Job, ProcessInfo
 from manyhands.data.batches import Batch, BatchIterator
 from manyhands.data.sources import source
-from manyhands.embedding.modules import load_rows
+from manyhands.embedding.saved_rows import load_rows
 from manyhands.errors import (
     LaunchError,
     ManyhandsError,

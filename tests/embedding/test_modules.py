@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.embedding import modules, tables
+from manyhands.embedding.distinct import distinct
 from manyhands.embedding.gather import bags_of
 from manyhands.embedding.modules import Embedding, EmbeddingBag
+from manyhands.embedding.saved_rows import load_rows
 from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import CheckpointError, StoreError, TaskError
 from manyhands.server.local_store import LocalStore
@@ -25,8 +27,8 @@ DIM = 5
 @pytest.fixture(autouse=True)
 def rows_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that nobody attaches find their rows in a store that no other test has seen."""
-    monkeypatch.setattr(modules, "_open", lambda: tables.alone(lambda: LocalStore(0, 1)))
-    monkeypatch.setattr(modules, "_own", None)
+    monkeypatch.setattr(modules, "_open", lambda: tables.script_tables(LocalStore(0, 1)))
+    monkeypatch.setattr(modules, "_default", None)
 
 
 def attached(model: nn.Module, **options: Any) -> EmbeddingTables:
@@ -338,7 +340,10 @@ def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model(
         (lambda: Embedding("t", 2.5), "dim=2.5"),  # type: ignore[arg-type]
         (lambda: Embedding("t", 2, lr=0.0), "lr=0.0, but a positive number is needed"),
         (lambda: Embedding("t", 2, init="ones"), "init='ones', but zeros, uniform or normal"),
-        (lambda: Embedding("t", 2, dtype=torch.float16), "float32 or torch.float64 is needed"),
+        (
+            lambda: Embedding("t", 2, dtype=torch.float16),
+            "are kept in torch.float32 or torch.float64",
+        ),
         (
             lambda: EmbeddingBag("t", 2, mode="median"),
             "mode='median', but sum or mean or max is needed",
@@ -380,6 +385,14 @@ def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model(
             lambda: EmbeddingBag("t", 2)(torch.ones(1, 2).long(), weights=torch.ones(2)),
             r"weights of shape \[2\]",
         ),
+        (
+            lambda: Embedding("t", 2, rule="adagrad"),  # type: ignore[arg-type]
+            r"^Embedding\(rule='adagrad'\) is now optimizer='adagrad'$",
+        ),
+        (
+            lambda: EmbeddingBag("t", 2, rule="sgd"),
+            r"^EmbeddingBag\(rule='sgd'\) is now optimizer='sgd'$",
+        ),
     ],
 )
 def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(
@@ -409,11 +422,11 @@ def test_distinct_ids_and_where_they_stand(n: int) -> None:
     for low, high in ((0, 3), (-(2**62), 2**62), (0, n + 1)):
         ids = torch.randint(low, high, (n,), generator=dice)
         ids = torch.where(torch.arange(n) % 3 > 0, ids, ids.flip(0)) * (1 << 20 if high == 3 else 1)
-        found, inverse = tables.distinct(ids)
+        found, inverse = distinct(ids)
         assert torch.equal(found[inverse], ids) and len(found) == len(set(ids.tolist()))
         assert list(dict.fromkeys(ids.tolist())) == found.tolist()  # in order of appearance
     strided = torch.arange(20).view(10, 2)[:, 1]
-    assert tables.distinct(strided)[0].tolist() == list(range(1, 20, 2))
+    assert distinct(strided)[0].tolist() == list(range(1, 20, 2))
 
 
 # -- compiled, and loaded --
@@ -468,7 +481,7 @@ def test_saved_rows_are_those_of_a_loaded_model_and_learn_on() -> None:
     saved = held.dump()
     other = Both(second="ones/more").double().eval()  # rows come in the numbers of the model
     other.load_state_dict(model.state_dict())
-    modules.load_rows(other, saved)
+    load_rows(other, saved)
     ids = torch.arange(8).view(2, 4)
     assert torch.allclose(other(ids).float(), model.eval()(ids), rtol=1e-6)
     other.train()(ids).sum().backward()  # what its rule keeps of rows came too
@@ -482,13 +495,13 @@ def test_rows_of_another_model_and_a_model_in_a_run_are_refused() -> None:
         CheckpointError,
         match=r"(?s)only in the model: .*'else'.*only in the checkpoint: .*'ones/more'",
     ):
-        modules.load_rows(Both(second="else"), saved)
+        load_rows(Both(second="else"), saved)
     with pytest.raises(CheckpointError, match="'ones': model dim=2, checkpoint dim=3"):
-        modules.load_rows(Both(dim=2, second="ones/more"), saved)
+        load_rows(Both(dim=2, second="ones/more"), saved)
     with pytest.raises(
         TaskError, match="'ones': it is part of a run, but a model of its own is needed"
     ):
-        modules.load_rows(model, saved)
+        load_rows(model, saved)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

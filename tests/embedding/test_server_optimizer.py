@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Table
-from manyhands.embedding.server_optimizer import flat_state, named_state, served_rule
+from manyhands.embedding.server_optimizer import flat_state, named_state, server_optimizer_of
 from manyhands.replica.flat import FlatParameters
 from manyhands.server.local_store import LocalStore
 from support.replicas import memory
@@ -47,7 +47,7 @@ def test_servers_take_over_momentum_where_a_parameter_has_had_no_gradient(make: 
     flat = FlatParameters(ours, memory, 2**20)
     optimizer = MAKES[make](ours.parameters())
     plain_steps(ours, optimizer, range(3), both=False)
-    rule, options = served_rule(optimizer)
+    rule, options = server_optimizer_of(optimizer)
     (key,) = flat.values
     state = flat_state(flat, key, optimizer)
     at = {piece.name: piece.start for piece in flat.views}

@@ -220,8 +220,7 @@ def test_ids_that_the_model_computes_are_not_guessed_and_this_is_said_once() -> 
         tables.push()
     assert [sorted(p) for p in store.pulls[2:4]] == [["known"], ["made"]]
     assert said == [
-        "ids of made are computed in the model, so their rows are not fetched ahead; Task.ids can "
-        "tell"
+        "the model computes the ids of made, so their rows are not prefetched; name them in Task.ids"
     ]
 
 
@@ -325,7 +324,7 @@ def test_gradients_held_together_equal_one_process() -> None:
     data = columns(24)
     models = [Model() for _ in range(2)]
     made = [
-        EmbeddingTables(m, LocalStore(r, 2, shards, clock), together=True)
+        EmbeddingTables(m, LocalStore(r, 2, shards, clock), synchronous=True)
         for r, m in enumerate(models)
     ]
     for tables in made:

@@ -23,7 +23,7 @@ from manyhands.core import (
     Table,
     Tensors,
 )
-from manyhands.embedding.server_optimizer import served_rule
+from manyhands.embedding.server_optimizer import server_optimizer_of
 from manyhands.exchange.inproc import (
     Cost,
     InprocGroup,
@@ -269,7 +269,9 @@ def run(
 
 def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:
     """Give the parameters to the store, as whoever builds a run does."""
-    name, options = ("sum", {}) if rule.on_server == "sum" else served_rule(me.update.optimizer)
+    name, options = (
+        ("sum", {}) if rule.on_server == "sum" else server_optimizer_of(me.update.optimizer)
+    )
     for key, vector in me.replica.params.items():
         store.create(
             Table(key, length=vector.numel(), dtype="float64", optimizer=name, options=options),

@@ -25,8 +25,8 @@ from manyhands.core import (
     Tensors,
 )
 from manyhands.embedding import server_optimizer
-from manyhands.embedding.modules import saved_tables
-from manyhands.embedding.tables import EmbeddingTables, alone, embeddings
+from manyhands.embedding.saved_rows import saved_tables
+from manyhands.embedding.tables import EmbeddingTables, embeddings, script_tables
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.compression import SERVER_CODECS
 from manyhands.launch import servers as processes
@@ -61,7 +61,9 @@ class RunTables:
     ) -> None:
         """Give the dense parameters to the store, with what the optimizer remembers of them and what servers had `saved`."""
         rule, options = (
-            ("sum", {}) if strategy.on_server == "sum" else server_optimizer.served_rule(optimizer)
+            ("sum", {})
+            if strategy.on_server == "sum"
+            else server_optimizer.server_optimizer_of(optimizer)
         )
         taken = {t.name for t in self.tables}
         for key, vector in values.items():
@@ -193,7 +195,7 @@ def open_serving(
 
     seen: TableStore = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
     tables = EmbeddingTables(
-        module, seen, ids=ids, together=plan.embeddings == "sync", notice=context.notice
+        module, seen, ids=ids, synchronous=plan.embeddings == "sync", notice=context.notice
     )
     tables.attach()
     context.closing.insert(0, tables.close)  # before the store that it pushes to
@@ -204,7 +206,7 @@ def rows_of_this_process() -> EmbeddingTables:
     """For `Embedding` modules in a script without a run."""
     from manyhands.server.local_store import LocalStore
 
-    return alone(lambda: LocalStore(0, 1))
+    return script_tables(LocalStore(0, 1))
 
 
 def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from manyhands.assembly.tables import PREFIX
-from manyhands.embedding.modules import saved_tables
+from manyhands.embedding.saved_rows import saved_tables
 from manyhands.exchange.solo import SoloGroup
 from manyhands.recover import sharded_file
 from manyhands.recover.checkpoint import TENSORS, find

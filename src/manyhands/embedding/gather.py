@@ -1,9 +1,11 @@
-"""Rows by index, and sums of them by bag, whose gradients are added up in one pass: on a CPU torch sorts the indices of a bag first.
+"""Gather of rows by index, and sums of rows by bag, with fast backward passes on a CPU.
 
-    forward    out_i = W[index_i]             out_b = c_b sum_{i in b} W[index_i]          c_b: 1, or 1/length for a mean
-    backward   G[index_i] += g_i              G[index_i] += c_b g_b                        in the order of i
+                 rows                     bags: c_b = 1, or 1/length for a mean
+    forward      out_i = W[index_i]       out_b = c_b sum_{i in b} W[index_i]
+    backward     G[index_i] += g_i        G[index_i] += c_b g_b            in the order of i
 
-86,000 indices in bags of 84, backward: 0.1 ms, torch 4.6 ms.
+The backward passes add up gradients in one pass, where torch on a CPU sorts the indices of a bag
+first: 86,000 indices in bags of 84 take 0.1 ms, torch 4.6 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from manyhands.kernels.compile import compiled
 
 @compiled
 def _add_rows(index, grads, out, dim):
-    if dim == 1:  # a linear model's: slices would cost more than the sums
+    if dim == 1:  # of a linear model: slices would cost more than the sums
         for i in range(index.size):
             out[np.uint64(index[i])] += grads[i]
         return
@@ -51,7 +53,7 @@ def _add_bags(index, starts, grads, out, dim, mean):
 
 @compiled
 def _sum_numbers(index, starts, rows, out, mean):
-    """Bags of rows of one number."""
+    """Sums of bags whose rows have one number."""
     for b in range(starts.size):
         first = starts[b]
         last = starts[b + 1] if b + 1 < starts.size else index.size
@@ -62,6 +64,8 @@ def _sum_numbers(index, starts, rows, out, mean):
 
 
 class GatherRows(torch.autograd.Function):
+    """rows[index], differentiable in `rows`."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.index, ctx.shape = index, rows.shape
@@ -80,6 +84,8 @@ class GatherRows(torch.autograd.Function):
 
 
 class SumBags(torch.autograd.Function):
+    """Sum or mean of the rows of each bag, differentiable in `rows`."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, starts: Tensor, mean: bool) -> Tensor:
         ctx.index, ctx.starts, ctx.mean, ctx.shape = index, starts, mean, rows.shape
@@ -99,7 +105,7 @@ class SumBags(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         out = grads[0].new_zeros(ctx.shape)
         grad = grads[0].contiguous().view(-1)
-        grad = grad.clone() if ctx.mean else grad  # which is divided in place
+        grad = grad.clone() if ctx.mean else grad  # the kernel divides it in place for a mean
         _add_bags(
             ctx.index.numpy(),
             ctx.starts.contiguous().numpy(),

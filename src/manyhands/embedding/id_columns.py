@@ -1,5 +1,7 @@
-"""Where the ids that a model looks up stand in its batches: learned from one forward pass, so that the rows of the batches to come
-can be fetched before theirs."""
+"""Id columns: which tensors of a batch, or columns of them, hold the ids that a model looks up.
+
+They are learned from one forward pass, so that the rows of later batches can be prefetched.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from manyhands.embedding.modules import Embedding
 
 @dataclass
 class IdColumn:
-    """`path` to a tensor of the batch; all of it, or of each of its rows the part that this `offset`, sizes and strides cut out."""
+    """One tensor of the batch, found by `path`: all of it, or the same columns of every row, given
+    by `offset`, `sizes` and `strides`."""
 
     path: tuple[Any, ...]
-    row: tuple[Any, ...] | None = (
-        None  # sizes and strides of the tensor after its first axis, as they must be again
-    )
+    # sizes and strides of the tensor after its first axis; a later batch must have the same
+    row: tuple[Any, ...] | None = None
     offset: int = 0
     sizes: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
 
     def of(self, values: Any) -> Tensor | None:
-        for step in self.path:
-            values = values[step]
+        for key in self.path:
+            values = values[key]
         if self.row is None:
             return values
         if (values.shape[1:], values.stride()[1:]) != self.row:
@@ -40,37 +42,38 @@ class IdColumn:
 
 @dataclass
 class IdColumns:
-    """Learns from one batch which of its tensors, or columns of them, the modules look up."""
+    """Id columns of all modules, learned from one batch."""
 
     known: list[tuple[Embedding, IdColumn]] | None = None
     _values: Any = None
     _seen: list[tuple[Embedding, IdColumn | None]] = field(default_factory=list)
-    _said: bool = False
+    _noticed: bool = False
 
-    def learn(self, values: Any) -> None:
+    def learn_from(self, values: Any) -> None:
         self.end()
         if self.known is None:
             self._values = values
 
-    def saw(self, module: Embedding, ids: Tensor) -> None:
+    def record(self, module: Embedding, ids: Tensor) -> None:
         if self._values is not None:
             self._seen.append((module, _locate(ids, self._values)))
 
     def end(self) -> None:
         if self._seen:
-            self.known = [(m, place) for m, place in self._seen if place is not None]
+            self.known = [(m, column) for m, column in self._seen if column is not None]
         self._values = None
 
     def of(self, values: Any, notice: Callable[[str], None]) -> list[tuple[Embedding, Tensor]]:
         if self.known is None:
             return []
-        if not self._said:
-            self._said = True
-            if lost := sorted({m.name for m, place in self._seen if place is None}):
+        if not self._noticed:
+            self._noticed = True
+            if lost := sorted({m.name for m, column in self._seen if column is None}):
                 notice(
-                    f"ids of {', '.join(lost)} are computed in the model, so their rows are not fetched ahead; Task.ids can tell"
+                    f"the model computes the ids of {', '.join(lost)}, so their rows are not "
+                    "prefetched; name them in Task.ids"
                 )
-        found = [(m, place.of(values)) for m, place in self.known]
+        found = [(m, column.of(values)) for m, column in self.known]
         return [(m, ids) for m, ids in found if ids is not None]
 
 
@@ -81,7 +84,7 @@ def _locate(ids: Tensor, values: Any) -> IdColumn | None:
             or tensor.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr()
         ):
             continue
-        if tensor.numel() == ids.numel() and same(tensor, ids):
+        if tensor.numel() == ids.numel() and same_ids(tensor, ids):
             return IdColumn(path)
         if (
             ids.ndim
@@ -106,7 +109,7 @@ def _tensors(values: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
             yield from _tensors(value, (*path, i))
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same_ids(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors list the same ids in the same order, whatever their shapes."""
     if a.numel() != b.numel():
         return False

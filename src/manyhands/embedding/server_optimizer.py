@@ -1,8 +1,10 @@
-"""A torch optimizer as a rule that servers run: its name there, its options, and what it remembers, in both directions.
+"""Server optimizer of a torch optimizer: its name, options and state, in both directions.
 
-    torch.optim.SGD(p, lr, momentum)   <->   rule "momentum", options {lr, momentum, ...}, state {"momentum_buffer": one number a weight}
+    torch.optim.SGD(p, lr, momentum)  <->  "momentum", options {lr, momentum, ...},
+                                           state {"momentum_buffer": one number for each weight}
 
-So a task names its optimizer as ever, and a checkpoint written over servers goes on without them, and the other way round.
+So a task names its torch optimizer as always, a checkpoint of a run with servers can be resumed
+without them, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 
 POSSIBLE = "SGD (with momentum, nesterov), Adagrad, Adam and AdamW"
-# what a rule keeps, by torch's names: one number a weight; COUNTS keep the number of steps besides
+# state of a server optimizer, by torch's names: one number for each weight; those in COUNTS also
+# keep the number of steps
 STATE = {
     "sgd": (),
     "momentum": ("momentum_buffer",),
@@ -28,18 +31,19 @@ STATE = {
 }
 COUNTS = ("adagrad", "adam", "adamw")
 STEP = "step"
-COMPENSATION = "compensate/"  # begins the names of what servers keep besides, one number a weight, where a rule compensates for delay
-SERVED = "served/"  # ... and those names in a snapshot
+# prefix of further state, one number for each weight, where a strategy compensates for delay
+COMPENSATION = "compensate/"
+SERVED = "served/"  # prefix of that state in a snapshot
 
 
-def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
-    """The server's rule that is this optimizer, and its options."""
+def server_optimizer_of(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
+    """The name of the server optimizer that does the same, and its options."""
     groups = optimizer.param_groups
     options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
     if any(o != options[0] for o in options[1:]):
         raise TaskError(
-            f"the optimizer has {len(groups)} groups with different options, but a server treats all parameters alike; give one group, "
-            "or use merge=all_reduce"
+            f"the optimizer has {len(groups)} groups with different options, but a server treats "
+            "all parameters alike; give one group, or use merge=all_reduce"
         )
     g = options[0]
     for odd in ("maximize", "amsgrad", "differentiable", "decoupled_weight_decay"):
@@ -47,7 +51,8 @@ def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
             odd == "decoupled_weight_decay" and isinstance(optimizer, torch.optim.AdamW)
         ):
             raise TaskError(
-                f"{type(optimizer).__name__}({odd}=True) has no server rule; leave it out, or use merge=all_reduce"
+                f"{type(optimizer).__name__}({odd}=True) has no server optimizer; "
+                "leave it out, or use merge=all_reduce"
             )
     common = {"lr": float(g["lr"]), "decay": float(g.get("weight_decay", 0.0))}
     kind = type(optimizer)
@@ -73,25 +78,26 @@ def served_rule(optimizer: Optimizer) -> tuple[str, dict[str, float]]:
             "eps": float(g["eps"]),
         }
     raise TaskError(
-        f"{kind.__name__} has no server rule: servers know {POSSIBLE}; use one of them, or merge=all_reduce"
+        f"{kind.__name__} has no server optimizer: servers have {POSSIBLE}; "
+        "use one of them, or merge=all_reduce"
     )
 
 
 def flat_state(flat: FlatParameters, vector: str, optimizer: Optimizer) -> Tensors:
-    """What the optimizer remembers of the parameters in one flat vector; {}: nothing yet."""
-    rule, _ = served_rule(optimizer)
+    """The optimizer's state of the parameters in one flat vector; {}: it has none yet."""
+    name, _ = server_optimizer_of(optimizer)
     views = [p for p in flat.views if p.vector == vector]
     if not any(optimizer.state.get(p.parameter) for p in views):
         return {}
     found: Tensors = {}
-    for name in STATE[rule]:
+    for key in STATE[name]:
         whole = torch.zeros_like(flat.values[vector], device="cpu")
         for view in views:
-            kept = optimizer.state.get(view.parameter, {}).get(name)
+            kept = optimizer.state.get(view.parameter, {}).get(key)
             if isinstance(kept, Tensor):  # else it has had no gradient yet
                 _view(whole, view.value, view.start).copy_(kept)
-        found[name] = whole
-    if rule in COUNTS:
+        found[key] = whole
+    if name in COUNTS:
         steps = [float(optimizer.state.get(p.parameter, {}).get("step", 0)) for p in views]
         found[STEP] = torch.tensor([max(steps, default=0.0)], dtype=torch.float64)
     return found
@@ -100,21 +106,21 @@ def flat_state(flat: FlatParameters, vector: str, optimizer: Optimizer) -> Tenso
 def named_state(
     flat: FlatParameters, optimizer: Optimizer, moments: Mapping[str, Tensors]
 ) -> Tensors:
-    """The servers' state of every flat vector as torch's optimizer would have it: "<parameter>/<key>"."""
-    rule, _ = served_rule(optimizer)
+    """The servers' state of every flat vector under torch's names: "<parameter>/<key>"."""
+    name, _ = server_optimizer_of(optimizer)
     found: Tensors = {}
     for view in flat.views:
         kept = moments[view.vector]
-        for name in STATE[rule]:
-            whole = kept[name].view(-1).to(view.value.dtype)
-            found[f"{view.name}/{name}"] = _view(whole, view.value, view.start).contiguous().clone()
-        if rule in COUNTS:
+        for key in STATE[name]:
+            whole = kept[key].view(-1).to(view.value.dtype)
+            found[f"{view.name}/{key}"] = _view(whole, view.value, view.start).contiguous().clone()
+        if name in COUNTS:
             found[f"{view.name}/step"] = kept[STEP].view(-1)[0].float().clone()
     return found
 
 
 def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> Tensors:
-    """What servers keep of every flat vector that no optimizer of torch's does: "served/<key>/<parameter>"."""
+    """State of every flat vector that only servers keep: "served/<key>/<parameter>"."""
     return {
         f"{SERVED}{key}/{view.name}": _view(kept.view(-1), view.value, view.start)
         .contiguous()
@@ -126,7 +132,7 @@ def named_compensation(flat: FlatParameters, moments: Mapping[str, Tensors]) -> 
 
 
 def flat_compensation(flat: FlatParameters, vector: str, saved: Tensors) -> Tensors:
-    """The other way round: of one flat vector, out of the state of a snapshot."""
+    """The inverse, for one flat vector, from the state of a snapshot."""
     found: Tensors = {}
     for view in (p for p in flat.views if p.vector == vector):
         end = f"/{view.name}"
