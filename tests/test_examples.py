@@ -19,7 +19,7 @@ from manyhands import api as running
 from manyhands import datasets
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
-from manyhands.split.data import part
+from manyhands.split.data import rank_range
 from support.paths import EXAMPLES
 
 
@@ -81,7 +81,7 @@ def test_the_uneven_example_is_uneven_where_it_says_so() -> None:
     assert samples % 64 == 13
     for size, batch, shares in (2, 64, [39, 38]), (3, 64, [26, 26, 25]), (3, 153, [1, 1, 0]):
         left = samples % (size * batch)
-        assert [len(part(left, rank, size)) for rank in range(size)] == shares
+        assert [len(rank_range(left, rank, size)) for rank in range(size)] == shares
 
 
 # -- a loop of one's own --

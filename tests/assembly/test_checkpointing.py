@@ -49,7 +49,7 @@ from manyhands.recover.checkpoint import (
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import Micro, ModuleReplica
 from manyhands.replica.update import WholeUpdate, prime
-from manyhands.split.shard_slice import Region, ShardSlice, numel
+from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, numel
 from manyhands.split.shard_spec import ShardSpec, bounds
 from manyhands.trainer_parts import ActiveStrategy
 
@@ -79,9 +79,9 @@ class Whole(nn.Module):
         self.head.weight = self.wte.weight
 
 
-def parts_of(layout: Layout, rank: int, whole: nn.Module) -> dict[str, Region]:
+def parts_of(layout: Layout, rank: int, whole: nn.Module) -> dict[str, AnyShardSpec]:
     at, parameters = layout.coordinates(rank), dict(whole.named_parameters(remove_duplicate=False))
-    parts: dict[str, Region] = {}
+    parts: dict[str, AnyShardSpec] = {}
     for name, value in whole.state_dict().items():
         if layout.pipe > 1 and not name.startswith(STAGES[at["pipe"]]):
             continue
@@ -100,7 +100,7 @@ def parts_of(layout: Layout, rank: int, whole: nn.Module) -> dict[str, Region]:
     return parts
 
 
-def local_module(parts: Mapping[str, Region], whole: nn.Module) -> nn.Module:
+def local_module(parts: Mapping[str, AnyShardSpec], whole: nn.Module) -> nn.Module:
     """Zeros of the shapes that this rank holds, under the names of the whole model."""
     root, made = nn.Module(), {}
     buffers = dict(whole.named_buffers())
@@ -182,7 +182,7 @@ class Rank:
     optimizer: torch.optim.Optimizer
     snapshots: Checkpointing
     rule: ActiveStrategy
-    parts: dict[str, Region]
+    parts: dict[str, AnyShardSpec]
     notices: list[str]
 
     def save(self, round: int) -> None:
@@ -329,14 +329,14 @@ def start(folder: Path) -> tuple[Tensors, Tensors]:
 def assert_holds_its_parts(here: Rank, params: Tensors, moments: Tensors) -> None:
     names = {id(p): n for n, p in here.module.named_parameters()}
     for name, value in here.module.state_dict().items():
-        expected = here.parts[name].take(params[name]) if here.context.divided else params[name]
+        expected = here.parts[name].extract(params[name]) if here.context.divided else params[name]
         assert torch.equal(value, expected), name
     for p, entries in here.optimizer.state.items():
         region = here.parts[names[id(p)]]
         for key in ("exp_avg", "exp_avg_sq"):
             expected = moments[f"{region.name}/{key}"]
             assert torch.equal(
-                entries[key], region.take(expected) if here.context.divided else expected
+                entries[key], region.extract(expected) if here.context.divided else expected
             ), (region, key)
         assert float(entries["step"]) == 3
     assert len(here.optimizer.state) == len(list(here.module.parameters()))

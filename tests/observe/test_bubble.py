@@ -6,7 +6,7 @@ import pytest
 
 from manyhands.core import Event
 from manyhands.observe.bubble import bubble, waits
-from manyhands.split.stages import share, simulate
+from manyhands.split.schedules import bubble_fraction, simulate
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight"}
 
@@ -36,7 +36,7 @@ def simulated(schedule: str, p: int, m: int, round: int = 0, start: float = 100.
 def test_a_simulated_step_has_the_bubble_of_the_formula(schedule: str, p: int, m: int) -> None:
     events = simulated(schedule, p, m)
     assert bubble(events) == pytest.approx((p - 1) / (m + p - 1))
-    assert bubble(events) == pytest.approx(share(schedule, p, m, 2.0, 3.0, 1.0))
+    assert bubble(events) == pytest.approx(bubble_fraction(schedule, p, m, 2.0, 3.0, 1.0))
 
 
 def test_steps_are_measured_one_by_one_and_the_time_between_them_counts_for_nothing() -> None:

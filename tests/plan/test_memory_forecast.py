@@ -40,7 +40,8 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import autocast
 from manyhands.replica.module import Micro, ModuleReplica
 from manyhands.replica.update import WholeUpdate
-from manyhands.split.stages import contiguous, most_kept
+from manyhands.split.schedules import max_in_flight
+from manyhands.split.stages import balance_stages
 from support.paths import zoo_file
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -
     made, micros, pipe = case(name, 24), 4, 2
     inputs = made.values[:-1]
     traced = trace(made.model, inputs, pieces=pipe)
-    stages = cut(traced, contiguous([1.0] * len(traced.nodes[True]), pipe))
+    stages = cut(traced, balance_stages([1.0] * len(traced.nodes[True]), pipe))
     names = [frozenset(n for n, _ in s.module.named_parameters()) for s in stages]
     study = Study(
         made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
@@ -229,7 +230,7 @@ def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -
         Setting(Layout(pipe=pipe), micros=micros, schedule=schedule, stages=names)
     )
     for place, expected in enumerate(found):
-        flights = most_kept(schedule, pipe, place, micros)
+        flights = max_in_flight(schedule, pipe, place, micros)
         assert expected.total == pytest.approx(
             stage_peak(made, stages, place, flights, micros), rel=0.15
         ), (place, str(expected))

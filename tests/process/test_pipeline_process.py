@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from manyhands.core import Event, Group
 from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
 from manyhands.observe.bubble import bubble
-from manyhands.split.stages import SCHEDULES
+from manyhands.split.schedules import SCHEDULES
 from support.compare import assert_gradients_close
 from support.pipelines import Dealt, alone, chain, gradients, in_zoo, piped, share, step, traced
 from support.processes import on_ranks

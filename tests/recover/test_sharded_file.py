@@ -28,14 +28,14 @@ from manyhands.recover.sharded_file import (
     lay_out,
     write,
 )
-from manyhands.split.shard_slice import Region, ShardSlice, numel
+from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, numel
 from manyhands.split.shard_spec import ShardSpec, bounds
 from support.compare import same_bits
 
 
 @dataclass
 class Piece:
-    region: Region
+    spec: AnyShardSpec
     tensor: Tensor
 
 
@@ -73,9 +73,9 @@ def cut(whole: Tensors, rank: int, size: int, way: str) -> list[Piece]:
             slices = [
                 ShardSlice(region, a, b) for a, b in itertools.pairwise(bounds(numel(region), 3))
             ]
-            pieces += [Piece(s, s.take(value)) for s in slices]
+            pieces += [Piece(s, s.extract(value)) for s in slices]
             continue
-        pieces.append(Piece(region, region.take(value)))
+        pieces.append(Piece(region, region.extract(value)))
     return pieces
 
 
@@ -118,8 +118,8 @@ def test_a_rank_reads_back_the_regions_that_it_wants(tmp_path: Path, way: str) -
         assert set(reader.names) == set(whole)
         for rank in range(3):
             for piece in cut(whole, rank, 3, way):
-                name = piece.region.name
-                found = reader.read(name, piece.region)
+                name = piece.spec.name
+                found = reader.read(name, piece.spec)
                 assert (reader.dtype(name), reader.shape(name)) == (
                     whole[name].dtype,
                     tuple(whole[name].shape),
@@ -239,7 +239,7 @@ from manyhands.split.shard_spec import ShardSpec
 
 @dataclass
 class Piece:
-    region: ShardSpec
+    spec: ShardSpec
     tensor: torch.Tensor
 
 rank, size, folder, rows, columns = int(sys.argv[1]), 2, Path(sys.argv[2]), 4096, 8192

@@ -44,7 +44,7 @@ def zoo(name: str) -> FoundUnits:
 
 
 def sides(found: FoundUnits) -> dict[str, tuple[tuple[int, int, int], ...]]:
-    return {p.name: p.sides for p in found.places}
+    return {p.name: p.sides for p in found.parameters}
 
 
 # -- what is a unit --
@@ -177,7 +177,7 @@ def replica(
         nominal=8,
     )
     found = find(net, flat, lambda: net(X).square().mean())
-    return net, ThinnedReplica(plain, Units(found.sizes, found.places), found)
+    return net, ThinnedReplica(plain, Units(found.sizes, found.parameters), found)
 
 
 def test_a_unit_that_is_left_out_says_nothing_and_learns_nothing_and_a_kept_one_is_scaled() -> None:
@@ -271,8 +271,8 @@ def test_a_network_without_such_layers_and_a_loop_of_ones_own_are_told_so() -> N
     with pytest.raises(
         TaskError, match=r"no layer whose units could be left out.*choose another merge="
     ):
-        thinned(plain, net, task, tensors, Units)
+        thinned(plain, net, task, tensors)
     with pytest.raises(TaskError, match=r"the training data is a stream; give a Dataset"):
-        thinned(plain, net, task, StreamSource([1], torch.device("cpu")), Units)
+        thinned(plain, net, task, StreamSource([1], torch.device("cpu")))
     with pytest.raises(TaskError, match=r"a loop of its own; give a Task"):
-        thinned(plain, net, lambda: None, tensors, Units)
+        thinned(plain, net, lambda: None, tensors)

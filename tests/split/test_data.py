@@ -12,7 +12,7 @@ from manyhands.split.data import (
     SPLITS,
     DataSplit,
     ordered,
-    part,
+    rank_range,
     sampled,
     shuffled,
 )
@@ -146,6 +146,6 @@ def test_ordered_is_as_stored() -> None:
 
 def test_parts_cover_in_order_and_differ_by_at_most_one() -> None:
     for total, size in itertools.product(range(0, 20), range(1, 9)):
-        parts = [part(total, r, size) for r in range(size)]
+        parts = [rank_range(total, r, size) for r in range(size)]
         assert [i for p in parts for i in p] == list(range(total))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1

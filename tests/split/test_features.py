@@ -23,7 +23,7 @@ from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
-from manyhands.split.features import columns, parts
+from manyhands.split.features import columns, shard_specs
 from support.compare import assert_close
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def train(
             shard = columns(source.features, group.rank, size)
             assert shard.cols is not None and shard.rows is None, "all samples, some columns"
             weight = feature_linear.first(model, source.features)
-            share = parts(model.named_parameters(), weight, group.rank, size)[weight]
+            share = shard_specs(model.named_parameters(), weight, group.rank, size)[weight]
             feature_linear.apply(
                 model, weight, share, lambda scores: link.all_reduce({"scores": scores}).wait()
             )
@@ -131,11 +131,11 @@ def test_ranks_with_some_of_the_columns_each_train_what_one_process_trains(
 
 def test_what_a_rank_holds_lies_where_its_part_says() -> None:
     whole = linear()
-    held = [parts(whole.named_parameters(), "weight", i, 3) for i in range(3)]
+    held = [shard_specs(whole.named_parameters(), "weight", i, 3) for i in range(3)]
     assembled = torch.zeros(3, COLUMNS, dtype=torch.float64)
     for part in held:
         assert part["bias"].dim is None
-        part["weight"].put(part["weight"].take(whole.weight.data), assembled)
+        part["weight"].insert(part["weight"].extract(whole.weight.data), assembled)
     assert torch.equal(assembled, whole.weight)
 
 
@@ -172,11 +172,9 @@ def test_a_model_that_begins_otherwise_is_told_so(model: nn.Module, says: str) -
 
 def test_a_model_that_does_something_with_its_input_first_is_caught_in_the_first_pass() -> None:
     model = nn.Sequential(nn.Softmax(1), nn.Linear(COLUMNS, 3).double())
-    share = parts(model.named_parameters(), "1.weight", 0, 2)["1.weight"]
+    share = shard_specs(model.named_parameters(), "1.weight", 0, 2)["1.weight"]
     feature_linear.apply(model, feature_linear.first(model, COLUMNS), share, lambda scores: None)
-    with pytest.raises(
-        TaskError, match=r"does something with its input before its first nn\.Linear"
-    ):
+    with pytest.raises(TaskError, match=r"changes its input before its first nn\.Linear"):
         model(X[:, :7])
 
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from manyhands.split.skeleton import Units
+from manyhands.split.skeleton import UnitParameter, Units
 
-
-@dataclass(frozen=True)
-class At:
-    name: str
-    vector: str
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    sides: tuple[tuple[int, int, int], ...]
-
-
-# 3 inputs -> layer a of 4 units -> layer b of 2, each read by two numbers in a row -> 1 output;
+# 3 inputs -> layer a of 4 units -> layer b of 2, each read by two consecutive numbers -> 1 output;
 # then a bias of the output
 A, A_BIAS = (
-    At("a", "x", 0, (4, 3), (3, 1), ((0, 0, 1),)),
-    At("a.bias", "x", 12, (4,), (1,), ((0, 0, 1),)),
+    UnitParameter("a", "x", 0, (4, 3), (3, 1), ((0, 0, 1),)),
+    UnitParameter("a.bias", "x", 12, (4,), (1,), ((0, 0, 1),)),
 )
-B = At("b", "x", 16, (2, 4), (4, 1), ((0, 1, 1), (1, 0, 1)))
-C = At("c", "x", 24, (1, 4), (4, 1), ((1, 1, 2),))
+B = UnitParameter("b", "x", 16, (2, 4), (4, 1), ((0, 1, 1), (1, 0, 1)))
+C = UnitParameter("c", "x", 24, (1, 4), (4, 1), ((1, 1, 2),))
 NET = Units((4, 2), (A, A_BIAS, B, C))
 LENGTH = 29  # the last one is no unit's
 WIDE = Units((40, 20, 7), ())
@@ -86,11 +73,11 @@ def test_draws_follow_from_seed_draw_and_rank_and_differ_with_each_of_them() -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_dealt_out_all_units_are_held_and_none_by_two_unless_a_layer_is_too_small(
+def test_disjoint_draws_hold_all_units_and_none_by_two_unless_a_layer_is_too_small(
     ranks: int,
 ) -> None:
     core = WIDE.skeleton(torch.arange(67.0), 0.15)
-    drawn = WIDE.dealt(core, seed=1, draw=2, ranks=ranks)
+    drawn = WIDE.disjoint(core, seed=1, draw=2, ranks=ranks)
     assert (core | drawn.any(0)).all() and not (drawn & core).any()
     assert drawn[:, :60].sum(0).max() == 1
     assert drawn[:, 60:].any(1).all(), "the layer of 7 has something for each of 8 ranks"
@@ -141,7 +128,7 @@ def test_an_edge_is_held_by_those_who_hold_both_of_its_ends() -> None:
 
 def test_holders_are_counted_in_any_memory_format() -> None:
     """Channels last: the dimensions of a convolution lie in another order in memory."""
-    place = At(
+    parameter = UnitParameter(
         "conv",
         "x",
         0,
@@ -149,7 +136,7 @@ def test_holders_are_counted_in_any_memory_format() -> None:
         torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last).stride(),
         ((0, 0, 1), (1, 1, 1)),
     )
-    units = Units((2, 3), (place,))
+    units = Units((2, 3), (parameter,))
     weight = units.holders(flags(0, 3, total=5)[None], torch.ones(1), {"x": torch.zeros(24)})
     view = units.of_parameters(weight)["conv"]
     assert view[0, 1].eq(1).all() and view.sum() == 4

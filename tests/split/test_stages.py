@@ -8,19 +8,18 @@ import random
 import pytest
 
 from manyhands.errors import PlanError
-from manyhands.split.stages import (
+from manyhands.split.schedules import (
     SCHEDULES,
     StageAction,
     actions,
-    brute_force,
     bubble,
-    contiguous,
-    most_kept,
-    play,
-    share,
+    bubble_fraction,
+    max_in_flight,
     simulate,
-    slowest,
+    simulate_actions,
 )
+from manyhands.split.stages import balance_stages
+from support.stage_cuts import brute_force, slowest
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 3.0, 1.0), (1.0, 1.0, 2.0)]
 CASES = [
@@ -44,7 +43,9 @@ def test_the_simulator_finds_the_bubble_of_the_formula(times: tuple[float, float
                 m,
                 v,
             )
-            assert seen.bubble / seen.time == pytest.approx(share(schedule, p, m, *times, chunks=v))
+            assert seen.bubble / seen.time == pytest.approx(
+                bubble_fraction(schedule, p, m, *times, chunks=v)
+            )
 
 
 def test_every_rank_does_everything_once_and_nobody_waits_for_ever() -> None:
@@ -60,8 +61,8 @@ def test_every_rank_does_everything_once_and_nobody_waits_for_ever() -> None:
 
 def test_no_rank_keeps_more_micro_batches_than_the_formula_says() -> None:
     for schedule, p, m, v in CASES:
-        bounds = [most_kept(schedule, p, r, m, v) for r in range(p)]
-        assert simulate(schedule, p, m, chunks=v).kept == bounds, (schedule, p, m, v)
+        bounds = [max_in_flight(schedule, p, r, m, v) for r in range(p)]
+        assert simulate(schedule, p, m, chunks=v).in_flight == bounds, (schedule, p, m, v)
 
 
 def test_zero_bubble_waits_a_third_of_1f1b_where_all_passes_take_the_same_time() -> None:
@@ -69,13 +70,13 @@ def test_zero_bubble_waits_a_third_of_1f1b_where_all_passes_take_the_same_time()
 
 
 def test_the_share_of_the_whole_time_is_not_the_ratio_to_the_ideal_time() -> None:
-    assert share("gpipe", 4, 8) == pytest.approx(3 / 11)
+    assert bubble_fraction("gpipe", 4, 8) == pytest.approx(3 / 11)
 
 
 def test_lists_that_wait_for_each_other_are_an_error_that_names_the_ranks() -> None:
     lists = [[StageAction("B", 0), StageAction("F", 0)], [StageAction("F", 0), StageAction("B", 0)]]
     with pytest.raises(PlanError, match=r"rank 0 at .*rank 1 at"):
-        play(lists, 1.0, 1.0, 1.0)
+        simulate_actions(lists, 1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -101,40 +102,40 @@ def test_no_contiguous_cut_is_better() -> None:
                 costs = [
                     chance.choice([0.0, chance.random(), 10 * chance.random()]) for _ in range(n)
                 ]
-                cut = contiguous(costs, stages)
+                cut = balance_stages(costs, stages)
                 assert len(cut) == stages - 1 and sorted(set(cut)) == cut
                 assert slowest(costs, cut) == pytest.approx(brute_force(costs, stages))
 
 
 def test_of_cuts_that_are_about_as_good_the_one_that_sends_least_is_taken() -> None:
-    assert contiguous([1, 1, 1, 1], 2, crossing=[0, 8, 8, 8]) == [2]
-    assert contiguous([5, 0, 0, 5], 2, crossing=[0, 8, 2, 8]) == [2]
-    assert contiguous([5, 0.4, 5.1], 2, crossing=[0, 1, 8]) == [
+    assert balance_stages([1, 1, 1, 1], 2, crossing=[0, 8, 8, 8]) == [2]
+    assert balance_stages([5, 0, 0, 5], 2, crossing=[0, 8, 2, 8]) == [2]
+    assert balance_stages([5, 0.4, 5.1], 2, crossing=[0, 1, 8]) == [
         1
     ]  # 5.5 against 5.4: within 5 in a hundred
-    assert contiguous([5, 2, 5], 2, crossing=[0, math.inf, 8]) == [2]
+    assert balance_stages([5, 2, 5], 2, crossing=[0, math.inf, 8]) == [2]
 
 
 def test_every_stage_has_one_of_the_pieces_that_count() -> None:
-    cut = contiguous([1, 1, 9, 9, 9, 1], 3, counts=[True, True, False, False, False, True])
+    cut = balance_stages([1, 1, 9, 9, 9, 1], 3, trainable=[True, True, False, False, False, True])
     assert cut[0] == 1 and cut[1] > 1
 
 
 def test_a_stage_stays_within_its_memory_however_uneven_the_times_get() -> None:
     costs, memory = [1.0, 1, 1, 1, 6], [4.0, 4, 4, 1, 1]
-    assert contiguous(costs, 2) == [4]
-    assert contiguous(costs, 2, memory=memory, limit=10) == [2]
+    assert balance_stages(costs, 2) == [4]
+    assert balance_stages(costs, 2, memory=memory, limit=10) == [2]
     # the first stage keeps more micro-batches than the last
-    assert contiguous([1.0] * 6, 2, kept=[2.0] * 6, in_flight=[2, 1], limit=9) == [2]
+    assert balance_stages([1.0] * 6, 2, activations=[2.0] * 6, in_flight=[2, 1], limit=9) == [2]
 
 
 def test_a_cut_that_cannot_be_is_refused_with_numbers() -> None:
     with pytest.raises(PlanError, match=r"5 stages are wanted, but no more than 3 .*; set pipe=3"):
-        contiguous([1.0, 1, 1], 5)
+        balance_stages([1.0, 1, 1], 5)
     with pytest.raises(PlanError, match=r"4 stages are wanted, but no more than 2 "):
-        contiguous([1.0, 1, 1, 1], 4, crossing=[0, math.inf, 1, math.inf])
+        balance_stages([1.0, 1, 1, 1], 4, crossing=[0, math.inf, 1, math.inf])
     with pytest.raises(
         PlanError,
         match=r"no cut into 2 stages keeps each within 4\.0 MiB: the model takes 12\.0 MiB",
     ):
-        contiguous([1.0, 1, 1], 2, memory=[4.0 * 2**20] * 3, limit=4 * 2**20)
+        balance_stages([1.0, 1, 1], 2, memory=[4.0 * 2**20] * 3, limit=4 * 2**20)

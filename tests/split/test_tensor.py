@@ -13,10 +13,10 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.tensor.dry_run import attempt
 from manyhands.split.tensor import (
     Cut,
-    Derived,
+    TensorCuts,
     derive,
-    everything,
-    parts,
+    named_tensors,
+    shard_specs,
 )
 from support.paths import zoo_task
 
@@ -25,7 +25,7 @@ def zoo(name: str) -> Any:
     return zoo_task(name)
 
 
-def derived(name: str, size: int = 2, overrides: dict[str, str] | None = None) -> Derived:
+def derived(name: str, size: int = 2, overrides: dict[str, str] | None = None) -> TensorCuts:
     task = zoo(name)
     *inputs, target = (t[:4] for t in task.train)
     return derive(task.model, attempt(task.model, inputs, size, task.loss, target), size, overrides)
@@ -33,7 +33,7 @@ def derived(name: str, size: int = 2, overrides: dict[str, str] | None = None) -
 
 def of(
     model: nn.Module, *inputs: Tensor, size: int = 2, overrides: dict[str, str] | None = None
-) -> Derived:
+) -> TensorCuts:
     return derive(model, attempt(model, inputs, size), size, overrides)
 
 
@@ -61,7 +61,7 @@ def test_fused_q_k_v_are_cut_in_three_blocks_and_a_tied_matrix_under_both_its_na
         )
         assert f"h.{i}.attn.c_proj.bias" not in found.cuts
     assert found.cuts["wte.weight"] == found.cuts["lm_head.weight"] == Cut(0)
-    assert found.sentences == [
+    assert found.notes == [
         "wpe stays whole on each of 2 ranks: a table of 12 rows is cheaper to hold than to "
         "exchange",
         "26 vectors (norms, and biases that are added after a sum over ranks) stay whole",
@@ -79,8 +79,8 @@ def test_convolutions_pair_up_inside_blocks_with_the_batchnorm_between_them() ->
             for n in ("weight", "bias", "running_mean", "running_var")
         )
         assert f"blocks.{i}.bn2.weight" not in found.cuts
-    assert any(s.startswith("stem stays whole") and "residual" in s for s in found.sentences)
-    assert any(s.startswith("blocks.1.short stays whole") for s in found.sentences)
+    assert any(s.startswith("stem stays whole") and "residual" in s for s in found.notes)
+    assert any(s.startswith("blocks.1.short stays whole") for s in found.notes)
 
 
 def test_every_multihead_attention_is_cut_by_heads() -> None:
@@ -143,7 +143,7 @@ def test_a_layer_whose_output_is_needed_whole_stays_whole_and_the_others_do_not_
 
     found = of(Normed(), torch.randn(3, 5))
     assert found.cuts == {"up.weight": Cut(0), "up.bias": Cut(0), "down.weight": Cut(1)}
-    assert found.sentences[0] == (
+    assert found.notes[0] == (
         "embed stays whole on each of 2 ranks: what it gives goes into layer_norm, which needs "
         "all of it"
     )
@@ -162,9 +162,9 @@ def test_a_loss_that_needs_all_logits_keeps_the_last_layer_whole() -> None:
     assert (
         "4.weight" not in strange.cuts
         and "0.weight" in strange.cuts
-        and strange.sentences[0].startswith("4 stays whole")
+        and strange.notes[0].startswith("4 stays whole")
     )
-    assert "linalg_svdvals" in strange.sentences[0]
+    assert "linalg_svdvals" in strange.notes[0]
 
 
 class Doubled(torch.autograd.Function):
@@ -191,7 +191,7 @@ def test_shares_never_go_into_a_function_with_a_backward_of_its_own() -> None:
     x = torch.randn(2, 4, 4)
     found = of(WithFunction(last=False), x)
     assert "up.weight" not in found.cuts
-    assert found.sentences[0].startswith(
+    assert found.notes[0].startswith(
         "up stays whole on each of 2 ranks: what it gives goes into Doubled.apply"
     )
     assert "up.weight" in of(WithFunction(last=True), x).cuts
@@ -246,7 +246,7 @@ def test_outputs_fewer_than_ranks_stay_whole() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 8))
     found = of(model, torch.randn(2, 4), size=4)
     assert found.cuts == {"2.weight": Cut(0), "2.bias": Cut(0)}
-    assert found.sentences[0].endswith("3 outputs are too few for 4 ranks")
+    assert found.notes[0].endswith("3 outputs are too few for 4 ranks")
 
 
 def test_the_task_decides_by_patterns_and_a_later_one_beats_an_earlier_one() -> None:
@@ -259,8 +259,8 @@ def test_the_task_decides_by_patterns_and_a_later_one_beats_an_earlier_one() -> 
     )
     found = derived("gpt", 2, {"h.0": "replicate"})
     assert "h.0.mlp.0.weight" not in found.cuts and "h.1.mlp.0.weight" in found.cuts
-    assert "h.*.mlp.* stays whole on each of 2 ranks: the task says so" in found.sentences
-    assert "h.0.attn.c_attn stays whole on each of 2 ranks: the task says so" in found.sentences
+    assert "h.*.mlp.* stays whole on each of 2 ranks: the task says so" in found.notes
+    assert "h.0.attn.c_attn stays whole on each of 2 ranks: the task says so" in found.notes
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,11 @@ def test_a_model_that_does_not_run_on_its_data_is_said_so() -> None:
 def test_the_parts_of_all_ranks_are_the_whole_each_element_once() -> None:
     model = zoo("gpt").model
     cuts = derived("gpt").cuts
-    for name, value in everything(model):
+    for name, value in named_tensors(model):
         counted = torch.zeros_like(value)
-        held = [parts(everything(model), cuts, 2, i)[name] for i in range(2)]
+        held = [shard_specs(named_tensors(model), cuts, 2, i)[name] for i in range(2)]
         for part in held if name in cuts else held[:1]:
             more = torch.zeros_like(value)
-            part.put(torch.ones(part.local_shape), more)
+            part.insert(torch.ones(part.local_shape), more)
             counted += more
         assert (counted == 1).all()

@@ -14,7 +14,7 @@ from manyhands.data.batches import Batch
 from manyhands.parallel.pipeline.executor import PipelineExecutor
 from manyhands.parallel.pipeline.stage_modules import Stage, cut
 from manyhands.parallel.trace.trace_model import trace
-from manyhands.split.stages import actions
+from manyhands.split.schedules import actions
 from support.paths import zoo_task
 
 NOMINAL = 16.0

@@ -21,7 +21,6 @@ from manyhands.replica.module import ModuleReplica
 from manyhands.replica.units import ThinnedReplica, thinned
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
-from manyhands.split.skeleton import Units
 
 CPU = torch.device("cpu")
 BATCH, CLASSES, FEATURES = 20, 4, 10
@@ -101,7 +100,7 @@ def worker(
     plain = ModuleReplica(
         flat, WholeUpdate(flat, model, make(model.parameters())), task, nominal=batch * size
     )
-    replica = thinned(plain, model, task, source, Units)
+    replica = thinned(plain, model, task, source)
     return Worker(model, flat, replica, walk)
 
 

@@ -142,7 +142,7 @@ class Checkpointing:
         model = rule.consensus(self.replica, context.merging)
         own = self._own_share(rule, model is not None)
         tensors, optimizer_meta = local.optimizer()
-        for name in parts.unplaced(tensors):
+        for name in parts.without_spec(tensors):
             del tensors[name]
             if name not in self._left_out:
                 self._left_out.append(name)
@@ -154,12 +154,12 @@ class Checkpointing:
             params = (
                 local.model() if model is None else {k: v.clone() for k, v in local.model().items()}
             )
-        held = [_under("model", h) for h in parts.held(params)] + [
-            _under("optimizer", h) for h in parts.held(tensors)
+        held = [_under("model", h) for h in parts.local_tensors(params)] + [
+            _under("optimizer", h) for h in parts.local_tensors(tensors)
         ]
         held += [LocalTensor(ShardSpec(name, tuple(v.shape)), v) for name, v in own.items()]
         note = {
-            "optimizer": _renamed(optimizer_meta, parts.whole_name),
+            "optimizer": _renamed(optimizer_meta, parts.global_name),
             "parts": parts.signature(params),
         }
         survey = parts.survey(held, note)
@@ -275,7 +275,7 @@ class Checkpointing:
         with context.checkpoints.reader() as reader:
             here = local.model()
             shapes = _shapes(reader, "model/")
-            wanted = {k: r for k, r in parts.wanted(shapes, here).items() if k in here}
+            wanted = {k: r for k, r in parts.wanted_specs(shapes, here).items() if k in here}
             wrong = [f"{k} is not in the checkpoint" for k in here if k not in wanted]
             wrong += [
                 f"{k} is {r.shape}, in the checkpoint {shapes[r.name]}"
@@ -301,14 +301,14 @@ class Checkpointing:
             del model
             wanted = {
                 k: r
-                for k, r in parts.wanted(_shapes(reader, "optimizer/"), here).items()
+                for k, r in parts.wanted_specs(_shapes(reader, "optimizer/"), here).items()
                 if k.rpartition("/")[0] in here
             }
             moments = {k: reader.read(f"optimizer/{r.name}", r) for k, r in wanted.items()}
         numbers = {
             k: meta["numbers"][first]
             for k in here
-            if (first := parts.whole_name(k)) in meta["numbers"]
+            if (first := parts.global_name(k)) in meta["numbers"]
         }
         local.load_optimizer({**moments, **own}, {**meta, "numbers": numbers})
 
@@ -453,7 +453,7 @@ def _inner(layout: Layout) -> int:
 
 
 def _under(kind: str, held: LocalTensor) -> LocalTensor:
-    return LocalTensor(renamed(held.region, f"{kind}/{held.name}"), held.tensor)
+    return LocalTensor(renamed(held.spec, f"{kind}/{held.name}"), held.tensor)
 
 
 def _shapes(reader: sharded_file.Reader, kind: str) -> dict[str, tuple[int, ...]]:

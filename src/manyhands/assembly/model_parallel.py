@@ -47,8 +47,7 @@ from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import forward
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
-from manyhands.split import features
-from manyhands.split import stages as schedules
+from manyhands.split import features, schedules, stages
 from manyhands.split import tensor as matrices
 from manyhands.split.shard_spec import ShardSpec
 from manyhands.task import Task
@@ -108,7 +107,7 @@ class ModelPart:
             assert isinstance(update, ShardUpdate)
             local = SlicedState(flat, update)
             return Resharding(
-                local.regions(self.parts), context.link, self.aliases, context.device
+                local.shard_specs(self.parts), context.link, self.aliases, context.device
             ), local
         local = WholeTensorState(
             module, update, lambda values: context.merging.all_reduce(values).wait()
@@ -146,9 +145,11 @@ def divide(
             tries = attempt(model, (few,), layout.tensor, sequence=plan.sequence, call=task.step)
         derived = matrices.derive(model, tries, layout.tensor, task.tensor)
         cuts = derived.cuts
-        for line in derived.sentences:
+        for line in derived.notes:
             context.notice(line)
-    parts = matrices.parts(matrices.everything(model), cuts, layout.tensor, where["tensor"])
+    parts = matrices.shard_specs(
+        matrices.named_tensors(model), cuts, layout.tensor, where["tensor"]
+    )
     given = forward.names_of(values, task.step) if looks else ()
     call = (lambda module, *inputs: forward.called(module, inputs, given)) if given else None
     graph = _partition(context, plan, model, inputs, call, task) if plan.cut == "graph" else None
@@ -268,7 +269,7 @@ def by_feature(context: RankContext, model: nn.Module, sources: list[Source]) ->
     total = known[0].features
     shard, weight = features.columns(total, axis.rank, axis.size), summed.first(model, total)
     assert shard.cols is not None
-    parts = features.parts(matrices.everything(model), weight, axis.rank, axis.size)
+    parts = features.shard_specs(matrices.named_tensors(model), weight, axis.rank, axis.size)
     summed.apply(
         model, weight, parts[weight], lambda scores: axis.all_reduce({"scores": scores}).wait()
     )
@@ -336,10 +337,10 @@ def _balanced(
     chunks, micros = number // pipe, micro_batches(plan) * plan.accumulate
     limit, state = room(context, traced.model, task)
     cut = partial(
-        schedules.contiguous, [c.seconds for c in costs], number, counts=traced.trainable, crossing=crossing,
+        stages.balance_stages, [c.seconds for c in costs], number, trainable=traced.trainable, crossing=crossing,
         memory=[c.parameter_bytes * state for c in costs],
-        kept=[0.0 if plan.recompute else c.kept_bytes * _rows(example) / _rows(few) for c in costs],
-        in_flight=[max(1, schedules.most_kept(plan.schedule, pipe, s % pipe, micros, chunks) // chunks) for s in range(number)],
+        activations=[0.0 if plan.recompute else c.kept_bytes * _rows(example) / _rows(few) for c in costs],
+        in_flight=[max(1, schedules.max_in_flight(plan.schedule, pipe, s % pipe, micros, chunks) // chunks) for s in range(number)],
     )  # fmt: skip
     return _within(cut, None if context.options.anyway else limit / chunks)
 

@@ -54,7 +54,6 @@ from manyhands.replica.recompute import recompute
 from manyhands.replica.units import thinned
 from manyhands.replica.update import has_sparse_gradients
 from manyhands.server.device_store import DeviceStore
-from manyhands.split.skeleton import Units
 from manyhands.task import Callback, Task
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy
@@ -274,7 +273,7 @@ def assemble(
             raise PlanError(
                 "merge=skeleton leaves out units of whole layers, which tensor=, pipe= and shard= cut; leave them out"
             )
-        replica = known = thinned(replica, module, next_loss, train, Units)
+        replica = known = thinned(replica, module, next_loss, train)
         context.closing.append(known.close)
         context.notice(
             f"units of {', '.join(known.names)} may be left out; everything else is on every rank"

@@ -24,7 +24,7 @@ MODEL = "model/"
 
 @dataclass(frozen=True)
 class Whole:
-    region: ShardSpec
+    spec: ShardSpec
     tensor: Tensor
 
 

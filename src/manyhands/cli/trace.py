@@ -8,7 +8,7 @@ from manyhands.observe import pipeline_picture
 from manyhands.observe.bubble import bubble
 from manyhands.observe.chrome_trace import PipelineTrace, pipelines, write_trace
 from manyhands.observe.events import read
-from manyhands.split.stages import share
+from manyhands.split.schedules import bubble_fraction
 
 
 def trace(run: Path, out: Path | None = None) -> Path:
@@ -45,7 +45,7 @@ def describe(pipeline: PipelineTrace) -> str | None:
     expected = (
         (p - 1) / (v * m + p - 1)
         if schedule != "zero_bubble"
-        else share(schedule, p, m, t_f, t_b, t_w)
+        else bubble_fraction(schedule, p, m, t_f, t_b, t_w)
     )
     steps = len({e.round for e in events})
     where = f"p={p} stages" if v == 1 else f"p={p} ranks with v={v} stages each"

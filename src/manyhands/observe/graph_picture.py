@@ -13,26 +13,26 @@ from pathlib import Path
 
 from manyhands.observe.curves import INK, MUTED
 from manyhands.observe.race.picture import COLORS
-from manyhands.split.graph import Node
+from manyhands.split.graph import GraphNode
 
 WIDE, HIGH, GAP, ROW, HEAD = 128, 22, 12, 44, 64
 LETTERS = 19  # of a name in its box
 MOST = 400  # boxes; beyond, runs of nodes of one rank stand as one
 
 
-def draw(nodes: Sequence[Node], where: Sequence[int], out: Path, title: str = "") -> Path:
+def draw(nodes: Sequence[GraphNode], where: Sequence[int], out: Path, title: str = "") -> Path:
     out.write_text(svg(nodes, where, title), encoding="utf-8")
     return out
 
 
-def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
+def svg(nodes: Sequence[GraphNode], where: Sequence[int], title: str = "") -> str:
     """`where`: by node, its rank."""
     if len(nodes) > MOST:
         nodes, where = _runs(nodes, where)
     ranks = max(where, default=0) + 1
     row: list[int] = []
     for n in nodes:
-        row.append(1 + max((row[t] for t in n.takes), default=-1))
+        row.append(1 + max((row[t] for t in n.inputs), default=-1))
     cells: dict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, row) -> nodes side by side
     for u in range(len(nodes)):
         cells[where[u], row[u]].append(u)
@@ -70,7 +70,7 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
         (x, y), color = at[u], COLORS[where[u] % len(COLORS)]
         name = n.name if len(n.name) <= LETTERS else f"{n.name[: LETTERS - 1]}…"
         made.append(
-            f'<g class="node"><title>{escape(n.name)}: {n.seconds * 1e3:.3f} ms, {_bytes(n.nbytes)}</title>'
+            f'<g class="node"><title>{escape(n.name)}: {n.seconds * 1e3:.3f} ms, {_bytes(n.output_bytes)}</title>'
             f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="4" fill="white" stroke="{color}"/>'
             f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="4" fill="{color}" '
             f'fill-opacity="{0.08 + 0.42 * n.seconds / most:.2f}"/>'
@@ -80,12 +80,12 @@ def svg(nodes: Sequence[Node], where: Sequence[int], title: str = "") -> str:
 
 
 def _lines(
-    nodes: Sequence[Node], where: Sequence[int], at: dict[int, tuple[float, float]]
+    nodes: Sequence[GraphNode], where: Sequence[int], at: dict[int, tuple[float, float]]
 ) -> tuple[list[str], list[str]]:
     lines, labels = [], []
     said: set[tuple[int, int]] = set()  # a value goes to a rank once
     for u, n in enumerate(nodes):
-        for t in n.takes:
+        for t in n.inputs:
             (x0, y0), (x1, y1) = at[t], at[u]
             x0, y0, x1 = x0 + WIDE / 2, y0 + HIGH, x1 + WIDE / 2
             bend = max(14.0, (y1 - y0) / 2)
@@ -103,27 +103,31 @@ def _lines(
             x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3
             labels.append(
                 f'<text class="crossing" x="{x:g}" y="{y:g}" text-anchor="middle" fill="{MUTED}" stroke="white" stroke-width="3" '
-                f'paint-order="stroke">{_bytes(nodes[t].nbytes)}</text>'
+                f'paint-order="stroke">{_bytes(nodes[t].output_bytes)}</text>'
             )
     return lines, labels
 
 
-def _runs(nodes: Sequence[Node], where: Sequence[int]) -> tuple[list[Node], list[int]]:
+def _runs(nodes: Sequence[GraphNode], where: Sequence[int]) -> tuple[list[GraphNode], list[int]]:
     """Nodes that follow each other on a rank, with nothing between them that comes from elsewhere, as one."""
     of: list[int] = []
     made: list[list[int]] = []
     for u, n in enumerate(nodes):
         last = made[-1] if made else []
-        if last and where[last[-1]] == where[u] and set(n.takes) & set(last):
+        if last and where[last[-1]] == where[u] and set(n.inputs) & set(last):
             last.append(u)
         else:
             made.append([u])
         of.append(len(made) - 1)
     whole = []
     for r, some in enumerate(made):
-        takes = tuple(sorted({of[t] for u in some for t in nodes[u].takes} - {r}))
+        takes = tuple(sorted({of[t] for u in some for t in nodes[u].inputs} - {r}))
         name = nodes[some[0]].name + (f" … {nodes[some[-1]].name}" if len(some) > 1 else "")
-        whole.append(Node(name, sum(nodes[u].seconds for u in some), takes, nodes[some[-1]].nbytes))
+        whole.append(
+            GraphNode(
+                name, sum(nodes[u].seconds for u in some), takes, nodes[some[-1]].output_bytes
+            )
+        )
     return whole, [where[some[0]] for some in made]
 
 

@@ -2,7 +2,7 @@
 
     static        parameters + the flat gradient vector + optimizer state        from shapes, cut as the layout cuts them
     one micro     retained r: what its forward pass leaves for backward;  peak e: the most it has alive at once, gradients apart
-    in flight k   micro-batches whose forward is done and whose backward is not, by the schedule (`split.stages.most_kept`)
+    in flight k   micro-batches whose forward is done and whose backward is not, by the schedule (`split.schedules.max_in_flight`)
     mail          of a pipeline: the batch of a step, messages on their way
     needed        static + (k - 1) r + e + mail
 
@@ -34,8 +34,8 @@ from manyhands.plan.memory_timeline import (
     blocks,
     trial,
 )
+from manyhands.split.schedules import max_in_flight
 from manyhands.split.shard_spec import ShardSpec
-from manyhands.split.stages import most_kept
 
 FUSED = (
     torch.optim.SGD,
@@ -212,7 +212,7 @@ class Study:
         if setting.layout.pipe == 1:
             return 1
         schedule = "1f1b" if setting.schedule == "interleaved" and chunks == 1 else setting.schedule
-        return most_kept(schedule, setting.layout.pipe, place, setting.micros, chunks)
+        return max_in_flight(schedule, setting.layout.pipe, place, setting.micros, chunks)
 
     def _mail(self, setting: Setting, trial: Trial, chunks: list[Chunk]) -> float:
         """What a rank of a pipeline has besides: the batch of a step, and with each neighbour one message on its way out, one that is

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from manyhands.core import Group
 from manyhands.errors import CheckpointError
-from manyhands.split.shard_slice import Region, ShardSlice, runs
+from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, runs
 
 CPU = torch.device("cpu")
 # the order in which the format lays tensors out: later ones first, so that large elements are aligned
@@ -44,7 +44,7 @@ class TensorRegion(Protocol):
     """A region of a tensor and what stands there."""
 
     @property
-    def region(self) -> Region: ...
+    def spec(self) -> AnyShardSpec: ...
     @property
     def tensor(self) -> Tensor: ...
 
@@ -139,7 +139,7 @@ def _fill(file: Path, laid: LaidOut, mine: Iterable[TensorRegion]) -> None:
         ) from None
     try:
         for piece in mine:
-            put(fd, laid, piece.region, piece.tensor)
+            put(fd, laid, piece.spec, piece.tensor)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -154,16 +154,16 @@ def _name(hidden: Path, path: Path) -> None:
         os.close(fd)
 
 
-def put(fd: int, laid: LaidOut, region: Region, tensor: Tensor) -> None:
+def put(fd: int, laid: LaidOut, spec: AnyShardSpec, tensor: Tensor) -> None:
     """Write what is held of one tensor at its places: positioned writes, since what is mapped is written in whole pages, and on a
     network's disk those of one rank would overwrite its neighbours'."""
     raw = _bytes(tensor).numpy().data
-    width, start, at = tensor.element_size(), laid.offsets[region.name], 0
-    if tuple(tensor.shape) != region.local_shape:
+    width, start, at = tensor.element_size(), laid.offsets[spec.name], 0
+    if tuple(tensor.shape) != spec.local_shape:
         raise CheckpointError(
-            f"{region.name}: a tensor of shape {tuple(tensor.shape)} for a place of {region.local_shape}"
+            f"{spec.name}: a tensor of shape {tuple(tensor.shape)} for a place of {spec.local_shape}"
         )
-    for first, length in runs(region):
+    for first, length in runs(spec):
         offset, stop = start + first * width, at + length * width
         while at < stop:
             done = os.pwrite(fd, raw[at:stop], offset)
@@ -251,18 +251,18 @@ class Reader:
         found: Tensor = self._open.get_tensor(name)
         return found
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """This region of the tensor `name`, whatever the region itself is called."""
-        if self.shape(name) != region.shape:
+    def read(self, name: str, spec: AnyShardSpec) -> Tensor:
+        """This region of the tensor `name`, whatever the name in `spec` is."""
+        if self.shape(name) != spec.shape:
             raise CheckpointError(
-                f"{name} has shape {self.shape(name)} in {self.file}, not {region.shape}"
+                f"{name} has shape {self.shape(name)} in {self.file}, not {spec.shape}"
             )
-        part = region.part if isinstance(region, ShardSlice) else region
-        if isinstance(region, ShardSlice) and part.dim is None and part.shape:
+        part = spec.spec if isinstance(spec, ShardSlice) else spec
+        if isinstance(spec, ShardSlice) and part.dim is None and part.shape:
             row = math.prod(part.shape[1:])  # only the rows that the slice touches
-            first, last = (region.start // row, -(-region.stop // row)) if row else (0, 0)
+            first, last = (spec.start // row, -(-spec.stop // row)) if row else (0, 0)
             rows = self._open.get_slice(name)[first : max(first, last)].reshape(-1)
-            taken: Tensor = rows[region.start - first * row : region.stop - first * row].clone()
+            taken: Tensor = rows[spec.start - first * row : spec.stop - first * row].clone()
             return taken
         if part.dim is None:
             held = self.whole(name)
@@ -272,7 +272,7 @@ class Reader:
                 [self._open.get_slice(name)[(*ahead, slice(*r))] for r in part.ranges], part.dim
             )
         return (
-            held.reshape(-1)[region.start : region.stop].clone()
-            if isinstance(region, ShardSlice)
+            held.reshape(-1)[spec.start : spec.stop].clone()
+            if isinstance(spec, ShardSlice)
             else held
         )

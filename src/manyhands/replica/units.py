@@ -23,6 +23,7 @@ from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
+from manyhands.split.skeleton import UnitParameter, Units
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CHANNELWISE = frozenset(
@@ -32,20 +33,6 @@ CHANNELWISE = frozenset(
     " NativeBatchNorm CudnnBatchNorm".split()
 )
 RESHAPES = frozenset({"ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"})
-
-
-@dataclass(frozen=True)
-class UnitParameter:
-    """A parameter in a flat vector, and which of its dimensions are units."""
-
-    name: str
-    vector: str
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    sides: tuple[
-        tuple[int, int, int], ...
-    ]  # (dimension, layer, elements of it in a row for one unit)
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class Gate:
 @dataclass(frozen=True)
 class FoundUnits:
     sizes: tuple[int, ...]
-    places: tuple[UnitParameter, ...]
+    parameters: tuple[UnitParameter, ...]
     gates: tuple[Gate, ...]
     names: tuple[str, ...]  # of the layers that have units
 
@@ -97,11 +84,11 @@ def find(module: nn.Module, flat: FlatParameters, forward: Callable[[], Tensor])
         for reader, repeat in readers:
             sides.setdefault(id(reader.weight), {})[1] = (index, repeat)
             gates.append(Gate(reader, index, repeat, -1 if isinstance(reader, nn.Linear) else 1))
-    places = []
+    parameters = []
     for key, dims in sides.items():
         view = views[key]
         where = tuple((dim, index, repeat) for dim, (index, repeat) in sorted(dims.items()))
-        places.append(
+        parameters.append(
             UnitParameter(
                 view.name,
                 view.vector,
@@ -111,7 +98,7 @@ def find(module: nn.Module, flat: FlatParameters, forward: Callable[[], Tensor])
                 where,
             )
         )
-    return FoundUnits(tuple(sizes), tuple(places), tuple(gates), tuple(names))
+    return FoundUnits(tuple(sizes), tuple(parameters), tuple(gates), tuple(names))
 
 
 def thinned(
@@ -119,9 +106,8 @@ def thinned(
     module: nn.Module,
     next_loss: object,
     train: Source,
-    make_units: Callable[..., Any],
 ) -> ThinnedReplica:
-    """`replica`, able to leave units out; `make_units` is `split.skeleton.Units`. Two samples of `train` show the network."""
+    """`replica`, able to leave units out. A forward pass on two samples of `train` finds them."""
     if not isinstance(next_loss, TaskLoss) or isinstance(train, StreamSource):
         given = (
             "this is a loop of its own; give a Task"
@@ -148,13 +134,13 @@ def thinned(
             "merge=skeleton found no layer whose units could be left out: needed is a Linear or convolution whose outputs go, by way of "
             "activations, pooling or BatchNorm, only to others; choose another merge="
         )
-    return ThinnedReplica(replica, make_units(found.sizes, found.places), found)
+    return ThinnedReplica(replica, Units(found.sizes, found.parameters), found)
 
 
 class ThinnedReplica:
     """Wraps a replica; everything but `thin`, and what it does to `backward` and `step`, goes through to it."""
 
-    def __init__(self, inner: Any, units: Any, found: FoundUnits):
+    def __init__(self, inner: Any, units: Units, found: FoundUnits):
         self.inner, self.units, self.names = inner, units, found.names
         self._firsts = [sum(found.sizes[:i]) for i in range(len(found.sizes))]
         self._scales: Tensor | None = None

@@ -1,9 +1,9 @@
-"""Split the data over ranks, sample by sample, so that N ranks together walk the order one rank would walk.
+"""Data split: which samples each rank computes at each step.
 
-An epoch is an order of indices, the same on every rank (it follows from seed and epoch). A step takes the next
-`global_batch` of them; each rank takes its near-equal, contiguous part of that. So the union of all ranks' parts
-is exactly one process's batch, every sample is used once per epoch without padding or duplicates, and the
-position (epoch, offset) means the same for any number of ranks.
+An epoch is an order of indices, the same on every rank (it follows from seed and epoch). A step uses
+the next `global_batch` of them; each rank computes a near-equal, contiguous range of that. So the
+union over ranks is exactly one process's batch, every sample is used once per epoch without padding or
+duplicates, and the position (epoch, offset) means the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ordered(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.arange(samples)
 
 
-# by_feature: samples are shuffled, and what ranks share out are columns (`split.features`)
+# by_feature: samples are shuffled, and each rank has some of the columns (`split.features`)
 SPLITS: dict[str, Order] = {
     "shuffled": shuffled,
     "sampled": sampled,
@@ -44,8 +44,9 @@ SPLITS: dict[str, Order] = {
 }
 
 
-def part(total: int, rank: int, size: int) -> range:
-    """The near-equal contiguous part of `range(total)` that `rank` owns; the first ones are longer by one."""
+def rank_range(total: int, rank: int, size: int) -> range:
+    """The near-equal contiguous range of `range(total)` that `rank` owns; the first ranks own one
+    element more where `total` does not divide."""
     base, extra = divmod(total, size)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
@@ -53,7 +54,7 @@ def part(total: int, rank: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """One rank's share of one step: offsets into the epoch's order, cut into micro-batches of at most `micro`."""
+    """One rank's samples of one step: offsets into the epoch's order, in micro-batches."""
 
     position: Position  # before this step
     micros: tuple[range, ...]  # never empty: a rank without data has one empty range
@@ -62,22 +63,22 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """Which offsets of the epoch's order this rank takes at every step, from any position on."""
+    """Data split: the offsets of the epoch's order that this rank computes at every step."""
 
     samples: int
     global_batch: int
-    micro: int
+    micro: int  # samples of a micro-batch at the most
     rank: int
     size: int
 
     def step_samples(self, at: Position) -> StepSamples:
         total = min(self.global_batch, self.samples - at.offset)
-        # first into micro-batches, then over ranks: every rank makes the same number of them, and the union of the
-        # ranks' k-th ones is the k-th of one process, so that BatchNorm over the union lines up
+        # First into micro-batches, then over ranks: every rank has the same number of them, and the
+        # union of the ranks' k-th ones is the k-th of one process, as BatchNorm over ranks needs it.
         rounds = max(1, math.ceil(math.ceil(total / self.size) / self.micro))
         micros = []
-        for block in (part(total, k, rounds) for k in range(rounds)):
-            mine, start = part(len(block), self.rank, self.size), at.offset + block.start
+        for block in (rank_range(total, k, rounds) for k in range(rounds)):
+            mine, start = rank_range(len(block), self.rank, self.size), at.offset + block.start
             micros.append(range(start + mine.start, start + mine.stop))
         end = at.offset + total
         after = replace(at, offset=end, steps=at.steps + 1)
@@ -97,5 +98,5 @@ class DataSplit:
 
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
-    # odd multiplier: distinct (seed, epoch) pairs give distinct generator seeds for any practical run
+    # odd multipliers: distinct (seed, epoch) pairs give distinct generator seeds
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch * 7_919) % (2**63))

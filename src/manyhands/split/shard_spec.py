@@ -1,10 +1,13 @@
-"""Where what a rank holds of a tensor lies in the whole tensor: the words in which layouts speak to each other.
+"""Shard spec: which slice of a global tensor a rank holds.
 
-    whole dimension of n, cut for `size` ranks in `groups` blocks:      [ q0 q1 | k0 k1 | v0 v1 ]      3 groups, 2 ranks
-    what rank 1 holds of it, one after the other:                       [ q1 k1 v1 ]
+    dimension of the global tensor, cut for `size` ranks in `groups` blocks (here 2 ranks, 3 groups):
 
-A fused matrix (q, k and v in one) is cut block by block, so that each rank holds a share of every block. Sizes that do not divide
-are shared out as evenly as can be, larger shares first.
+        [ q0 q1 | k0 k1 | v0 v1 ]
+
+    the local tensor of rank 1:     [ q1 k1 v1 ]
+
+A fused matrix (q, k and v in one) is cut block by block, so that each rank holds a slice of every
+block. Where a length does not divide, slices differ by one element at the most, larger ones first.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 
 
 def bounds(length: int, size: int) -> list[int]:
-    """Where shares of `length` elements begin, and the end: sizes differ by one at the most, larger ones first."""
+    """Where the `size` slices of `length` elements begin, and the end: larger slices first."""
     least, more = divmod(length, size)
     starts = [0]
     for i in range(size):
@@ -26,18 +29,18 @@ def bounds(length: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What rank `index` of `size` holds of the tensor `name` of the whole model: all of it, or its share of one dimension."""
+    """Shard spec of the global tensor `name`: all of it, or slice `index` of `size` along `dim`."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole
-    dim: int | None = None  # None: all of it
+    shape: tuple[int, ...]  # of the global tensor
+    dim: int | None = None  # None: replicated, every rank holds all of it
     size: int = 1
     index: int = 0
     groups: int = 1
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The runs of the dimension `dim` of the whole that are held, in order."""
+        """(start, stop) of the runs that are held of dimension `dim`, in order."""
         assert self.dim is not None
         block = self.shape[self.dim] // self.groups
         cut = bounds(block, self.size)
@@ -53,22 +56,22 @@ class ShardSpec:
         held = sum(stop - start for start, stop in self.ranges)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
-    def take(self, whole: Tensor) -> Tensor:
-        """A copy of what is held of `whole`."""
+    def extract(self, full: Tensor) -> Tensor:
+        """The local tensor, as a copy of its slice of the global tensor `full`."""
         if self.dim is None:
-            return whole.clone()
+            return full.clone()
         return torch.cat(
-            [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
+            [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         )
 
-    def put(self, held: Tensor, whole: Tensor) -> None:
-        """Write what is held into its place in `whole`."""
+    def insert(self, local: Tensor, full: Tensor) -> None:
+        """Write the local tensor into its slice of the global tensor `full`."""
         if self.dim is None:
-            whole.copy_(held)
+            full.copy_(local)
             return
         at = 0
         for start, stop in self.ranges:
-            whole.narrow(self.dim, start, stop - start).copy_(
-                held.narrow(self.dim, at, stop - start)
+            full.narrow(self.dim, start, stop - start).copy_(
+                local.narrow(self.dim, at, stop - start)
             )
             at += stop - start

@@ -1,18 +1,21 @@
-"""Random split with a skeleton: which units of a network are on every rank, and which a rank takes besides.
+"""Random split with a skeleton: which units of a network every rank holds, and which one rank holds.
 
-    I(u) = sum over edges e at u of |w_e| + c |g_e|;     S = the q_s most important units of each layer, on all ranks
+    I(u) = sum over edges e at u of |w_e| + c |g_e|
+    S    = the q_s most important units of each layer, on all ranks
     R_k  = drawn from the rest of each layer by RNG(seed, draw, k);     rank k holds S and R_k
-    what it holds is multiplied by 1 / P(held): 1 in S, (n - |S|) / |R_k| in R_k, so that in the mean the network is whole
 
-A unit is an output of a layer whose readers are all known (`replica.units` finds them), so its edges are a row of that layer, a
-column of each reader, and what stands between them. An edge is held where both of its ends are. Inputs and outputs of the network
-are no units: they are always there.
+    a held unit is multiplied by 1 / P(held): 1 in S, (n - |S|) / |R_k| in R_k,
+    so that in the mean the network is complete
+
+A unit is an output of a layer whose readers are all known (`replica.units` finds them). Its edges are
+a row of that layer, a column of each reader, and the parameters between them. An edge is held where
+both of its ends are. Inputs and outputs of the network are no units: they are always held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,32 +23,24 @@ from torch import Tensor
 from manyhands.core import Tensors
 
 
-class Place(Protocol):
-    """What `replica.units.Place` looks like from here: a parameter in a flat vector, and which of its dimensions are units."""
+@dataclass(frozen=True)
+class UnitParameter:
+    """A parameter in a flat vector, and which of its dimensions are units."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def vector(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def sides(
-        self,
-    ) -> tuple[
-        tuple[int, int, int], ...
-    ]: ...  # (dimension, layer, elements of it in a row for one unit)
+    name: str
+    vector: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    # (dimension, layer, consecutive elements of it for one unit)
+    sides: tuple[tuple[int, int, int], ...]
 
 
 class Units:
-    """All units of a network in one row, layer after layer; `sizes` says how many each layer has."""
+    """Units of a network in one vector, layer after layer; `sizes`: how many each layer has."""
 
-    def __init__(self, sizes: Sequence[int], places: Sequence[Place]):
-        self.sizes, self.places = tuple(sizes), tuple(places)
+    def __init__(self, sizes: Sequence[int], parameters: Sequence[UnitParameter]):
+        self.sizes, self.parameters = tuple(sizes), tuple(parameters)
         self.total = sum(self.sizes)
         firsts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self._layers = [
@@ -55,7 +50,7 @@ class Units:
     # -- who holds what --
 
     def skeleton(self, scores: Tensor, share: float) -> Tensor:
-        """The most important of each layer; of equals the first."""
+        """The most important units of each layer, as a `share` of it; of equals the first."""
         chosen = torch.zeros(self.total, dtype=torch.bool)
         for layer, n in zip(self._layers, self.sizes, strict=True):
             best = scores[layer].cpu().argsort(descending=True, stable=True)[: round(share * n)]
@@ -63,8 +58,9 @@ class Units:
         return chosen
 
     def explorers(self, core: Tensor, share: float, seed: int, draw: int, ranks: int) -> Tensor:
-        """(ranks, units): a `share` of each layer, at random among what is not in `core`, for each rank by itself. At least one,
-        where there is one: a layer of which nothing is held would cut the network in two."""
+        """(ranks, units): a `share` of each layer, drawn for each rank from the units not in `core`.
+
+        At least one where there is one: a layer of which nothing is held would cut the network."""
         drawn = torch.zeros(ranks, self.total, dtype=torch.bool)
         for rank in range(ranks):
             chance = _generator(seed, draw, rank)
@@ -74,9 +70,10 @@ class Units:
                 drawn[rank, rest[torch.randperm(len(rest), generator=chance)[:wanted]]] = True
         return drawn
 
-    def dealt(self, core: Tensor, seed: int, draw: int, ranks: int) -> Tensor:
-        """(ranks, units): all that is not in `core` dealt out, each unit to one rank; one more than once only where a layer has
-        fewer than there are ranks."""
+    def disjoint(self, core: Tensor, seed: int, draw: int, ranks: int) -> Tensor:
+        """(ranks, units): all units not in `core`, each on one rank.
+
+        A unit is on several ranks only where a layer has fewer units than there are ranks."""
         drawn = torch.zeros(ranks, self.total, dtype=torch.bool)
         chance = _generator(seed, draw, 0)
         for layer in self._layers:
@@ -88,7 +85,7 @@ class Units:
         return drawn
 
     def scales(self, core: Tensor, explorers: Tensor) -> Tensor:
-        """1 / P(held) of what each rank holds, 0 of the rest."""
+        """1 / P(held) of the units that each rank holds, 0 of the others."""
         scales = core.float() + torch.zeros(explorers.shape)
         for layer in self._layers:
             rest, mine = (~core[layer]).sum(), explorers[:, layer].sum(1, keepdim=True)
@@ -98,46 +95,48 @@ class Units:
     # -- from units to elements of flat vectors, and back --
 
     def sums(self, values: Tensors) -> Tensor:
-        """For each unit the sum of |value| over its edges."""
+        """By unit: the sum of |value| over its edges."""
         device = next(iter(values.values())).device
         total = torch.zeros(self.total, dtype=torch.float64, device=device)
-        for place in self.places:
-            view = _view(values[place.vector], place).abs()
-            for dim, layer, repeat in place.sides:
+        for p in self.parameters:
+            view = _view(values[p.vector], p).abs()
+            for dim, layer, repeat in p.sides:
                 others = [d for d in range(view.ndim) if d != dim]
                 along = view.sum(others, dtype=torch.float64) if others else view.double()
                 total[self._layers[layer]] += along.view(-1, repeat).sum(1)
         return total
 
     def holders(self, held: Tensor, weights: Tensor, like: Tensors) -> Tensors:
-        """For each element the sum of `weights` over the ranks that hold it; what is no edge of a unit is held by all."""
+        """By element: the sum of `weights` over the ranks that hold it.
+
+        All ranks hold what is no edge of a unit."""
         found = {}
         for k, v in like.items():
             wide = torch.promote_types(v.dtype, torch.float32)
             found[k] = weights.to(v.device, wide).sum().expand(v.numel()).clone()
-        for place in self.places:
-            into = _view(found[place.vector], place)
+        for p in self.parameters:
+            into = _view(found[p.vector], p)
             rows = held.to(into.device, into.dtype)
             ends = [
                 rows[:, self._layers[layer]].repeat_interleave(repeat, 1)
-                for _, layer, repeat in place.sides
+                for _, layer, repeat in p.sides
             ]
             ends[0] = ends[0] * weights.to(into.device, into.dtype)[:, None]
             joint = ends[0].sum(0) if len(ends) == 1 else ends[0].T @ ends[1]
             shape = [1] * into.ndim
-            for dim, *_ in place.sides:
+            for dim, *_ in p.sides:
                 shape[dim] = into.shape[dim]
             into.copy_(joint.view(shape).expand(into.shape))
         return found
 
     def of_parameters(self, values: Tensors) -> Tensors:
-        """The parts of flat vectors that belong to parameters with units, by name."""
-        return {place.name: _view(values[place.vector], place) for place in self.places}
+        """Views of the parameters with units in flat vectors, by name."""
+        return {p.name: _view(values[p.vector], p) for p in self.parameters}
 
 
-def _view(vector: Tensor, place: Place) -> Tensor:
+def _view(vector: Tensor, parameter: UnitParameter) -> Tensor:
     return torch.as_strided(
-        vector, place.shape, place.stride, vector.storage_offset() + place.start
+        vector, parameter.shape, parameter.stride, vector.storage_offset() + parameter.start
     )
 
 

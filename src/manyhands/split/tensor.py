@@ -1,13 +1,14 @@
-"""Which parameters of a model are cut over the ranks of the tensor axis, and along which dimension.
+"""Tensor-parallel cuts: which parameters are cut over the tensor axis, and along which dimension.
 
-    column       the outputs of a layer are cut: what it gives is cut, until a ...
-    row          ... layer whose inputs are cut sums it up over ranks
-    vocabulary   the rows of an embedding are cut, and with them the outputs of the layer that it is tied to
-    heads        as column, in as many blocks as there are fused matrices (q, k and v), by whole heads
+    column       the outputs of a layer are cut: what it returns is sharded, until a ...
+    row          ... layer whose inputs are cut sums over ranks
+    vocabulary   the rows of an embedding, and with them the outputs of the layer that it is tied to
+    heads        as column, in one block per fused matrix (q, k and v), by whole heads
     replicate    every rank holds all of it
 
-Deriving is trying. An attempt runs the model once on meta tensors, cuts whatever comes in its way greedily, and writes down where a
-cut could not go on; those layers then stay whole, and the next attempt begins. What is left when nothing fails is the plan.
+Cuts are derived by dry runs. A dry run executes the model once on fake tensors, cuts every layer it
+can, and notes which cuts failed and why. Those layers are replicated in the next dry run. When
+nothing fails any more, the cuts that are left are the plan.
 """
 
 from __future__ import annotations
@@ -16,97 +17,112 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from manyhands.errors import PlanError, TaskError
 from manyhands.split.shard_spec import ShardSpec
 
-WISHES = ("column", "row", "vocabulary", "heads", "replicate")
-MOST_ATTEMPTS = 100
-ASKED = "the task says so"
+CUTS = ("column", "row", "vocabulary", "heads", "replicate")  # that a task may request
+MAX_DRY_RUNS = 100
+REQUESTED = "the task says so"
 
 
 @dataclass(frozen=True)
 class Cut:
+    """Cut of a parameter: along `dim`, in `groups` blocks."""
+
     dim: int
     groups: int = 1
 
 
 @dataclass(frozen=True)
-class Derived:
-    cuts: dict[str, Cut]  # by name of a parameter or buffer, tied ones under all their names
-    sentences: list[str]  # what stays whole, and why
+class TensorCuts:
+    """The derived cuts of a model."""
+
+    cuts: dict[str, Cut]  # by parameter or buffer, tied ones under all their names
+    notes: list[str]  # which layers every rank holds as a whole, and why
 
 
-class DryRunFindings(Protocol):
-    """What one attempt found, by name of a parameter."""
+@dataclass
+class DryRunResult:
+    """Findings of one dry run, by name of a parameter in the model."""
 
-    cuts: dict[str, tuple[int, int]]  # dimension and groups
-    columns: set[str]  # those that are cut on what they give
-    failed: dict[str, str]  # why a cut could not go on
-    blocks: dict[str, int]  # in how many blocks it should have been cut
-    heads: dict[str, tuple[int, str]]  # how many heads, which do not divide, and of which module
-    small: dict[str, str]  # why nobody tried
+    cuts: dict[str, tuple[int, int]] = field(default_factory=dict)  # (dimension, groups)
+    columns: set[str] = field(default_factory=set)  # those that are cut on their outputs
+    failed: dict[str, str] = field(default_factory=dict)  # why the cut is impossible
+    blocks: dict[str, int] = field(default_factory=dict)  # number of blocks that it needs
+    # number of heads, which does not divide, and the module that has them
+    heads: dict[str, tuple[int, str]] = field(default_factory=dict)
+    small: dict[str, str] = field(default_factory=dict)  # why no cut was tried
 
 
-Attempt = Callable[
-    [Mapping[str, str], Mapping[str, int], Mapping[str, str]], DryRunFindings
-]  # (whole and why, blocks, wishes)
+# (replicated parameters and why, blocks by parameter, requested cuts by module)
+DryRun = Callable[[Mapping[str, str], Mapping[str, int], Mapping[str, str]], DryRunResult]
 
 
 def derive(
-    module: nn.Module, attempt: Attempt, size: int, overrides: Mapping[str, str] | None = None
-) -> Derived:
-    """`overrides`: what to do with modules whose names match a pattern, such as {"h.*.attn": "replicate"}."""
-    wishes = wished(module, overrides or {})
+    module: nn.Module, dry_run: DryRun, size: int, overrides: Mapping[str, str] | None = None
+) -> TensorCuts:
+    """The cuts of `module` over `size` ranks.
+
+    `overrides`: cuts of modules whose names match a pattern, as {"h.*.attn": "replicate"}."""
+    requested = requested_cuts(module, overrides or {})
     owners = {
         name: name.rpartition(".")[0] for name, _ in module.named_parameters(remove_duplicate=False)
     }
-    whole = {n: ASKED for n, owner in owners.items() if wishes.get(owner) == "replicate"}
+    replicated = {
+        n: REQUESTED for n, owner in owners.items() if requested.get(owner) == "replicate"
+    }
     blocks: dict[str, int] = {}
-    tried = attempt(whole, blocks, wishes)
-    for _ in range(MOST_ATTEMPTS):
-        if found := {n: k for n, k in tried.blocks.items() if n not in blocks}:
-            blocks |= found  # what else failed may have done so because of that
-        elif fails := _first_failure(tried, size, wishes, owners):
-            whole |= fails
+    result = dry_run(replicated, blocks, requested)
+    for _ in range(MAX_DRY_RUNS):
+        if found := {n: k for n, k in result.blocks.items() if n not in blocks}:
+            blocks |= found  # other failures may have come from that
+        elif failures := _first_failure(result, size, requested, owners):
+            replicated |= failures
         else:
             break
-        tried = attempt(whole, blocks, wishes)
-    for layer in {
-        _starred(n) for n, why in whole.items() if why != ASKED
-    }:  # it may have failed because of one that is whole now
-        fewer = {n: why for n, why in whole.items() if _starred(n) != layer}
-        again = attempt(fewer, blocks, wishes)
+        result = dry_run(replicated, blocks, requested)
+    # a layer may have failed only because of another that is replicated now: try it again
+    # (in an order that is the same in every process)
+    for layer in dict.fromkeys(_starred(n) for n, why in replicated.items() if why != REQUESTED):
+        fewer = {n: why for n, why in replicated.items() if _starred(n) != layer}
+        again = dry_run(fewer, blocks, requested)
         if (
-            not _first_failure(again, size, wishes, owners)
+            not _first_failure(again, size, requested, owners)
             and set(again.blocks) <= set(blocks)
-            and set(tried.cuts) <= set(again.cuts)
+            and set(result.cuts) <= set(again.cuts)
         ):
-            whole, tried = fewer, again
-    refused = [
-        f"{m}={w}"
-        for m, w in wishes.items()
-        if w != "replicate" and not any(owners.get(n) == m for n in tried.cuts)
-    ]
-    if refused:
-        raise PlanError(
-            f"Task(tensor=...) asks for {', '.join(sorted(refused))}, but a layer that multiplies with its weight is needed there (Linear, "
-            "convolution, Embedding, MultiheadAttention); name one of those, or leave it out"
-        )
-    named = {n: Cut(*cut) for n, cut in tried.cuts.items()}
-    return Derived(
-        _under_all_names(module, named), _sentences(module, named, tried.small | whole, size)
+            replicated, result = fewer, again
+    _check_requests(requested, owners, result)
+    named = {n: Cut(*cut) for n, cut in result.cuts.items()}
+    return TensorCuts(
+        _under_all_names(module, named), _notes(module, named, result.small | replicated, size)
     )
 
 
-def parts(
+def _check_requests(
+    requested: Mapping[str, str], owners: Mapping[str, str], result: DryRunResult
+) -> None:
+    refused = [
+        f"{m}={cut}"
+        for m, cut in requested.items()
+        if cut != "replicate" and not any(owners.get(n) == m for n in result.cuts)
+    ]
+    if refused:
+        raise PlanError(
+            f"Task(tensor=...) asks for {', '.join(sorted(refused))}, but a layer that multiplies "
+            "with its weight is needed there (Linear, convolution, Embedding, MultiheadAttention); "
+            "name one of those, or leave it out"
+        )
+
+
+def shard_specs(
     values: Iterable[tuple[str, Tensor]], cuts: Mapping[str, Cut], size: int, index: int
 ) -> dict[str, ShardSpec]:
-    """What rank `index` holds of each of the whole `values` (parameters and buffers, by name)."""
+    """Shard specs of rank `index` for the global tensors `values` (parameters and buffers)."""
     found = {}
     for name, value in values:
         cut = cuts.get(name)
@@ -119,7 +135,7 @@ def parts(
     return found
 
 
-def everything(module: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers by all their names."""
     return [
         *module.named_parameters(remove_duplicate=False),
@@ -127,71 +143,76 @@ def everything(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def wished(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
-    """What the task asks for, by module; a later pattern beats an earlier one."""
+def requested_cuts(module: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
+    """The cuts that the task requests, by module; a later pattern overrides an earlier one."""
     names = [n for n, _ in module.named_modules() if n]
     owning = {n for n, m in module.named_modules() if m._parameters}
     found: dict[str, str] = {}
-    for pattern, wish in overrides.items():
-        if wish not in WISHES:
-            near = difflib.get_close_matches(str(wish), WISHES, 1)
+    for pattern, cut in overrides.items():
+        given = f"Task(tensor={{{pattern!r}: {cut!r}}})"
+        if cut not in CUTS:
+            near = difflib.get_close_matches(str(cut), CUTS, 1)
             raise TaskError(
-                f"Task(tensor={{{pattern!r}: {wish!r}}}): {wish!r} is none of {', '.join(WISHES)}"
+                f"{given}: {cut!r} is none of {', '.join(CUTS)}"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
         matched = [n for n in names if fnmatch.fnmatchcase(n, pattern)]
         if not matched:
             near = difflib.get_close_matches(pattern, names, 1, 0.3)
             raise TaskError(
-                f"Task(tensor={{{pattern!r}: {wish!r}}}): the model has no module of that name"
+                f"{given}: the model has no module of that name"
                 + (f"; the nearest is {near[0]!r}" if near else "")
             )
-        if wish == "replicate":  # of all that is inside, too
+        if cut == "replicate":  # of all that is inside, too
             matched = [n for n in names if any(n == m or n.startswith(f"{m}.") for m in matched)]
         matched = [n for n in matched if n in owning]
         if not matched:
             raise TaskError(
-                f"Task(tensor={{{pattern!r}: {wish!r}}}): no module of that name has parameters of its own; name the layers in it"
+                f"{given}: no module of that name has parameters of its own; name the layers in it"
             )
-        found |= dict.fromkeys(matched, wish)
+        found |= dict.fromkeys(matched, cut)
     return found
 
 
 def _first_failure(
-    tried: DryRunFindings, size: int, wishes: Mapping[str, str], owners: Mapping[str, str]
+    result: DryRunResult, size: int, requested: Mapping[str, str], owners: Mapping[str, str]
 ) -> dict[str, str]:
-    """What failed first, in all layers of the same kind: what came after it may have failed only because of it."""
-    _refuse_heads(tried, size)
-    asked = {n for n in tried.failed if wishes.get(owners.get(n, "")) is not None}  # and so be it
-    fails = {n: why for n, why in tried.failed.items() if n not in asked}
-    kind = _starred(next(iter(fails), ""))
-    return {n: why for n, why in fails.items() if _starred(n) == kind}
+    """The first failure, in all layers of the same kind.
+
+    Later failures may have come from it. A failure of a requested cut is accepted."""
+    _refuse_heads(result, size)
+    failures = {
+        n: why for n, why in result.failed.items() if requested.get(owners.get(n, "")) is None
+    }
+    kind = _starred(next(iter(failures), ""))
+    return {n: why for n, why in failures.items() if _starred(n) == kind}
 
 
-def _refuse_heads(tried: DryRunFindings, size: int) -> None:
-    """Heads that do not divide: k and v of fewer heads than q stay whole, anything else is refused."""
-    for name, (heads, where) in tried.heads.items():
-        beside = {n for n in tried.columns if n.startswith(f"{where}.") and n not in tried.heads}
+def _refuse_heads(result: DryRunResult, size: int) -> None:
+    """Heads that do not divide: k and v of fewer heads than q are replicated, others refused."""
+    for name, (heads, where) in result.heads.items():
+        beside = {n for n in result.columns if n.startswith(f"{where}.") and n not in result.heads}
         if not beside:
             fit = [str(d) for d in range(1, heads + 1) if heads % d == 0][-6:]
             use = f"{', '.join(fit[:-1])} or {fit[-1]}" if len(fit) > 1 else fit[0]
             raise PlanError(f"tensor={size} does not divide {heads} heads of {where}; use {use}")
-        tried.failed[name] = f"its {heads} heads do not divide over {size} ranks"
+        result.failed[name] = f"its {heads} heads do not divide over {size} ranks"
 
 
 def _starred(name: str) -> str:
+    """The name with * for numbers: the same for layers of one kind."""
     return re.sub(r"(?<![^. ])\d+(?![^., ])", "*", name)
 
 
 def _under_all_names(module: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    by_tensor = {id(v): cuts[n] for n, v in everything(module) if n in cuts}
-    return {n: by_tensor[id(v)] for n, v in everything(module) if id(v) in by_tensor}
+    by_tensor = {id(v): cuts[n] for n, v in named_tensors(module) if n in cuts}
+    return {n: by_tensor[id(v)] for n, v in named_tensors(module) if id(v) in by_tensor}
 
 
-def _sentences(
+def _notes(
     module: nn.Module, cuts: Mapping[str, Cut], reasons: Mapping[str, str], size: int
 ) -> list[str]:
-    """One for all layers that stay whole for one reason, with numbers in their names left out."""
+    """One line for all layers that are replicated for one reason, with * for numbers in names."""
     said: dict[tuple[str, str], list[str]] = {}
     rest = 0
     for name, p in module.named_parameters():

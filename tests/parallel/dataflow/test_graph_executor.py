@@ -20,7 +20,8 @@ from manyhands.observe.graph_picture import svg
 from manyhands.parallel.dataflow.common_subexpressions import without_common_subexpressions
 from manyhands.parallel.dataflow.graph_nodes import FIELDS, measure_costs, trace_finely
 from manyhands.parallel.dataflow.partition import partition
-from manyhands.split.graph import Node, TransferCost, simulate
+from manyhands.split.graph import GraphNode, TransferCost
+from manyhands.split.graph_schedule import simulate
 from support.compare import assert_gradients_close
 from support.dataflow import Inception, Towers, branched, graphed, partition_of
 from support.pipelines import Dealt, alone, gradients, share, step
@@ -498,7 +499,7 @@ def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
     where = deal.placement.where
     picture = svg(deal.nodes, where, "branches & more")
     cuts = [
-        (t, where[u]) for u, n in enumerate(deal.nodes) for t in n.takes if where[t] != where[u]
+        (t, where[u]) for u, n in enumerate(deal.nodes) for t in n.inputs if where[t] != where[u]
     ]
     assert cuts and picture.count('class="cut"') == len(cuts)
     assert picture.count('class="crossing"') == len(set(cuts)), "a value goes to a rank once"
@@ -508,6 +509,6 @@ def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
 
 
 def test_a_picture_of_very_many_nodes_shows_runs_of_them() -> None:
-    nodes = [Node(f"n{i}", 1.0, (i - 1,) if i else ()) for i in range(900)]
+    nodes = [GraphNode(f"n{i}", 1.0, (i - 1,) if i else ()) for i in range(900)]
     picture = svg(nodes, [i // 300 for i in range(900)])
     assert picture.count('class="node"') == 3 and picture.count('class="cut"') == 2

@@ -18,7 +18,7 @@ from manyhands.errors import TaskError
 from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
-from manyhands.split.stages import SCHEDULES, most_kept
+from manyhands.split.schedules import SCHEDULES, max_in_flight
 from support.compare import assert_gradients_close
 from support.pipelines import (
     Dealt,
@@ -345,7 +345,7 @@ def test_no_more_micro_batches_are_alive_than_the_schedule_promises(p: int, sche
         )
 
     # no fewer either, or this test would not see them
-    assert World(p).run(main) == [most_kept(schedule, p, rank, m, chunks) for rank in range(p)]
+    assert World(p).run(main) == [max_in_flight(schedule, p, rank, m, chunks) for rank in range(p)]
 
 
 def test_once_both_ends_know_the_shapes_one_message_goes_each_way_for_every_micro_batch() -> None:

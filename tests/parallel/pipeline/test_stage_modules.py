@@ -15,7 +15,8 @@ from manyhands.errors import PlanError
 from manyhands.parallel.pipeline.node_costs import measure
 from manyhands.parallel.pipeline.stage_modules import Stage, cut
 from manyhands.parallel.trace.trace_model import trace
-from manyhands.split.stages import brute_force, contiguous, slowest
+from manyhands.split.stages import balance_stages
+from support.stage_cuts import brute_force, slowest
 from support.traced_models import QUICK_AND_SLOW, model, through
 
 
@@ -27,7 +28,9 @@ def names(stage: Stage) -> list[str]:
 def test_every_parameter_and_buffer_has_its_name_in_the_whole_model_and_a_stage(name: str) -> None:
     whole, inputs = model(name)
     traced = trace(whole, inputs, pieces=4)
-    stages = cut(traced, contiguous([1.0] * len(traced.nodes[True]), 4, counts=traced.trainable))
+    stages = cut(
+        traced, balance_stages([1.0] * len(traced.nodes[True]), 4, trainable=traced.trainable)
+    )
     order = [n for n, _ in whole.named_parameters()]
     assert {n for s in stages for n in names(s)} == set(order)
     assert {n for s in stages for n, _ in s.module.named_buffers()} == {
@@ -111,10 +114,10 @@ def test_no_cut_lies_between_a_value_and_what_changes_it_in_place() -> None:
         assert [math.isinf(c.crossing_bytes) for c in costs] == [False, True, False, True, False]
         stages = cut(
             traced,
-            contiguous(
+            balance_stages(
                 [0.0, 9, 0, 9, 0],
                 3,
-                counts=traced.trainable,
+                trainable=traced.trainable,
                 crossing=[c.crossing_bytes for c in costs],
             ),
         )
@@ -147,7 +150,7 @@ def test_more_stages_than_pieces_are_refused_with_both_numbers() -> None:
     whole, inputs = model("mlp")
     traced = trace(whole, inputs, pieces=9)
     with pytest.raises(PlanError, match=r"9 stages are wanted, but no more than 4 can be cut"):
-        contiguous([1.0] * len(traced.nodes[True]), 9, counts=traced.trainable)
+        balance_stages([1.0] * len(traced.nodes[True]), 9, trainable=traced.trainable)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +166,8 @@ def test_the_automatic_cut_is_about_as_good_as_the_best_there_is(name: str, stag
     traced = trace(whole, inputs, pieces=stages)
     costs = measure(traced, inputs, repeats=1)
     seconds = [c.seconds for c in costs]
-    where = contiguous(
-        seconds, stages, counts=traced.trainable, crossing=[c.crossing_bytes for c in costs]
+    where = balance_stages(
+        seconds, stages, trainable=traced.trainable, crossing=[c.crossing_bytes for c in costs]
     )
     assert all(type(i) is int for i in where)
     able = [

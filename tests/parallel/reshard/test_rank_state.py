@@ -86,7 +86,7 @@ def held(group: Group, stage: int) -> tuple[SlicedState, Resharding]:
     slices = SlicedState(
         flat, ShardUpdate(flat, adam(p for p in module.parameters() if p.requires_grad))
     )
-    return slices, Resharding(slices.regions(parts), group, ALIASES)
+    return slices, Resharding(slices.shard_specs(parts), group, ALIASES)
 
 
 def stepped(slices: SlicedState) -> None:
@@ -155,9 +155,9 @@ def test_slices_of_every_stage_make_the_whole_and_are_taken_out_of_it(
         for values in slices.flat.values.values():
             values.zero_()
         here = slices.model()
-        slices.load_model({k: v for k, v in assembled.take(params).items() if k in here})
+        slices.load_model({k: v for k, v in assembled.extract(params).items() if k in here})
         meta = slices.optimizer()[1]
-        slices.load_optimizer(assembled.take(moments), meta)
+        slices.load_optimizer(assembled.extract(moments), meta)
         again = assembled.gather(slices.model()), assembled.gather(slices.optimizer()[0])
         with slices.flat.holding(None):
             whole = model_state(slices.flat)

@@ -15,7 +15,7 @@ from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.split.shard_slice import (
-    Region,
+    AnyShardSpec,
     ShardSlice,
     numel,
     renamed,
@@ -71,10 +71,10 @@ def whole_optimizer(model: Tensors) -> Tensors:
     return state
 
 
-def parts_of(layout: Layout, rank: int, model: Tensors) -> dict[str, Region]:
+def parts_of(layout: Layout, rank: int, model: Tensors) -> dict[str, AnyShardSpec]:
     """What the layout leaves on a rank, by the names that its own module has for it."""
     at = layout.coordinates(rank)
-    parts: dict[str, Region] = {}
+    parts: dict[str, AnyShardSpec] = {}
     for name, value in model.items():
         shape, first = tuple(value.shape), ALIASES.get(name, name)
         if layout.pipe > 1 and not name.startswith(tuple(STAGES[at["pipe"]])):
@@ -121,7 +121,7 @@ def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(
 ) -> None:
     model = whole_model(dtype)
     whole = model | whole_optimizer(model)
-    local = in_all(LAYOUTS[words], model, lambda a, group: a.take(whole))
+    local = in_all(LAYOUTS[words], model, lambda a, group: a.extract(whole))
     for rank, taken in enumerate(local):
         for name, region in parts_of(LAYOUTS[words], rank, model).items():
             assert tuple(taken[name].shape) == region.local_shape
@@ -143,7 +143,7 @@ def test_a_chain_of_layouts_ends_where_it_began() -> None:
         "alone",
     ]:
         before = whole
-        whole = in_all(LAYOUTS[words], model, lambda a, group: a.gather(a.take(before)))[0]  # noqa: B023 (called at once)
+        whole = in_all(LAYOUTS[words], model, lambda a, group: a.gather(a.extract(before)))[0]  # noqa: B023 (called at once)
     assert same_typed_tensors(whole, start)
 
 
@@ -156,15 +156,17 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
     def main(group: InprocGroup) -> tuple[int, int]:
         link = ObservedGroup(group, lambda event: None)
         assembled = Resharding(parts_of(layout, group.rank, model), link, ALIASES)
-        local = assembled.take(model)
-        speaks_for = sum(h.tensor.nbytes for h in assembled.survey(assembled.held(local)).mine)
+        local = assembled.extract(model)
+        speaks_for = sum(
+            h.tensor.nbytes for h in assembled.survey(assembled.local_tensors(local)).mine
+        )
         asking = link.nbytes
         assembled.gather(local)
         return speaks_for, link.nbytes - 2 * asking
 
     speak, sent = zip(*World(layout.size).run(main), strict=True)
     other_half = {
-        k: r.take(model[k]).nbytes for k, r in parts_of(layout, 1, model).items() if k in CUTS
+        k: r.extract(model[k]).nbytes for k, r in parts_of(layout, 1, model).items() if k in CUTS
     }
     assert sum(speak) == sum(v.nbytes for v in model.values())
     assert sent == (
@@ -179,13 +181,13 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
 
 def test_a_tied_weight_may_be_whole_on_one_stage_and_cut_on_another() -> None:
     weight = torch.arange(12.0).view(6, 2)
-    parts: list[dict[str, Region]] = [
+    parts: list[dict[str, AnyShardSpec]] = [
         {"out.weight": ShardSpec("w", (6, 2), 0, 2, i)} for i in range(2)
     ] + [{"w": ShardSpec("w", (6, 2))}]
 
     def main(group: InprocGroup) -> Tensors:
         assembled = Resharding(parts[group.rank], group, {"out.weight": "w"})
-        return assembled.gather(assembled.take({"w": weight}))
+        return assembled.gather(assembled.extract({"w": weight}))
 
     assert same_typed_tensors(World(3).run(main)[0], {"w": weight, "out.weight": weight})
 
@@ -197,7 +199,7 @@ def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
         ALIASES,
     )
     state = torch.arange(8.0).view(4, 2)
-    taken = assembled.take(
+    taken = assembled.extract(
         {"wte.weight": state, "wte.weight/exp_avg": state + 1, "wte.weight/step": torch.tensor(3.0)}
     )
     assert same_typed_tensors(
@@ -208,13 +210,13 @@ def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
             "lm_head.weight/step": torch.tensor(3.0),
         },
     )
-    assert assembled.whole_name("lm_head.weight") == "wte.weight"
+    assert assembled.global_name("lm_head.weight") == "wte.weight"
 
 
 # -- what does not make a whole --
 
 
-def gathered(*ranks: tuple[dict[str, Region], Tensors]) -> None:
+def gathered(*ranks: tuple[dict[str, AnyShardSpec], Tensors]) -> None:
     World(len(ranks)).run(
         lambda group: Resharding(ranks[group.rank][0], group).gather(ranks[group.rank][1])
     )
@@ -223,7 +225,7 @@ def gathered(*ranks: tuple[dict[str, Region], Tensors]) -> None:
 def test_a_part_that_nobody_holds_is_an_error_that_names_it() -> None:
     one = ({"w": ShardSpec("w", (4, 2), 0, 2, 0)}, {"w": torch.zeros(2, 2)})
     with pytest.raises(
-        CheckpointError, match="does not make a whole: of the 8 elements of w the ranks hold 4"
+        CheckpointError, match="do not make global tensors: of the 8 elements of w the ranks hold 4"
     ):
         gathered(one, one)
 
@@ -238,14 +240,18 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
 
 def test_a_tensor_of_another_shape_than_its_part_is_refused() -> None:
     with pytest.raises(
-        CheckpointError, match=r"w has shape \(3,\) here, but its part of the whole has \(2,\)"
+        CheckpointError,
+        match=r"w has shape \(3,\) on this rank, but its shard spec has shape \(2,\)",
     ):
         gathered(({"w": ShardSpec("w", (4,), 0, 2, 0)}, {"w": torch.zeros(3)}))
 
 
 def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refused() -> None:
     """Adafactor keeps a row and a column of a matrix: what each rank has is of its own cut."""
-    parts: dict[str, Region] = {"w": ShardSpec("w", (4, 6), 0, 2, 0), "v": ShardSpec("v", (4, 6))}
+    parts: dict[str, AnyShardSpec] = {
+        "w": ShardSpec("w", (4, 6), 0, 2, 0),
+        "v": ShardSpec("v", (4, 6)),
+    }
     local = {
         "w/row": torch.zeros(2),
         "w/step": torch.zeros(1),
@@ -253,12 +259,12 @@ def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refu
         "w": torch.zeros(2, 6),
     }
     assembled = Resharding(parts, World(1).run(lambda g: g)[0])
-    assert assembled.unplaced(local) == ["w/row"]
+    assert assembled.without_spec(local) == ["w/row"]
     with pytest.raises(
         CheckpointError,
         match=r"optimizer state w/row has shape \(2,\), its parameter \(2, 6\) of \(4, 6\)",
     ):
-        assembled.held(local)
+        assembled.local_tensors(local)
 
 
 # -- regions --
@@ -267,7 +273,7 @@ def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refu
 def test_the_runs_of_a_region_are_where_its_elements_lie() -> None:
     for shape in [(6,), (5, 7), (3, 9, 4), (4, 6, 1, 5), (0, 4), ()]:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        regions: list[Region] = [ShardSpec("w", shape)]
+        regions: list[AnyShardSpec] = [ShardSpec("w", shape)]
         for dim, size in itertools.product(range(len(shape)), (1, 2, 5)):
             for groups in (1, 3) if shape[dim] % 3 == 0 else (1,):
                 regions += [ShardSpec("w", shape, dim, size, i, groups) for i in range(size)]
@@ -278,9 +284,9 @@ def test_the_runs_of_a_region_are_where_its_elements_lie() -> None:
             ]
         for region in regions:
             found = [i for start, length in runs(region) for i in range(start, start + length)]
-            assert found == region.take(whole).view(-1).tolist(), region
-            assert region.take(whole).shape == region.local_shape
+            assert found == region.extract(whole).view(-1).tolist(), region
+            assert region.extract(whole).shape == region.local_shape
             back: Tensor = torch.full(shape, -1)
-            region.put(region.take(whole), back)
+            region.insert(region.extract(whole), back)
             assert back.view(-1)[found].tolist() == found and int((back >= 0).sum()) == len(found)
             assert renamed(region, "v").name == "v" and renamed(region, "w") == region

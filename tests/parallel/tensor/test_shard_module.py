@@ -23,8 +23,8 @@ from manyhands.split.shard_spec import ShardSpec
 from manyhands.split.tensor import (
     Cut,
     derive,
-    everything,
-    parts,
+    named_tensors,
+    shard_specs,
 )
 from manyhands.task import accuracy
 from support.paths import ZOO, zoo_file, zoo_task
@@ -109,7 +109,7 @@ def cut(
     model: nn.Module, cuts: dict[str, Cut], group: Group, sequence: bool = False
 ) -> tuple[nn.Module, dict[str, ShardSpec], TensorAxis]:
     mine = copy.deepcopy(model)
-    held = parts(everything(mine), cuts, group.size, group.rank)
+    held = shard_specs(named_tensors(mine), cuts, group.size, group.rank)
     return mine, held, shard_module.apply(mine, held, group, sequence)
 
 
@@ -210,13 +210,13 @@ def test_loss_gradients_and_buffers_are_those_of_the_whole_model(
             scale = grads[n].abs().max().item()
             torch.testing.assert_close(
                 p.grad,
-                held[n].take(grads[n]),
+                held[n].extract(grads[n]),
                 rtol=1e-12,
                 atol=1e-12 * scale,
                 msg=lambda m, n=n: f"{n}: {m}",
             )
         for n, b in mine.named_buffers():
-            torch.testing.assert_close(b, held[n].take(buffers[n]))
+            torch.testing.assert_close(b, held[n].extract(buffers[n]))
         assert not axis.gathers
         return {n: p.grad for n, p in mine.named_parameters() if n not in cuts}
 
@@ -251,7 +251,7 @@ def test_three_steps_and_then_the_shares_put_together_are_the_trained_model(name
     }
     for values, held in World(2).run(main):
         for n, v in values.items():
-            held[n].put(v, together[n])
+            held[n].insert(v, together[n])
     for n, v in train(copy.deepcopy(model)).state_dict().items():
         torch.testing.assert_close(together[n], v, rtol=1e-10, atol=1e-12)
 
@@ -431,7 +431,7 @@ def test_batchnorm_over_replicas_works_on_shares_of_the_channels(cut_first: bool
         mine = copy.deepcopy(model)
         if not cut_first:
             mine = sync_batchnorm.synchronise(mine, reduce)
-        held = parts(everything(mine), cuts, 2, index)
+        held = shard_specs(named_tensors(mine), cuts, 2, index)
         shard_module.apply(mine, held, along_tensor)  # type: ignore[arg-type]
         if cut_first:
             mine = sync_batchnorm.synchronise(mine, reduce)
@@ -441,13 +441,13 @@ def test_batchnorm_over_replicas_works_on_shares_of_the_channels(cut_first: bool
             along_data.all_reduce({"grad": p.grad})
             torch.testing.assert_close(
                 p.grad,
-                held[n].take(grads[n]),
+                held[n].extract(grads[n]),
                 rtol=1e-8,
                 atol=1e-10,
                 msg=lambda m, n=n: f"{n}: {m}",
             )
         for n, b in mine.named_buffers():
-            torch.testing.assert_close(b, held[n].take(buffers[n]), rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(b, held[n].extract(buffers[n]), rtol=1e-8, atol=1e-10)
         got = mine.eval()(x)
         torch.testing.assert_close(
             got.gather() if isinstance(got, ShardedValue) else got, whole_eval, rtol=1e-7, atol=1e-9

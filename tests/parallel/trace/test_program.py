@@ -17,7 +17,7 @@ from manyhands.parallel.pipeline.stage_modules import cut
 from manyhands.parallel.trace.program import Input, TracedProgram
 from manyhands.parallel.trace.symbolic_sizes import SizeGuard, other_sizes
 from manyhands.parallel.trace.trace_model import trace
-from manyhands.split.stages import contiguous
+from manyhands.split.stages import balance_stages
 from support.traced_models import QUICK_AND_SLOW, model, same_as_whole, through
 
 HERE = Path(__file__).name
@@ -25,7 +25,9 @@ HERE = Path(__file__).name
 
 def cuts(traced: TracedProgram, stages: int) -> list[int]:
     crossing = [0.0 if traced.cuttable(i) else math.inf for i in range(len(traced.nodes[True]))]
-    return contiguous([1.0] * len(crossing), stages, counts=traced.trainable, crossing=crossing)
+    return balance_stages(
+        [1.0] * len(crossing), stages, trainable=traced.trainable, crossing=crossing
+    )
 
 
 def line_of(text: str) -> str:

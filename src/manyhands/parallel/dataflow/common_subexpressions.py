@@ -26,7 +26,7 @@ from manyhands.parallel.trace.program import (
     ref_names,
 )
 from manyhands.replica.leaf_modules import PLAIN
-from manyhands.split.graph import common
+from manyhands.split.graph import common_calls
 
 CHANCE = (
     "rand",
@@ -73,7 +73,7 @@ def without_common_subexpressions(traced: TracedProgram) -> TracedProgram:
             (None if a is None or b is None else (a, b), t)
             for (a, t), (b, _) in zip(keys, _calls(traced, False), strict=True)
         ]
-    first = common(keys)
+    first = common_calls(keys)
     gone = {i for i, f in enumerate(first) if f != i}
     if not gone:
         return traced

@@ -5,7 +5,7 @@
 
 A segment (`dataflow.partition`) is to a graph what a stage is to a pipeline: between its forward and its backward pass it keeps
 its own autograd graph. Gradients of the values that it sent come from every segment that received them, and are added. A
-rank's actions follow from `split.graph.schedule`: they are its share of one order of all actions, so that no ranks wait for
+rank's actions follow from `split.graph_schedule`: they are its share of one order of all actions, so that no ranks wait for
 each other in a circle.
 """
 
@@ -38,7 +38,7 @@ from manyhands.parallel.pipeline.transfers import ExpectedMessage
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.parallel.trace.program import resolve, run_node
 from manyhands.replica.forward import autocast, inputs_of
-from manyhands.split.graph import SegmentAction, schedule
+from manyhands.split.graph_schedule import SegmentAction, schedule
 
 
 @dataclass

@@ -34,7 +34,7 @@ from manyhands.parallel.trace.program import (
 from manyhands.parallel.trace.source_location import Untraceable
 from manyhands.parallel.trace.trace_model import trace, trace_modes
 from manyhands.replica.leaf_modules import smallest
-from manyhands.split.graph import Node
+from manyhands.split.graph import GraphNode
 
 # numbers of a traced node: nanoseconds, bytes of its value (-1: it cannot be sent), bytes it keeps
 FIELDS = 3
@@ -132,7 +132,7 @@ def evaluation_groups(traced: TracedProgram, groups: list[list[int]]) -> list[li
 
 def graph_nodes(
     traced: TracedProgram, groups: list[list[int]], costs: Sequence[int], ranks: int, state: float
-) -> list[Node]:
+) -> list[GraphNode]:
     """`costs`: of `measure_costs`; `state`: how many times its bytes a trained parameter takes."""
     nodes, model = traced.nodes[True], traced.model
     if len(costs) != FIELDS * len(nodes):
@@ -170,7 +170,7 @@ def graph_nodes(
         nbytes = sum(max(0, costs[FIELDS * i + 1]) for i in some if nodes[i].name in outside)
         kept = sum(costs[FIELDS * i + 2] for i in some)
         name = nodes[some[-1]].name if some else "output"
-        made.append(Node(name, time / 1e9, inputs[u], nbytes, kept, weights, trains=trains))
+        made.append(GraphNode(name, time / 1e9, inputs[u], nbytes, kept, weights, trains=trains))
     return [replace(n, group=root(u)) for u, n in enumerate(made)]
 
 

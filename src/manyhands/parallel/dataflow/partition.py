@@ -26,7 +26,8 @@ from manyhands.parallel.pipeline.stage_program import (
     tied_parameters,
 )
 from manyhands.parallel.trace.program import TracedProgram
-from manyhands.split.graph import Node, Placement, TransferCost, place
+from manyhands.split.graph import GraphNode, TransferCost
+from manyhands.split.graph_placement import Placement, place_nodes
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class GraphStage:
 class GraphPartition:
     """A graph placed on ranks: the flow of each mode, and what each rank holds."""
 
-    nodes: list[Node]  # the last one is the output
+    nodes: list[GraphNode]  # the last one is the output
     placement: Placement
     flows: dict[bool, Flow]  # by whether the model is in training
     stages: list[GraphStage]  # by rank
@@ -63,7 +64,7 @@ def partition(
     its gradient and its optimizer state."""
     link, groups = link or TransferCost(), group_nodes(traced)
     nodes = graph_nodes(traced, groups, costs, ranks, state)
-    placement = place(nodes, ranks, micros, limit=limit, link=link)
+    placement = place_nodes(nodes, ranks, micros, limit=limit, link=link)
     sizes = {n.name: float(max(0, costs[FIELDS * i + 1])) for i, n in enumerate(traced.nodes[True])}
     flows = {}
     for mode in (True, False):

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.parallel.dataflow.graph_nodes import inputs_of_groups
 from manyhands.parallel.pipeline.stage_program import StageProgram
 from manyhands.parallel.trace.program import TracedProgram, TraceNode, ref_names
-from manyhands.split.graph import Node, SegmentEdge, TransferCost, segments, wires
+from manyhands.split.graph import GraphNode, SegmentEdge, TransferCost, segment_edges, segments
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def flow(
     traced: TracedProgram,
     mode: bool,
     groups: list[list[int]],
-    graph: Sequence[Node],
+    graph: Sequence[GraphNode],
     where: Sequence[int],
     link: TransferCost,
     sizes: dict[str, float],
@@ -50,7 +50,7 @@ def flow(
     """The segments of one mode. `groups`: traced nodes by graph node; `where`: rank of each; `sizes`: bytes of values by name."""
     nodes, output = traced.nodes[mode], traced.output[mode]
     inputs = inputs_of_groups(nodes, output, groups)
-    own = [replace(n, takes=t) for n, t in zip(graph, inputs, strict=True)]
+    own = [replace(n, inputs=t) for n, t in zip(graph, inputs, strict=True)]
     found = segments(own, where, link)
     lists = [[nodes[i] for u in segment.nodes for i in groups[u]] for segment in found]
     recomputable = {s.name: s for s in nodes if s.recomputable}
@@ -63,7 +63,7 @@ def flow(
         needs.append(
             [n for n in dict.fromkeys(wanted) if n not in recomputable and n not in set(makes[s])]
         )
-    edges = wires([segment.rank for segment in found], makes, needs)
+    edges = segment_edges([segment.rank for segment in found], makes, needs)
     made = []
     for s, segment in enumerate(found):
         last = len(groups) - 1 in segment.nodes

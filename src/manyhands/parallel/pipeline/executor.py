@@ -38,7 +38,7 @@ from manyhands.parallel.pipeline.step_executor import (
 from manyhands.parallel.pipeline.transfers import ExpectedMessage, StageTransfers
 from manyhands.parallel.tensor.sharding_rules import TensorAxis
 from manyhands.replica.forward import autocast, inputs_of
-from manyhands.split.stages import StageAction
+from manyhands.split.schedules import StageAction
 
 # (rank, micro-batches) -> its actions in a step
 Schedule = Callable[[int, int], Sequence[StageAction]]

@@ -1,7 +1,9 @@
-"""What one rank of a divided model holds, by its own names: tensors to put together with those of other ranks, and back.
+"""Rank state: the tensors of one rank's part of a model and its optimizer, by their names there.
 
-LocalState      a module with the rank's own parameters, and the optimizer on them
-LocalSlices     parameters that are spread over the shard axis: the rank's slice of each, and of the optimizer's state
+    WholeTensorState   a module with the rank's own parameters, and the optimizer on them
+    SlicedState        ZeRO: the rank's slice of each parameter, and of the optimizer's state
+
+`Resharding` makes global tensors of them, and of global tensors a rank state.
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import state
 from manyhands.replica.update import Sum, Update, WholeUpdate
-from manyhands.split.shard_slice import Region, ShardSlice
+from manyhands.split.shard_slice import AnyShardSpec, ShardSlice
 from manyhands.split.shard_spec import ShardSpec
 
 
 class RankState(Protocol):
-    """Tensors are given as they are, not as copies: they change when training goes on."""
+    """Rank state. It returns the tensors themselves, not copies: they change when training goes on."""
 
     def model(self) -> Tensors: ...
     def load_model(self, local: Tensors) -> None: ...
     def optimizer(self) -> tuple[Tensors, dict[str, Any]]:
-        """State under "<parameter>/<key>", and plain values. Replicas call it together."""
+        """State under "<parameter>/<key>", and plain values. All replicas call it together."""
         ...
 
     def load_optimizer(self, local: Tensors, meta: dict[str, Any]) -> None: ...
 
 
 class WholeTensorState:
-    """`sum_over_replicas` is for ranks that hold the same of the model and share the work of updating it."""
+    """Rank state of a module with whole parameters, as far as tensor and pipe leave them whole.
+
+    `sum_over_replicas` sums over the ranks that hold the same tensors and share their update."""
 
     def __init__(self, module: nn.Module, update: Update, sum_over_replicas: Sum):
         self.module, self.update, self.sum = module, update, sum_over_replicas
@@ -47,12 +51,11 @@ class WholeTensorState:
         state.load_model(self.module, local)
 
     def optimizer(self) -> tuple[Tensors, dict[str, Any]]:
-        if not isinstance(
-            self.update, WholeUpdate
-        ):  # replicas share the work out: what each keeps must be put together first
+        # replicas that share the update keep a part of the state each: it is summed up first
+        if not isinstance(self.update, WholeUpdate):
             return self.update.save(self.sum)
         optimizer = self.update.optimizer
-        tensors, numbers = _as_it_is(
+        tensors, numbers = _optimizer_state(
             optimizer, {id(p): n for n, p in self.module.named_parameters()}
         )
         groups = state.plain_groups(
@@ -65,6 +68,8 @@ class WholeTensorState:
 
 
 class SlicedState:
+    """Rank state under ZeRO: slices of parameters, and of the optimizer's state."""
+
     def __init__(self, flat: ShardedParameters, update: ShardUpdate):
         self.flat, self.update = flat, update
 
@@ -81,7 +86,7 @@ class SlicedState:
         return {**slices, **rest}
 
     def load_model(self, local: Tensors) -> None:
-        """What is common to ranks is written by its owners while nobody reads it."""
+        """Ranks that share memory: each owner writes its slice while no other rank reads it."""
         if self.flat.common_bytes:
             self.flat.refresh(always=True)
         slices, module = self._slices(), self.flat.module.state_dict(keep_vars=True)
@@ -92,7 +97,7 @@ class SlicedState:
 
     def optimizer(self) -> tuple[Tensors, dict[str, Any]]:
         update = self.update
-        tensors, numbers = _as_it_is(
+        tensors, numbers = _optimizer_state(
             update.optimizer, {id(view.parameter): view.name for view in self.flat.views}
         )
         return tensors, {
@@ -111,20 +116,20 @@ class SlicedState:
             {**meta, "numbers": numbers},
         )
 
-    def regions(self, parts: Mapping[str, ShardSpec]) -> dict[str, Region]:
-        """Where this rank's slices lie, of what `parts` says that the ranks of its shard axis hold together."""
+    def shard_specs(self, specs: Mapping[str, ShardSpec]) -> dict[str, AnyShardSpec]:
+        """The slices that this rank holds of the shards `specs` of its shard axis."""
         sliced, whole = self.flat.runs(), self._whole()
         parameters = {n for n, _ in self.flat.module.named_parameters(remove_duplicate=False)}
-        found: dict[str, Region] = {}
-        for name, part in parts.items():
+        found: dict[str, AnyShardSpec] = {}
+        for name, spec in specs.items():
             if name in sliced:
-                found[name] = ShardSlice(part, *sliced[name])
+                found[name] = ShardSlice(spec, *sliced[name])
             elif name not in parameters or name in whole:
-                found[name] = part
+                found[name] = spec
         return found
 
     def _whole(self) -> set[str]:
-        """Parameters that are not spread: frozen ones, where nothing is gathered."""
+        """Parameters that are not sharded: frozen ones, where nothing is gathered."""
         first = {id(p): n for n, p in self.flat.module.named_parameters()}
         sliced = self.flat.runs()
         return {
@@ -143,10 +148,10 @@ class SlicedState:
         return found
 
 
-def _as_it_is(
+def _optimizer_state(
     optimizer: Optimizer, names: Mapping[int, str]
 ) -> tuple[Tensors, dict[str, dict[str, Any]]]:
-    """Tensors and numbers that the optimizer keeps of what it holds, which `names` knows by identity."""
+    """Tensors and numbers of the optimizer's state; `names` has its parameters by id."""
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
     for parameter, entries in optimizer.state.items():

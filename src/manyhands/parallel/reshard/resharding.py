@@ -1,10 +1,11 @@
-"""Whole tensors out of what ranks hold of them, and back: how layouts change, and what a file of the whole is written from.
+"""Resharding: global tensors from what ranks hold of them, and back, for checkpoints and exports.
 
-    every rank  ->  rank 0     what I hold: name, dtype, which region of the whole
-    rank 0      ->  every rank the whole tensors there are; which of your regions you speak for
+    every rank  ->  rank 0       the tensors I hold: name, dtype, shard spec
+    rank 0      ->  every rank   the global tensors that exist; which of your tensors you send
 
-Each region is spoken for once, by the first rank that holds it: replicas and tied weights are not sent twice. Optimizer state of
-a parameter's shape ("<parameter>/<key>") lies where its parameter does; anything smaller (a step count) is whole everywhere.
+Each slice of a global tensor is sent once, by the first rank that holds it: copies on other replicas
+and tied weights are not sent again. Optimizer state of a parameter's shape ("<parameter>/<key>") is
+cut as its parameter is. Anything smaller (a step count) is complete on every rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 from manyhands.core import Group, Tensors
 from manyhands.errors import CheckpointError
 from manyhands.split.shard_slice import (
-    Region,
+    AnyShardSpec,
     ShardSlice,
-    family,
+    cut_key,
     from_plain,
     numel,
     renamed,
@@ -33,55 +34,53 @@ from manyhands.split.shard_slice import (
 from manyhands.split.shard_spec import ShardSpec
 
 CPU = torch.device("cpu")
-NOT_PER_ELEMENT = (
-    "step",
-    "mu_product",
-    "mu",
-    "eta",
-)  # what torch's optimizers keep once a parameter, also where that is a scalar
+# what torch's optimizers keep once per parameter, also where the parameter is a scalar
+NOT_PER_ELEMENT = ("step", "mu_product", "mu", "eta")
+Owners = dict[str, list[tuple[int, AnyShardSpec]]]  # by global tensor: (rank, slice that it sends)
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What this rank holds of a tensor of the whole."""
+    """Local tensor: what this rank holds of a global tensor, and which slice of it that is."""
 
-    region: Region  # `region.name` is the name in the whole
+    spec: AnyShardSpec  # `spec.name` is the name of the global tensor
     tensor: Tensor
 
     @property
     def name(self) -> str:
-        return self.region.name
+        return self.spec.name
 
 
 @dataclass
 class Survey:
     """What all ranks together hold, as far as this rank needs to know."""
 
-    tensors: dict[
-        str, tuple[torch.dtype, tuple[int, ...]]
-    ]  # of the whole, in the same order on every rank
-    mine: list[LocalTensor]  # what this rank speaks for
-    speakers: dict[str, list[tuple[int, Region]]] = field(
-        default_factory=dict
-    )  # on rank 0: who has which region
-    notes: list[Any] = field(default_factory=list)  # on rank 0: what each rank had to say besides
+    # of the global tensors, in the same order on every rank
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    mine: list[LocalTensor]  # what this rank sends or writes
+    owners: Owners = field(default_factory=dict)  # on rank 0
+    notes: list[Any] = field(default_factory=list)  # on rank 0: the note of each rank
 
 
 class Resharding:
-    """`parts` says by the names that this rank's tensors have here where they lie in the whole (what is not named is whole; it may
-    name more than this rank holds); `aliases` are further names of tied weights in the whole model: name -> the first name."""
+    """Resharding between the local tensors of a layout and the global tensors.
+
+    specs      shard specs by the names that tensors have on this rank; a tensor without one is
+               complete here; there may be specs of tensors that this rank does not hold
+    aliases    further names of tied weights in the whole model -> the first name
+    """
 
     def __init__(
         self,
-        parts: Mapping[str, Region],
+        specs: Mapping[str, AnyShardSpec],
         world: Group,
         aliases: Mapping[str, str] | None = None,
         device: torch.device = CPU,
     ):
         self.world, self.device = world, device
         self.aliases = dict(aliases or {})
-        self.parts = {k: renamed(p, self.first_name(p.name)) for k, p in parts.items()}
-        self._by_whole = {p.name: p for p in self.parts.values()}
+        self.specs = {k: renamed(s, self.first_name(s.name)) for k, s in specs.items()}
+        self._by_global_name = {s.name: s for s in self.specs.values()}
         self._other_names: dict[str, list[str]] = {}
         for name, first in self.aliases.items():
             self._other_names.setdefault(first, []).append(name)
@@ -89,83 +88,87 @@ class Resharding:
     def first_name(self, name: str) -> str:
         return self.aliases.get(name, name)
 
-    def whole_name(self, local: str) -> str:
-        """The first name in the whole of a tensor of this rank."""
-        return self.parts[local].name if local in self.parts else self.first_name(local)
+    def global_name(self, local: str) -> str:
+        """The first name, in the whole model, of a tensor of this rank."""
+        return self.specs[local].name if local in self.specs else self.first_name(local)
 
     def signature(self, names: Iterable[str]) -> str:
-        """Of the tensors that this rank holds. Alike on ranks, and in runs, that hold the same of the whole in the same order: what
-        one of them keeps in vectors fits another."""
+        """Hash of the shard specs of the tensors `names`, in order.
+
+        Ranks, and runs, of equal signatures hold the same slices in the same order: vectors that one
+        of them keeps fit another."""
         listed = [
-            [name, *to_plain(region)] for name in names if (region := self._part(name)) is not None
+            [name, *to_plain(spec)] for name in names if (spec := self._spec(name)) is not None
         ]
         return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
-    def _part(self, local: str) -> Region | None:
-        """A tied weight may have more names in a module than it has in `parts`."""
-        return self.parts.get(local) or self._by_whole.get(self.first_name(local))
+    def _spec(self, local: str) -> AnyShardSpec | None:
+        """A tied weight may have more names in a module than it has in `specs`."""
+        return self.specs.get(local) or self._by_global_name.get(self.first_name(local))
 
-    # -- from parts to the whole --
+    # -- from local tensors to global ones --
 
-    def held(self, local: Tensors) -> list[LocalTensor]:
-        """Where each of this rank's tensors lies; a tied weight stands under all of its names."""
+    def local_tensors(self, local: Tensors) -> list[LocalTensor]:
+        """This rank's tensors with their shard specs; a tied weight under all of its names."""
         found: dict[str, LocalTensor] = {}
         for key, tensor in local.items():
-            for region in self._regions(key, tensor):
-                found.setdefault(region.name, LocalTensor(region, tensor))
+            for spec in self._specs_of(key, tensor):
+                found.setdefault(spec.name, LocalTensor(spec, tensor))
         return list(found.values())
 
-    def unplaced(self, local: Tensors) -> list[str]:
-        """State that belongs to a cut parameter but has neither its shape nor a single element: nobody knows where it lies."""
-        return [key for key, tensor in local.items() if not self._placed(key, tensor)]
+    def without_spec(self, local: Tensors) -> list[str]:
+        """Optimizer state of a cut parameter that has neither its shape nor a single element.
 
-    def _placed(self, key: str, tensor: Tensor) -> bool:
-        region = self._part(key.rpartition("/")[0])
+        Which slice of a global tensor it is, is unknown."""
+        return [key for key, tensor in local.items() if not self._has_spec(key, tensor)]
+
+    def _has_spec(self, key: str, tensor: Tensor) -> bool:
+        spec = self._spec(key.rpartition("/")[0])
         if (
-            self._part(key) is not None
-            or region is None
+            self._spec(key) is not None
+            or spec is None
             or tensor.numel() <= 1
-            or tuple(tensor.shape) == region.local_shape
+            or tuple(tensor.shape) == spec.local_shape
         ):
             return True
-        return isinstance(region, ShardSpec) and (region.dim is None or region.size == 1)
+        return isinstance(spec, ShardSpec) and (spec.dim is None or spec.size == 1)
 
-    def _regions(self, key: str, tensor: Tensor) -> list[Region]:
+    def _specs_of(self, key: str, tensor: Tensor) -> list[AnyShardSpec]:
         shape, (name, _, entry) = tuple(tensor.shape), key.rpartition("/")
-        if (region := self._part(key)) is not None:
-            if shape != region.local_shape:
+        if (spec := self._spec(key)) is not None:
+            if shape != spec.local_shape:
                 raise CheckpointError(
-                    f"{key} has shape {shape} here, but its part of the whole has {region.local_shape}"
+                    f"{key} has shape {shape} on this rank, but its shard spec has shape "
+                    f"{spec.local_shape}"
                 )
-            return [
-                renamed(region, n) for n in (region.name, *self._other_names.get(region.name, []))
-            ]
-        if (region := self._part(name)) is None:
+            return [renamed(spec, n) for n in (spec.name, *self._other_names.get(spec.name, []))]
+        if (spec := self._spec(name)) is None:
             return [ShardSpec(key, shape)]
-        if not self._placed(key, tensor):
+        if not self._has_spec(key, tensor):
             raise CheckpointError(
-                f"optimizer state {key} has shape {shape}, its parameter {region.local_shape} of {region.shape}: where it lies in the "
-                "whole is not known; use an optimizer that keeps state of the parameter's shape (SGD, Adam, AdamW)"
+                f"optimizer state {key} has shape {shape}, its parameter {spec.local_shape} of "
+                f"{spec.shape}: which slice of a global tensor it is, is not known; use an optimizer "
+                "that keeps state of the parameter's shape (SGD, Adam, AdamW)"
             )
-        whole = f"{region.name}/{entry}"
-        return [
-            renamed(region, whole)
-            if shape == region.local_shape and shape
-            else ShardSpec(whole, shape)
-        ]
+        global_name = f"{spec.name}/{entry}"
+        if shape == spec.local_shape and shape:
+            return [renamed(spec, global_name)]
+        return [ShardSpec(global_name, shape)]
 
     def survey(self, held: Sequence[LocalTensor], note: Any = None) -> Survey:
-        """Every rank calls it. Raises everywhere alike where ranks contradict each other or nobody holds a part of a tensor."""
-        listed = [[h.name, _said(h.tensor.dtype), to_plain(h.region)] for h in held]
+        """What all ranks hold. Every rank calls it.
+
+        Raises on all ranks where ranks contradict each other, or where no rank holds some elements."""
+        listed = [[h.name, _dtype_name(h.tensor.dtype), to_plain(h.spec)] for h in held]
         told = self._to_first(json.dumps({"held": listed, "note": note}).encode())
-        speakers: dict[str, list[tuple[int, Region]]] = {}
+        owners: Owners = {}
         replies: list[bytes] = []
         if self.world.rank == 0:
             everyone = [json.loads(raw) for raw in told]
-            tensors, speakers, wrong = _decide([one["held"] for one in everyone])
+            tensors, owners, wrong = _choose_owners([one["held"] for one in everyone])
             mine: list[list[str]] = [[] for _ in everyone]
-            for name, regions in speakers.items():
-                for rank, _ in regions:
+            for name, specs in owners.items():
+                for rank, _ in specs:
                     mine[rank].append(name)
             common = json.dumps({"tensors": tensors, "wrong": wrong})
             replies = [
@@ -173,7 +176,9 @@ class Resharding:
             ]
         answer = json.loads(self._from_first(replies))
         if wrong := answer["common"]["wrong"]:
-            raise CheckpointError("what ranks hold does not make a whole: " + "; ".join(wrong))
+            raise CheckpointError(
+                "the tensors of all ranks do not make global tensors: " + "; ".join(wrong)
+            )
         by_name = {h.name: h for h in held}
         return Survey(
             {
@@ -181,67 +186,70 @@ class Resharding:
                 for name, (dtype, shape) in answer["common"]["tensors"].items()
             },
             [by_name[name] for name in answer["mine"]],
-            speakers,
+            owners,
             [one["note"] for one in everyone] if self.world.rank == 0 else [],
         )
 
     def gather(self, local: Tensors) -> Tensors:
-        """The whole tensors on rank 0, one after the other; nothing elsewhere. Every rank calls it."""
-        survey = self.survey(self.held(local))
+        """The global tensors on rank 0, one after the other; nothing elsewhere. Every rank calls
+        it."""
+        survey = self.survey(self.local_tensors(local))
         mine = {h.name: h for h in survey.mine}
         found: Tensors = {}
         for name, (dtype, shape) in survey.tensors.items():
             if self.world.rank != 0:
-                if (own := mine.get(name)) is not None and numel(own.region):
+                if (own := mine.get(name)) is not None and numel(own.spec):
                     self.world.transfer({0: _bytes(own.tensor).to(self.device)}, {}).wait()
                 continue
-            whole = found[name] = torch.empty(shape, dtype=dtype)
-            for rank, region in survey.speakers[name]:
+            full = found[name] = torch.empty(shape, dtype=dtype)
+            for rank, spec in survey.owners[name]:
                 if rank == 0:
-                    region.put(mine[name].tensor.detach().cpu(), whole)
-                elif numel(region):
+                    spec.insert(mine[name].tensor.detach().cpu(), full)
+                elif numel(spec):
                     raw = torch.empty(
-                        numel(region) * dtype.itemsize, dtype=torch.uint8, device=self.device
+                        numel(spec) * dtype.itemsize, dtype=torch.uint8, device=self.device
                     )
                     self.world.transfer({}, {rank: raw}).wait()
-                    region.put(raw.cpu().view(dtype).view(region.local_shape), whole)
+                    spec.insert(raw.cpu().view(dtype).view(spec.local_shape), full)
         return found
 
     # -- and back --
 
-    def wanted(
+    def wanted_specs(
         self, shapes: Mapping[str, Sequence[int]], names: Iterable[str] = ()
-    ) -> dict[str, Region]:
-        """What this rank needs of whole tensors of these names and shapes, by its own names: those of `parts` and further `names`;
-        `region.name` is the whole's name. Tensors that this rank holds and `shapes` does not know are left out."""
-        found: dict[str, Region] = {}
+    ) -> dict[str, AnyShardSpec]:
+        """The slices that this rank needs of global tensors of these names and shapes.
+
+        By the rank's own names: those of `specs` and further `names`; `spec.name` is the name of the
+        global tensor. Tensors that this rank holds and `shapes` does not have are left out."""
+        found: dict[str, AnyShardSpec] = {}
         state: dict[str, list[str]] = {}
         for name in shapes:
             if name not in self.aliases and name not in self._other_names:
                 state.setdefault(name.rpartition("/")[0], []).append(name)
-        rest = [name for name in names if name not in self.parts]
-        for local, region in (*self.parts.items(), *((name, self._part(name)) for name in rest)):
-            if region is None:
+        rest = [name for name in names if name not in self.specs]
+        for local, spec in (*self.specs.items(), *((name, self._spec(name)) for name in rest)):
+            if spec is None:
                 found |= {local: ShardSpec(local, tuple(shapes[local]))} if local in shapes else {}
                 continue
             if there := [
-                n for n in (region.name, *self._other_names.get(region.name, [])) if n in shapes
+                n for n in (spec.name, *self._other_names.get(spec.name, [])) if n in shapes
             ]:
-                found[local] = renamed(region, there[0])
-            for name in state.get(region.name, []):
+                found[local] = renamed(spec, there[0])
+            for name in state.get(spec.name, []):
                 shape, key = tuple(shapes[name]), name.rpartition("/")[2]
-                like = shape == region.shape and (
-                    shape or (isinstance(region, ShardSlice) and key not in NOT_PER_ELEMENT)
+                like = shape == spec.shape and (
+                    shape or (isinstance(spec, ShardSlice) and key not in NOT_PER_ELEMENT)
                 )
-                found[f"{local}/{key}"] = renamed(region, name) if like else ShardSpec(name, shape)
+                found[f"{local}/{key}"] = renamed(spec, name) if like else ShardSpec(name, shape)
         return found
 
-    def take(self, whole: Tensors) -> Tensors:
-        """This rank's part of whole tensors, by its own names."""
-        wanted = self.wanted({k: v.shape for k, v in whole.items()})
-        return {local: region.take(whole[region.name]) for local, region in wanted.items()}
+    def extract(self, full: Tensors) -> Tensors:
+        """This rank's local tensors of the global tensors `full`, by its own names."""
+        wanted = self.wanted_specs({k: v.shape for k, v in full.items()})
+        return {local: spec.extract(full[spec.name]) for local, spec in wanted.items()}
 
-    # -- bytes of unlike length, to rank 0 and back --
+    # -- messages of different lengths, to rank 0 and back --
 
     def _to_first(self, raw: bytes) -> list[bytes]:
         rank = self.world.rank
@@ -276,43 +284,40 @@ class Resharding:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
 
 
-Listed = list[list[Any]]  # of one rank: [name, dtype, region]
+Listed = list[list[Any]]  # of one rank: [name, dtype, shard spec]
 
 
-def _decide(
-    everyone: list[Listed],
-) -> tuple[dict[str, Any], dict[str, list[tuple[int, Region]]], list[str]]:
-    """The whole tensors, who speaks for which region of each, and what is wrong."""
+def _choose_owners(everyone: list[Listed]) -> tuple[dict[str, Any], Owners, list[str]]:
+    """The global tensors, which rank sends which slice of each, and what is wrong."""
     tensors: dict[str, Any] = {}
-    cuts: dict[
-        str, dict[tuple[Any, ...], dict[Region, int]]
-    ] = {}  # name -> kind of cut -> region -> its first holder
+    # name -> cut -> shard spec -> the first rank that holds it
+    cuts: dict[str, dict[tuple[Any, ...], dict[AnyShardSpec, int]]] = {}
     wrong: list[str] = []
     for rank, listed in enumerate(everyone):
         for name, dtype, plain in listed:
-            region = from_plain(name, plain)
-            is_, first = (
-                [dtype, list(region.shape)],
-                tensors.setdefault(name, [dtype, list(region.shape)]),
-            )
+            spec = from_plain(name, plain)
+            is_ = [dtype, list(spec.shape)]
+            first = tensors.setdefault(name, [dtype, list(spec.shape)])
             if is_ != first:
                 wrong.append(
-                    f"{name} is {is_[0]} {is_[1]} on rank {rank}, but {first[0]} {first[1]} on a rank before it"
+                    f"{name} is {is_[0]} {is_[1]} on rank {rank}, but {first[0]} {first[1]} on a "
+                    "rank before it"
                 )
-            cuts.setdefault(name, {}).setdefault(family(region), {}).setdefault(region, rank)
-    speakers: dict[str, list[tuple[int, Region]]] = {}
+            cuts.setdefault(name, {}).setdefault(cut_key(spec), {}).setdefault(spec, rank)
+    owners: Owners = {}
     for name, kinds in cuts.items():
         size = math.prod(tensors[name][1])
         complete = [kind for kind in kinds.values() if sum(map(numel, kind)) == size]
-        if complete:  # a tied weight may be whole on one stage and cut on another: the first whole set will do
-            speakers[name] = [(rank, region) for region, rank in complete[0].items()]
+        # a tied weight may be complete on one stage and cut on another: the first complete set is taken
+        if complete:
+            owners[name] = [(rank, spec) for spec, rank in complete[0].items()]
         else:
             most = max(sum(map(numel, kind)) for kind in kinds.values())
             wrong.append(f"of the {size} elements of {name} the ranks hold {most}")
-    return tensors, speakers, wrong
+    return tensors, owners, wrong
 
 
-def _said(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from manyhands.parallel.tensor.attention import opened
 from manyhands.parallel.tensor.elementwise import broadcast
 from manyhands.parallel.tensor.sharding_rules import RULES, ShardedValue, TensorAxis
 from manyhands.parallel.tensor.views import viewed
+from manyhands.split.tensor import DryRunResult
 
 SMALL = 20  # an embedding with less than this fraction of the model is not worth an exchange of what it gives
 REAL, REAL_NUMEL = (
@@ -39,22 +39,6 @@ LINEAR = {
 }
 CONV = (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
 BATCH_NORM = ("running_mean", "running_var", "weight", "bias")
-
-
-@dataclass
-class DryRunResult:
-    """What one attempt found. Parameters go by their names in the model."""
-
-    cuts: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (dimension, groups)
-    columns: set[str] = field(default_factory=set)  # those that are cut on what they give
-    failed: dict[str, str] = field(default_factory=dict)  # name -> why its cut could not go on
-    blocks: dict[str, int] = field(
-        default_factory=dict
-    )  # name -> in how many blocks it should have been cut
-    heads: dict[str, tuple[int, str]] = field(
-        default_factory=dict
-    )  # name -> heads that do not divide, and whose
-    small: dict[str, str] = field(default_factory=dict)  # name -> why nobody tried
 
 
 class _Axis(TensorAxis):

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from manyhands.core import Group
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
-
-
-class Share(Protocol):
-    """Where what a rank holds of a tensor lies in the whole (split.parts.Part)."""
-
-    @property
-    def dim(self) -> int | None: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def groups(self) -> int: ...
-    def take(self, whole: Tensor) -> Tensor: ...
+from manyhands.split.shard_spec import ShardSpec
 
 
 def apply(
-    module: nn.Module, parts: Mapping[str, Share], group: Group, sequence: bool = False
+    module: nn.Module, specs: Mapping[str, ShardSpec], group: Group, sequence: bool = False
 ) -> TensorAxis:
     """Keep of every parameter and buffer what `parts` says, by its name in the whole model. The module may hold any of them."""
     axis = TensorAxis(group, group.rank, group.size, sequence)
@@ -34,13 +23,13 @@ def apply(
         held: dict[str, tuple[int, int, int]] = {}
         for kept in (m._parameters, m._buffers):
             for name, value in kept.items():
-                part = parts.get(f"{prefix}.{name}" if prefix else name)
-                if value is None or part is None or part.dim is None:
+                spec = specs.get(f"{prefix}.{name}" if prefix else name)
+                if value is None or spec is None or spec.dim is None:
                     continue
-                held[name] = part.dim, part.shape[part.dim], part.groups
+                held[name] = spec.dim, spec.shape[spec.dim], spec.groups
                 if id(value) not in cut:  # a tied one is met again
                     cut.add(id(value))
-                    value.data = part.take(value.data)
+                    value.data = spec.extract(value.data)
         if held:
             expose(m, held, axis)
     return axis
