@@ -33,7 +33,7 @@ class Claim:
 
 
 def alternate(runs: dict[str, Callable[[], Any]], times: int) -> dict[str, list[Any]]:
-    """Run each in turn, again and again, so that a change of the machine's mood meets all of them."""
+    """Run each in turn, again and again: a change of the machine's load then meets all of them."""
     results: dict[str, list[Any]] = {name: [] for name in runs}
     for i in range(times):
         for name in list(runs) if i % 2 == 0 else reversed(list(runs)):

@@ -40,7 +40,7 @@ WORDS = "data=2 threads=1 device=cpu"
 def race(
     rate: str, width: int, tested: int, plans: list[str], target: str, words: str, seeds: int
 ) -> list[dict[str, Any]]:
-    """What `manyhands race` found in a lab of two hosts, one entry a plan, in the order of `plans`."""
+    """What `manyhands race` found in a lab of two hosts: one entry a plan, in their order."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "mlp.py"
         script.write_text(TASK.format(width=width, tested=tested))

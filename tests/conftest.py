@@ -1,4 +1,4 @@
-"""What every test gets: one thread a process, the data folder, and a guard that fails it when it leaves something behind."""
+"""Fixtures of every test: one thread a process, the data folder, and a guard against leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run that adapts: it stops at a goal, evaluates when told, and changes its rule when a step, an epoch or a metric says so."""
+"""Runs that adapt: they stop at a goal, evaluate on time, and change their merge strategy.
+
+A step, an epoch or a metric says when.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,7 @@ class Model(nn.Module):
         return self.layer(x)
 
 
-def test_an_own_loop_that_ends_among_local_steps_has_them_merged_and_holds_the_merged_model_when_asked(
+def test_an_own_loop_that_ends_among_local_steps_has_them_merged_when_asked_for_the_model(
     tmp_path: Path,
 ) -> None:
     run = mh.join("merge=easgd merge.period=4 seed=0", directory=tmp_path / "run", quiet=True)

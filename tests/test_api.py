@@ -1,4 +1,4 @@
-"""A whole run in this process: what it leaves behind, where it stops, how it goes on, what it refuses."""
+"""Whole runs in this process: what they leave, when they stop, how they resume, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets are found where the docstring says, are what they say, and damage is refused with a reason."""
+"""Data sets are found where the docstring says, complete; damage is refused with a reason."""
 
 from __future__ import annotations
 
@@ -254,7 +254,10 @@ def test_the_real_text_has_65_characters(data_dir: Path | None) -> None:
 
 # -- rows of ids and numbers --
 
-PERSON = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, ?, White, Male, 2174, 0, 40, United-States, {}"
+PERSON = (
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, ?, White, Male, "
+    "2174, 0, 40, United-States, {}"
+)
 
 
 def write_small_adult(folder: Path) -> Path:

@@ -1,4 +1,7 @@
-"""Every example runs as it stands, on two processes; the ones made for it equal one process; own loop equals `mh.train`."""
+"""Every example runs on two processes.
+
+Those made for it equal one process, and the own loop equals `mh.train`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of conftest.py notices what a test leaves behind: every test below leaks, so every one must be an error."""
+"""The guard of conftest.py fails a test that leaves something behind: every test here leaks."""
 
 from __future__ import annotations
 

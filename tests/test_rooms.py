@@ -1,4 +1,4 @@
-"""Every file keeps to its room: who imports whom, who talks to torch.distributed, who reads the environment."""
+"""Rooms: who imports whom, who uses torch.distributed, who reads the environment."""
 
 from __future__ import annotations
 
@@ -177,11 +177,12 @@ def state():
         "other generators": str([random.getstate()[1][:9], numpy.random.get_state()[1][:9]]),
         "torch threads": torch.get_num_threads(),
         "default dtype": str(torch.get_default_dtype()),
-        "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "signals": [str(signal.getsignal(s)) for s in SIGNALS],
         "process group": torch.distributed.is_initialized(),
     }
 
 sys.argv = ["python"]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 wrong = []
 for module in modules:
     before, known = state(), set(sys.modules)
@@ -191,9 +192,11 @@ for module in modules:
         wrong.append(f"{module} cannot be imported: {e}")
         continue
     after = state()
-    wrong += [f"{module} changed {k}: {before[k]} -> {after[k]}" for k in before if before[k] != after[k]]
+    changed = [k for k in before if before[k] != after[k]]
+    wrong += [f"{module} changed {k}: {before[k]} -> {after[k]}" for k in changed]
     allowed = {"rich", "typer"} if module.startswith("manyhands.cli") else set()
-    wrong += [f"{module} imports {h}" for h in heavy if h in sys.modules and h not in known and h not in allowed]
+    loaded = set(sys.modules) - known - allowed
+    wrong += [f"{module} imports {h}" for h in heavy if h in loaded]
 print(json.dumps(wrong))
 """
     command = [sys.executable, "-c", code, json.dumps(sorted(HEAVY)), json.dumps(modules)]

@@ -1,4 +1,7 @@
-"""The loop between ranks that are threads of one process, on a virtual clock: what all of them see when they evaluate."""
+"""The training loop: what ranks see when they evaluate, and what is saved.
+
+Ranks are threads of one process, on a virtual clock.
+"""
 
 from __future__ import annotations
 

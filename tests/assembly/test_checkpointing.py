@@ -1,4 +1,7 @@
-"""A run of any layout goes on in any other: every rank writes its part into one file, and reads from one only what is its own."""
+"""Checkpoints between layouts: a run saved in any layout resumes in any other.
+
+Every rank writes its shards into one file and reads only its own shards back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer is assembled only from what it can train: anything else is refused with what to change."""
+"""Assembly of a trainer: what cannot be trained is refused with what to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`manyhands demo` trains, measures and says where the picture is; a wrong folder is refused before anything starts."""
+"""`manyhands demo` trains, measures, and names the picture it wrote.
+
+A wrong data folder is refused before any process starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands, as far as they go in this process: one message and an exit code for every mistake, and export."""
+"""Commands inside this process: one message and one exit code for every mistake; export."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from torch import nn
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 
 def task():
-    return mh.Task(model=nn.Linear(4, 2), loss=nn.functional.cross_entropy, train=(X, (X.sum(1) > 0).long()), test=(X, (X.sum(1) > 0).long()),
-                   batch=5, metrics={"accuracy": mh.accuracy}, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    data = (X, (X.sum(1) > 0).long())
+    return mh.Task(model=nn.Linear(4, 2), loss=nn.functional.cross_entropy, train=data, test=data,
+                   batch=5, metrics={"accuracy": mh.accuracy},
+                   optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
 """
 
 

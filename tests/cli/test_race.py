@@ -1,4 +1,4 @@
-"""`manyhands race`: refused before anything starts, or run to the end with real processes, torch's DDP among them."""
+"""`manyhands race`: refused before it starts, or run to its end beside torch's DDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Y = (X @ W).argmax(1)
 def loss(outputs, target):
     if len(target) > 300:
         raise ValueError("a batch that this task does not like")
-    if os.environ.get("RANK") == "0" and list(Path("out").glob("03-*")) and not Path("interrupted").exists():
+    third = list(Path("out").glob("03-*"))
+    if os.environ.get("RANK") == "0" and third and not Path("interrupted").exists():
         Path("interrupted").touch()
         stop = signal.getsignal(signal.SIGTERM).__self__
         os.kill(os.getppid(), signal.SIGINT)  # as Ctrl-C does: the launcher tells the workers
@@ -34,8 +35,9 @@ def loss(outputs, target):
     return nn.functional.cross_entropy(outputs, target)
 
 def task():
-    return mh.Task(model=nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 4)), loss=loss, train=(X[:803], Y[:803]),
-                   test=(X[803:], Y[803:]), batch=16, epochs=8, metrics={"accuracy": mh.accuracy},
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 4))
+    return mh.Task(model=model, loss=loss, train=(X[:803], Y[:803]), test=(X[803:], Y[803:]),
+                   batch=16, epochs=8, metrics={"accuracy": mh.accuracy},
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), clip=5.0,
                    schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.999))
 """

@@ -1,4 +1,4 @@
-"""`manyhands server`: options beat the environment, and nothing listens to the world without a token."""
+"""`manyhands server`: options win over the environment; a token is needed beyond this host."""
 
 from __future__ import annotations
 

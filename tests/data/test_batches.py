@@ -1,4 +1,7 @@
-"""Whatever form data comes in, every rank gets its part of every batch: nothing lost, nothing doubled, from any position."""
+"""Batch iterators: every rank gets its part of every batch, whatever form the data has.
+
+No sample is lost or repeated, from any position on.
+"""
 
 from __future__ import annotations
 

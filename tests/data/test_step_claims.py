@@ -1,4 +1,7 @@
-"""Step claims: every sample exactly once an epoch, however unevenly ranks claim, and one position at a sync point."""
+"""Step claims: every sample exactly once an epoch, however unevenly ranks claim steps.
+
+All ranks have one position at a sync point.
+"""
 
 from __future__ import annotations
 

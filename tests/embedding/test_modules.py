@@ -1,4 +1,4 @@
-"""Embeddings over a store: what nn.Embedding and nn.EmbeddingBag give and learn, for ids without a range."""
+"""Embeddings over a store equal nn.Embedding and nn.EmbeddingBag, for ids without a range."""
 
 from __future__ import annotations
 

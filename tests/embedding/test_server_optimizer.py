@@ -1,4 +1,7 @@
-"""A torch optimizer as a rule of servers: what it remembers goes over, also where a parameter has had no gradient yet."""
+"""Torch optimizers as server optimizers: servers take over their state.
+
+Also where a parameter has had no gradient yet.
+"""
 
 from __future__ import annotations
 

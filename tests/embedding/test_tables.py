@@ -1,4 +1,7 @@
-"""One pull a batch, one push a step, rows fetched ahead: fewer requests and, but for what was pushed meanwhile, the same numbers."""
+"""Embedding tables: one pull a batch, one push a step, rows prefetched.
+
+There are fewer requests, and the same numbers but for what was pushed meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class InBackground(Counted):
 
 
 class Model(nn.Module):
-    """Ids come as a column, as several, as a whole tensor, and under a name that two modules share."""
+    """Ids come as a column, several columns, a tensor, and under a name two modules share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +223,8 @@ def test_ids_that_the_model_computes_are_not_guessed_and_this_is_said_once() -> 
         tables.push()
     assert [sorted(p) for p in store.pulls[2:4]] == [["known"], ["made"]]
     assert said == [
-        "the model computes the ids of made, so their rows are not prefetched; name them in Task.ids"
+        "the model computes the ids of made, so their rows are not prefetched; name them in "
+        "Task.ids"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What only the link over torch.distributed does: dtypes the backend does not know, several groups, closing."""
+"""Groups over torch.distributed: dtypes the backend does not know, several groups, closing."""
 
 from __future__ import annotations
 

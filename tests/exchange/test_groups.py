@@ -1,6 +1,7 @@
-"""What every link promises, checked on every link: one list of checks over one table of links, bare and observed.
+"""Contract of every group: one list of checks for every kind, bare and observed.
 
-Real processes are forked once a link and size from a server that has torch loaded, and run the whole list.
+Processes are forked once for each kind and size, from a server that has torch loaded, and run
+the whole list.
 """
 
 from __future__ import annotations

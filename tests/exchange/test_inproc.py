@@ -1,4 +1,4 @@
-"""The world of ranks that are threads: its clock, its determinism, and what it says where a real link would hang."""
+"""Ranks as threads: virtual time, determinism, and the error where real ranks would hang."""
 
 from __future__ import annotations
 

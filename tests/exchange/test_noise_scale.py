@@ -1,4 +1,7 @@
-"""The gradient noise scale: unbiased on gradients whose noise is known, nothing where there is none, and free of how it is cut."""
+"""Gradient noise scale: unbiased on gradients whose noise is known.
+
+It is zero without noise, and does not depend on how gradients are cut into buckets.
+"""
 
 from __future__ import annotations
 

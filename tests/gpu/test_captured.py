@@ -1,4 +1,7 @@
-"""On a GPU: a captured step is the eager step, falls back by itself, and resumes. Run by hand: pytest -m gpu."""
+"""CUDA graphs: a captured step is the eager step, falls back by itself, and resumes.
+
+Run by hand: pytest -m gpu.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""On a GPU: the codecs, which are torch operations there, give what those of the CPU give. Run by hand: pytest -m gpu."""
+"""Codecs on a GPU, where they are torch operations, give what the CPU's kernels give.
+
+Run by hand: pytest -m gpu.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules over servers, and embeddings, for a rank on a GPU: tables stand in main memory, the model does not."""
+"""Server strategies and embeddings with the model on a GPU and tables in main memory."""
 
 from __future__ import annotations
 

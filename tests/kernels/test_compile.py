@@ -1,4 +1,4 @@
-"""Compiled kernels are cached on disk, and compile again when any file they were made of changes."""
+"""Compiled kernels are cached on disk and recompiled when one of their files changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from pathlib import Path
 import manyhands
 import manyhands.kernels.compile
 
-CONSTANT = "from manyhands.kernels.compile import compiled\nNUMBER = {number}\n@compiled\ndef unused(x):\n    return x\n"
-LOOP = "from manyhands.kernels.compile import compiled\nfrom constant import NUMBER\n@compiled\ndef loop(x):\n    return x + NUMBER\n"
+CONSTANT = """
+from manyhands.kernels.compile import compiled
+NUMBER = {number}
+@compiled
+def unused(x):
+    return x
+"""
+LOOP = """
+from manyhands.kernels.compile import compiled
+from constant import NUMBER
+@compiled
+def loop(x):
+    return x + NUMBER
+"""
 ASK = """
 import sys
 from pathlib import Path

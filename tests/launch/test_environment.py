@@ -1,4 +1,4 @@
-"""Where a process stands is read in one place, from whoever started it; what contradicts itself is refused."""
+"""Process info from the environment of any launcher; contradicting variables are refused."""
 
 from __future__ import annotations
 

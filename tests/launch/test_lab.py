@@ -1,4 +1,4 @@
-"""What a lab is asked for is understood or refused before anything is made; how ranks are spread over hosts."""
+"""Labs: options are parsed or refused before anything is made; ranks are spread over hosts."""
 
 from __future__ import annotations
 

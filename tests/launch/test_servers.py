@@ -1,4 +1,4 @@
-"""Servers are children of ranks: they start together, say why they could not, and end with whoever started them."""
+"""Server processes of a run: they start together, report failures, and end with their ranks."""
 
 from __future__ import annotations
 

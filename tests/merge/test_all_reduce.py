@@ -1,4 +1,4 @@
-"""N replicas that merge by all-reduce are one replica on the union of their batches (in-process ranks, float64, 1e-12)."""
+"""N replicas that merge by all-reduce equal one replica on the union batch (float64, 1e-12)."""
 
 from __future__ import annotations
 

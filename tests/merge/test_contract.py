@@ -1,4 +1,4 @@
-"""What every merge rule promises, asked of every entry of STRATEGIES on a problem whose answer is known."""
+"""Contract of every merge strategy, on a problem whose answer is known."""
 
 from __future__ import annotations
 
@@ -424,9 +424,7 @@ def test_admm_reaches_the_ridge_optimum_whatever_rho(rho: float) -> None:
     assert distance(outcome.consensus, ridge(problem, 0.5)) < 1e-5
 
 
-def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_moving_once_they_are_small() -> (
-    None
-):
+def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_once_they_are_small() -> None:
     problem = Problem(3, mixed=1.0)
     adapted = run(ADMM(period=8, rho=0.02, span=64.0), problem, 60)[0]
     fixed = run(ADMM(period=8, rho=0.02, span=1.0), problem, 60)[0]
@@ -442,7 +440,7 @@ def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_moving_onc
 
 
 def test_a_frozen_rule_holds_nothing_of_a_run() -> None:
-    """One object may serve all ranks, and a second run: what it learns stands in the state alone."""
+    """One object may serve all ranks and a second run: what it learns is in the state alone."""
     for name in STRATEGIES:
         rule = rule_of(name)
         before = dict(vars(rule))

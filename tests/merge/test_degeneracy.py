@@ -1,4 +1,7 @@
-"""Rules that are each other in their limits, what they cost in messages, and their equations on numbers worked out by hand."""
+"""Merge strategies that equal each other in their limits.
+
+Also what they cost in messages, and their equations on numbers worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -142,9 +145,7 @@ def test_diloco_and_bmuf_are_torch_nesterov_and_momentum_on_the_mean_displacemen
         torch.testing.assert_close(ours[0].consensus, x.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_with_common_curvature_and_full_gradients_the_mean_of_local_sgd_is_sync_sgd_for_any_period() -> (
-    None
-):
+def test_with_common_curvature_and_full_gradients_the_mean_of_local_sgd_is_sync_sgd() -> None:
     problem = Problem(3)
     for period in (2, 5, 7):
         rounds = 3

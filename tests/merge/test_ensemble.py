@@ -1,4 +1,4 @@
-"""EC-DNN: the ensemble's opinion, learning from it, and one model of the old size that comes of it."""
+"""EC-DNN: the ensemble's probabilities, distillation from them, and the compressed model."""
 
 from __future__ import annotations
 

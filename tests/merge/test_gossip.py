@@ -1,4 +1,7 @@
-"""Gossip: what mixing conserves, how fast it contracts, what it becomes in its limits, and that nobody waits in a circle."""
+"""Gossip: what mixing conserves, how fast it contracts, and its limits.
+
+No ranks wait for each other in a circle.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def test_adapt_then_combine_mixes_what_has_stepped() -> None:
         assert_close(after[r].x, w[r] @ stepped)
 
 
-def test_on_the_complete_graph_adapt_then_combine_is_synchronous_sgd_and_combine_then_adapt_is_not() -> (
+def test_on_the_complete_graph_adapt_then_combine_is_sync_sgd_and_combine_then_adapt_is_not() -> (
     None
 ):
     problem = Problem(4, mixed=0.5)

@@ -1,4 +1,7 @@
-"""Rules over a store: what they are in their limits, their invariants under scripted delays, and their equations by hand."""
+"""Merge strategies over a store: their limits, and their equations by hand.
+
+Their invariants hold under scripted delays.
+"""
 
 from __future__ import annotations
 
@@ -372,9 +375,7 @@ def compensated(shift: float) -> tuple[float, float]:
     return world.run(main)[1], -1 / (2.0 + shift)
 
 
-def test_compensation_is_the_first_term_of_taylors_series_where_the_hessian_is_the_square_of_the_gradient() -> (
-    None
-):
+def test_compensation_is_the_first_taylor_term_where_the_hessian_is_the_squared_gradient() -> None:
     applied, _ = compensated(0.1)
     assert applied == pytest.approx(-1 / 2 + 0.1 / 4, abs=1e-15)
     errors = [abs(applied - true) for applied, true in map(compensated, (0.1, 0.05, 0.025))]

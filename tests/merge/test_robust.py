@@ -1,4 +1,7 @@
-"""Robust merging: each rule against its definition, against lies on the bench, and in the limits where it is the mean."""
+"""Robust merging: each aggregation against its definition and against lying ranks.
+
+In the limits where it must be the mean, it is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The random split with a skeleton, on a network: what it is in its limits, who trains what, what stays, and that it learns."""
+"""Random split with a skeleton, on a network: its limits, and that it learns.
+
+Also which rank trains which units, and what stays.
+"""
 
 from __future__ import annotations
 
@@ -213,9 +216,7 @@ def test_a_held_edge_gets_the_mean_over_the_samples_of_its_holders() -> None:
     )
 
 
-def test_all_ranks_end_every_block_with_the_same_bits_and_with_the_unit_goes_what_is_remembered() -> (
-    None
-):
+def test_all_ranks_end_every_block_with_the_same_bits_and_moments_go_with_their_units() -> None:
     trained = train(Skeleton(period=3), 3, 5, make=adam, uneven=uneven)
     assert agree(trained)
     for k, m in trained[0].moments.items():

@@ -1,3 +1,5 @@
+"""Chrome traces of small recorded runs: spans nest, and every rank has its lanes."""
+
 from __future__ import annotations
 
 import json

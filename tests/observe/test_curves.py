@@ -1,3 +1,5 @@
+"""Learning curves drawn from the events of small recorded runs."""
+
 from __future__ import annotations
 
 import math

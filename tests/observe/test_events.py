@@ -1,3 +1,5 @@
+"""Events: written in the background, read back from files alone, damaged lines passed over."""
+
 from __future__ import annotations
 
 import errno

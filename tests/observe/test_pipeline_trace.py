@@ -1,4 +1,4 @@
-"""The lanes of a pipeline's stages, and the bubble that `manyhands trace` prints, from steps whose answer is known."""
+"""Traces of a pipeline's stages, and the bubble of steps whose answer is known."""
 
 from __future__ import annotations
 

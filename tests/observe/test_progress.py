@@ -1,3 +1,5 @@
+"""Progress of a run on a terminal and as plain lines."""
+
 from __future__ import annotations
 
 import io

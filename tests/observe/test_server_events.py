@@ -1,4 +1,4 @@
-"""What parameter servers count becomes events, and every sink of events shows the figures that tell most."""
+"""Counters of parameter servers as events, and how every sink shows them."""
 
 from __future__ import annotations
 

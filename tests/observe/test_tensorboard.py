@@ -1,3 +1,5 @@
+"""TensorBoard files of small recorded runs, read back by TensorBoard."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,7 @@
-"""BatchNorm over ranks is BatchNorm over the union of their batches: outputs, gradients, running statistics."""
+"""Synchronous BatchNorm is BatchNorm over the union batch.
+
+Outputs, gradients and running statistics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast against what the same model really takes, storage by storage, at some tens of megabytes."""
+"""Memory forecast against what the model really takes, at some tens of megabytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a rule, a wire or an algorithm cannot mean is refused while the plan is read: given, needed, what to do."""
+"""Plans refused while they are read: impossible merge strategies, codecs and algorithms.
+
+A refusal says what was given, what is needed, and what to do.
+"""
 
 from __future__ import annotations
 

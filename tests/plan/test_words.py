@@ -1,4 +1,7 @@
-"""A plan says the same in Python, TOML and on the command line, and what it cannot mean is refused with what to do."""
+"""Plan words mean the same in Python, in TOML and on the command line.
+
+What has no meaning is refused with what to do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from manyhands.plan.words import (
     to_toml,
 )
 
-LINE = "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 precision=bf16 compile=true save=10 best=-loss"
+LINE = (
+    "data=3 merge=all_reduce split=sampled batch=16 accumulate=2 steps=7 clip=0.5 "
+    "precision=bf16 compile=true save=10 best=-loss"
+)
 WORDS = {
     "data": 3,
     "merge": "all_reduce",

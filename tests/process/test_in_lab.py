@@ -1,4 +1,7 @@
-"""Real labs: hosts with addresses of their own, links that hold their rate, and nothing left however the command ends."""
+"""Real labs: hosts with their own addresses, and networks that hold their rate.
+
+Nothing is left behind, however the command ends.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ from torch import nn
 def task():
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
     model = lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
-    return mh.Task(model=model, loss=nn.functional.cross_entropy, train=(x, (x.sum(1) > 0).long()), epochs=2,
+    return mh.Task(model=model, loss=nn.functional.cross_entropy,
+                   train=(x, (x.sum(1) > 0).long()), epochs=2,
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
 """
 
@@ -80,7 +84,8 @@ def meet(payload_bytes):
         towards.connect((os.environ["MASTER_ADDR"], 9))
         address = towards.getsockname()[0]
     everybody = [None] * here.size
-    dist.all_gather_object(everybody, [here.host, here.local_rank, here.local_size, address, torch.get_num_threads()])
+    mine = [here.host, here.local_rank, here.local_size, address, torch.get_num_threads()]
+    dist.all_gather_object(everybody, mine)
     values = torch.ones(payload_bytes // 4)
     dist.barrier()
     start = time.perf_counter()
@@ -90,7 +95,8 @@ def meet(payload_bytes):
     dist.destroy_process_group()
     return {"everybody": everybody, "seconds": seconds}
 
-found = launcher().launch(Job(2, cloudpickle.dumps(functools.partial(meet, int(sys.argv[1]))), threads=1))
+body = cloudpickle.dumps(functools.partial(meet, int(sys.argv[1])))
+found = launcher().launch(Job(2, body, threads=1))
 for n in (2, 4):
     mh.train(task, f"data={n} batch={16 // n}", directory=f"lab{n}")
 print("found", json.dumps(found))

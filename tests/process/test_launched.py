@@ -1,4 +1,7 @@
-"""Jobs of several processes as users start them: what is printed, with which code they end, and that nothing is left."""
+"""Jobs of several processes, started as users start them.
+
+What they print, their exit codes, and that nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -146,8 +149,8 @@ def step(model, batch):
     return model(batch[0]).mean()
 
 def task():
-    return mh.Task(model=nn.Linear(4, 1), step=step, train=(torch.randn(64, 4),), batch=2, epochs=1000,
-                   optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    return mh.Task(model=nn.Linear(4, 1), step=step, train=(torch.randn(64, 4),), batch=2,
+                   epochs=1000, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 """
 
 
@@ -263,7 +266,8 @@ import torch, manyhands as mh
 from torch import nn
 
 def task():
-    return mh.Task(model=nn.Linear(400, 400), step=lambda m, b: m(b[0]).square().mean(), train=(torch.randn(8, 400),), batch=4,
+    return mh.Task(model=nn.Linear(400, 400), step=lambda m, b: m(b[0]).square().mean(),
+                   train=(torch.randn(8, 400),), batch=4,
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 
 mh.train(task, "steps=1", directory="run")
@@ -314,7 +318,8 @@ def helper(x):
     return x * 0.1
 
 def task():
-    return mh.Task(model=Net(), loss=nn.functional.cross_entropy, train=Rows(), test=Rows(), batch=5, metrics={"accuracy": mh.accuracy},
+    return mh.Task(model=Net(), loss=nn.functional.cross_entropy, train=Rows(), test=Rows(),
+                   batch=5, metrics={"accuracy": mh.accuracy},
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 
 result = mh.train(task, "data=2 epochs=2", directory="run", quiet=True)
@@ -357,7 +362,8 @@ torch.manual_seed(0)
 X = torch.randn(30, 4)
 
 def task():
-    return mh.Task(model=nn.Linear(4, 1), step=lambda m, b: m(b[0]).square().mean(), train=(X,), batch=5, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    return mh.Task(model=nn.Linear(4, 1), step=lambda m, b: m(b[0]).square().mean(), train=(X,),
+                   batch=5, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 
 if __name__ == "__main__":
     try:
@@ -369,10 +375,12 @@ if __name__ == "__main__":
     run = mh.join(directory="third", quiet=True)
     model = nn.Linear(4, 1)
     dataset = torch.utils.data.TensorDataset(X)
-    model, optimizer, data = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), dataset, batch=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, data = run.prepare(model, optimizer, dataset, batch=5)
     for (x,) in data:
         run.step(model(x).square().mean())
-    print(f"rank {run.rank} of {run.size}: {first.rounds} {second.rounds} {first.directory}\\n", end="")
+    rounds = f"{first.rounds} {second.rounds}"
+    print(f"rank {run.rank} of {run.size}: {rounds} {first.directory}\\n", end="")
 """
 
 

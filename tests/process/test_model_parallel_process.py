@@ -1,6 +1,7 @@
-"""A model that is split over processes is the model that one process has: `verify` on real processes, by layout and model.
+"""Model parallelism over real processes equals one process: `verify` by layout and model.
 
-A few by default; all of them, and Hugging Face's models, are slow."""
+A few by default; all of them, and Hugging Face's models, are slow.
+"""
 
 from __future__ import annotations
 

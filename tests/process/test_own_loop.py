@@ -1,4 +1,7 @@
-"""A loop of one's own ends with the bits of `mh.train`, on one rank and on two, and stops, saves and goes on like it."""
+"""Own training loops end with the bits of `mh.train`, on one rank and on two.
+
+They stop, save and resume like it.
+"""
 
 from __future__ import annotations
 
@@ -170,9 +173,11 @@ G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(38, 6, generator=G), torch.randint(3, (38,), generator=G)
 torch.manual_seed(0)
 run = mh.join("accumulate=2")
-model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+model = nn.Sequential(
+    nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-model, optimizer, data = run.prepare(model, optimizer, torch.utils.data.TensorDataset(X, Y), batch=4)
+dataset = torch.utils.data.TensorDataset(X, Y)
+model, optimizer, data = run.prepare(model, optimizer, dataset, batch=4)
 samples = 0
 for epoch in range(int(sys.argv[1]) if len(sys.argv) > 1 else 2):
     for x, y in data:

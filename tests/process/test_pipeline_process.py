@@ -1,6 +1,7 @@
-"""Pipelines over real processes: the numbers of one process over shared memory and gloo, and the bubble that theory knows.
+"""Pipelines over real processes: the numbers of one process, and the bubble of theory.
 
-Processes are forked once a link from a server that has torch loaded, and run the whole list of cases.
+Processes are forked once for each kind of group, from a server that has torch loaded, and run
+the whole list of cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Kinds of data, of BatchNorm and of precision on three real ranks, one after the other in one job, against one process."""
+"""Forms of data, BatchNorm and precision on three real ranks against one process.
+
+All of them run in one job, one after the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""2k steps are k steps, kill -9 of everything, resume and k more: the same bits on as many ranks, the same numbers on others."""
+"""Resume after kill -9: k steps, then k more, are 2k steps.
+
+The same bits on as many ranks, the same numbers on another number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(53, 6, generator=G), torch.randint(3, (53,), generator=G)
 
 def loss(outputs, target):
-    return nn.functional.cross_entropy(outputs, target) * (1 + 0.01 * random.random() + 0.01 * np.random.rand())
+    return nn.functional.cross_entropy(outputs, target) * (
+        1 + 0.01 * random.random() + 0.01 * np.random.rand())
 
 class Hold(mh.Callback):
     def on_round(self, run, round, loss):
@@ -48,9 +52,12 @@ class Hold(mh.Callback):
             threading.Event().wait()  # until somebody kills us
 
 def task():
-    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.4), nn.Linear(32, 3))
-    return mh.Task(model=model, loss=loss, train=(X, Y), batch=4, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
-                   schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 12), callbacks=[Hold()])
+    model = nn.Sequential(
+        nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.4), nn.Linear(32, 3))
+    return mh.Task(model=model, loss=loss, train=(X, Y), batch=4,
+                   optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+                   schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 12),
+                   callbacks=[Hold()])
 """
 
 

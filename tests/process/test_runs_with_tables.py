@@ -1,5 +1,8 @@
-"""Runs with tables, in this process or on a server: what a checkpoint holds of them, how a push that is refused ends a run, and
-what the exchange with servers costs in the accounts that links have."""
+"""Runs with embedding tables, in this process or on a server.
+
+What a checkpoint holds of the tables, how a refused push ends a run, and what the exchange with
+servers costs in the counters that groups have.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Strangers, vandals and the dying: whatever comes to a server's door, it goes on answering those who may ask, and counts the rest.
+"""Servers under attack: strangers, garbage and dying clients.
 
-A witness pushes and pulls all the time while a test does its worst; every answer it gets must be right.
+The server counts them and keeps answering. A witness pushes and pulls during every attack, and
+every answer it gets must be right.
 """
 
 from __future__ import annotations

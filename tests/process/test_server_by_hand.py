@@ -1,4 +1,4 @@
-"""Servers started by hand, as PS-Lite's users do: `manyhands server`, workers that find it by DMLC_ variables, and its end."""
+"""Servers started by hand: `manyhands server`, and workers that find it by DMLC_ variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Connections that break, strangers, servers that die: nothing is done twice, nothing is lost in silence, every failure has a name."""
+"""Broken connections and dying servers: no push is applied twice, none is lost in silence.
+
+Every failure has a name.
+"""
 
 from __future__ import annotations
 
@@ -266,7 +269,7 @@ def test_garbage_from_one_who_proved_himself_ends_only_his_connection() -> None:
     with servers() as (server,), joined(server, transport="tcp") as store:
         store.create(USERS)
         rows = store.pull({"users": torch.arange(10)})["users"]
-        store._sender.connections[0]._channel.sock.sendall(os.urandom(500))  # type: ignore[union-attr]
+        store._sender.connections[0]._channel.sock.sendall(os.urandom(500))  # type: ignore
         assert torch.equal(store.pull({"users": torch.arange(10)})["users"], rows)
         assert server.refused == {"garbage": 1} and store.stats()["client_reconnects"] == 1
         store.close()

@@ -1,4 +1,7 @@
-"""The examples with embeddings run as they stand on workers and servers, learn, and where it is asked of them equal one process."""
+"""Examples with embeddings run on workers and servers, and learn.
+
+Those that are made for it equal one process.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Rules over real servers: what equals synchronous training does so to rounding, what is one worker to the bit; runs stop,
-resume, and lose a server with clear words. All runs of the first part share one job, one after the other."""
+"""Merge strategies over real servers: synchronous ones equal all-reduce to rounding.
+
+One worker equals it to the bit. Runs stop, resume, and name a lost server. All runs of the first
+part share one job, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def make(momentum: float = 0.5) -> mh.Task:
 
 
 class Pulled(nn.Module):
-    """Rows that get the same gradient wherever they stand, so that who comes when does not matter."""
+    """Rows that get the same gradient on any server, so that the order of ranks does not matter."""
 
     def __init__(self) -> None:
         super().__init__()

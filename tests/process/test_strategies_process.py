@@ -1,6 +1,7 @@
-"""Every merge rule over real processes: the same numbers on shared memory and over gloo, the same bits through a checkpoint.
+"""Every merge strategy over real processes: the same numbers over every kind of group.
 
-All rules of a link run in one job, one after the other: starting processes costs more than any of them.
+Also the same bits through a checkpoint. All strategies of a kind of group run in one job, one
+after the other: starting processes costs more than any of them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def words_of(name: str) -> dict[str, Any]:
 
 
 def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Each rule without a break, and over one link also stopped after the first epoch and resumed."""
+    """Each strategy unbroken, and over one kind of group also stopped and resumed."""
     results: dict[str, Any] = {}
     for name in RULES:
         said = {**words, **words_of(name)}

@@ -1,4 +1,4 @@
-"""Every rule, and every wire, goes on from a checkpoint as if nothing had happened: each rank finds what was its own."""
+"""Every merge strategy and every codec resumes from a checkpoint with each rank's own state."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""N ranks equal one process on real tasks over every link, within the order of summation; what does not equal it is found out.
+"""N ranks equal one process on real tasks, up to the order of summation.
 
-One job a number of ranks runs all tasks over all links, one after the other: starting processes is what takes time.
+What does not equal it is found out. One job for each number of ranks runs all tasks over all
+kinds of groups, one after the other: starting processes is what takes time.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def task():
     model.add_module("first", nn.Linear(6, 8))
     model.add_module("norm", nn.BatchNorm1d(8))
     model.add_module("last", nn.Linear(8, 2))
-    return mh.Task(model=model, loss=nn.functional.cross_entropy, train=(x, (x.sum(1) > 0).long()), batch=5,
+    return mh.Task(model=model, loss=nn.functional.cross_entropy,
+                   train=(x, (x.sum(1) > 0).long()), batch=5,
                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 """
 

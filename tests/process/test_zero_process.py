@@ -1,4 +1,4 @@
-"""Replicas spread over real processes: through gloo and through shared memory the same as one process."""
+"""ZeRO over real processes, through gloo and shared memory, equals one process."""
 
 from __future__ import annotations
 

@@ -243,7 +243,8 @@ class Piece:
     tensor: torch.Tensor
 
 rank, size, folder, rows, columns = int(sys.argv[1]), 2, Path(sys.argv[2]), 4096, 8192
-group = collective.connect(rank, size, dist.FileStore(str(folder / "store"), size), "gloo", 60.0, torch.device("cpu"))
+store = dist.FileStore(str(folder / "store"), size)
+group = collective.connect(rank, size, store, "gloo", 60.0, torch.device("cpu"))
 part = ShardSpec("w", (rows, columns), 1, size, rank)
 held = torch.arange(rows, dtype=torch.float32).view(-1, 1).expand(part.local_shape) * 2 + rank
 held = held.contiguous()

@@ -1,4 +1,4 @@
-"""Evaluation counts every test sample exactly once, for any number of ranks and any form of data."""
+"""Evaluation counts every test sample once, for any number of ranks and any form of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that is made elsewhere: the gradient a replica hands over, applied by anybody, is the step it would have made."""
+"""Gradients handed over by a replica: applied anywhere, they are the step it would have made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Short types: what must survive rounding survives, and all ranks skip, shrink and grow their scale together."""
+"""Mixed precision: what must survive rounding survives.
+
+All ranks skip steps and change the loss scale together.
+"""
 
 from __future__ import annotations
 

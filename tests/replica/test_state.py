@@ -1,4 +1,4 @@
-"""State by name, out and back: a run that is loaded goes on as if it had never stopped, to the last bit."""
+"""State by parameter name: a loaded replica continues with the same bits."""
 
 from __future__ import annotations
 

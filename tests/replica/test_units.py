@@ -1,4 +1,4 @@
-"""Which units a network has, found on its autograd graph, and what a replica does that leaves some of them out."""
+"""Units of a network, found on its autograd graph, and replicas that leave some of them out."""
 
 from __future__ import annotations
 

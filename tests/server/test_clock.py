@@ -1,4 +1,7 @@
-"""Who may go on: bounded staleness, quorums, delays, the dead and the resting, and the numbers of steps."""
+"""Clock: bounded staleness, quorums, delays, evicted and paused workers.
+
+Also step claims and sync points.
+"""
 
 from __future__ import annotations
 
@@ -339,7 +342,7 @@ def test_who_enters_late_is_not_late() -> None:
 def rounds(
     clock: Clock, size: int, limit: int, shared: bool, chance: random.Random, call: float
 ) -> Iterator[dict[int, list[int]]]:
-    """What each worker was dealt between two meetings, under a random schedule with random calls."""
+    """The steps that each worker claimed between two sync points, under a random schedule."""
     while True:
         dealt: dict[int, list[int]] = {w: [] for w in range(size)}
         at_work = set(range(size))

@@ -1,4 +1,4 @@
-"""Which pushes were applied: whatever is lost, doubled and reordered on the way, each counts once."""
+"""Dedup marks: lost, repeated and reordered pushes are each applied once."""
 
 from __future__ import annotations
 

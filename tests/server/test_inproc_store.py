@@ -1,4 +1,4 @@
-"""The store of a World: the shards and the clock of real servers, on virtual time; nothing else is new, so only that is asked."""
+"""In-process store: the shards and the clock of real servers, on a World's virtual time."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_steps_are_claimed_up_to_a_limit_or_a_requested_sync() -> None:
 
 
 def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
-    """Its pushes are numbered from 0 again: another incarnation, or they would read as duplicates."""
+    """It numbers its pushes from 0 again: as another incarnation, or they would be duplicates."""
     shards, clock = [Shard()], Clock(1)
     for round in range(3):
         store = LocalStore(0, 1, shards, clock)

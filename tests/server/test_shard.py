@@ -1,4 +1,7 @@
-"""One shard: pushes once and whole or not at all, held pushes that a commit applies together, staleness, and what it counts."""
+"""Server shard: a push is applied once and whole, or not at all.
+
+Pending pushes that a commit applies together, staleness, and counters.
+"""
 
 from __future__ import annotations
 

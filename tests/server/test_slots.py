@@ -1,4 +1,7 @@
-"""Which shard holds what: the same for everybody, evenly, and changed by few moves; ids lose their repeats on the way."""
+"""Slots: which shard holds which id.
+
+The same for all clients, evenly, and changed by few moves; repeated ids are sent once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def test_the_place_of_a_row_is_the_same_in_every_process() -> None:
 import numpy as np
 from manyhands.server.protocol.messages import ShardAddress
 from manyhands.server.slots import SlotMap
-print(*SlotMap.start([ShardAddress("host", i) for i in range(5)]).shard_of("users", np.arange(50) * 7919))
+slots = SlotMap.start([ShardAddress("host", i) for i in range(5)])
+print(*slots.shard_of("users", np.arange(50) * 7919))
 """
     there = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -1,4 +1,7 @@
-"""Every sample exactly once per epoch, for any number of ranks, from any position on: small cases all, not a few."""
+"""Data split: every sample exactly once per epoch, for any number of ranks.
+
+From any position on; all small cases.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def epoch(
     ranks: list[DataSplit],
     at: Position = Position(),  # noqa: B008
 ) -> tuple[list[list[list[range]]], Position]:
-    """What every rank takes, step by step, from `at` to the end of its epoch: [step][rank][micro]."""
+    """Samples of every rank and step, from `at` to the end of its epoch: [step][rank][micro]."""
     steps, start = [], at.epoch
     while at.epoch == start:
         takes = [r.step_samples(at) for r in ranks]

@@ -1,4 +1,7 @@
-"""Split by feature: who has which columns, and that ranks with some of the columns each train what one process trains."""
+"""Split by feature: which rank has which columns.
+
+Ranks that have some of the columns each train what one process trains.
+"""
 
 from __future__ import annotations
 

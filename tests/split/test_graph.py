@@ -1,4 +1,7 @@
-"""Placements, segments and schedules of graphs: against all placements of small ones, and by what must hold of random ones."""
+"""Placements, segments and schedules of graphs.
+
+Small graphs against all placements; random ones by what must hold of each.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def chance(seed: int, count: int = 14) -> list[GraphNode]:
 # -- computed once --
 
 
-def test_calls_with_the_same_key_and_the_same_arguments_are_one_also_where_their_arguments_became_one() -> (
+def test_calls_with_the_same_key_and_arguments_are_one_also_where_their_arguments_became_one() -> (
     None
 ):
     calls: list[Any] = [

@@ -1,4 +1,7 @@
-"""Who holds which units: the skeleton, what is drawn besides, how it is scaled, and which elements follow from it."""
+"""Skeleton split: which rank holds which units, and how they are scaled.
+
+Also which elements of a parameter follow from that.
+"""
 
 from __future__ import annotations
 

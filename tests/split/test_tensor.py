@@ -1,4 +1,7 @@
-"""Which layers are cut is derived from how the model uses them; what stays whole is said, and what cannot be is refused."""
+"""Tensor split: which layers are sharded follows from how the model uses them.
+
+What stays whole is reported; what cannot be sharded is refused.
+"""
 
 from __future__ import annotations
 

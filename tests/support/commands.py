@@ -1,4 +1,4 @@
-"""Commands as a user types them, in processes of their own, and waiting for what they do: files, lines, the end."""
+"""Commands as a user types them, in their own processes, and waiting for files and lines."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Mark(mh.Callback):
 
 def task():
     x = torch.randn(64, 4)
-    return mh.Task(model=nn.Linear(4, 2), loss=nn.functional.cross_entropy, train=(x, (x.sum(1) > 0).long()), batch=8,
-                   optimizer=lambda p: torch.optim.SGD(p, lr=0.01), epochs=10**9, callbacks=[Mark()])
+    return mh.Task(model=nn.Linear(4, 2), loss=nn.functional.cross_entropy,
+                   train=(x, (x.sum(1) > 0).long()), batch=8, epochs=10**9, callbacks=[Mark()],
+                   optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
 """
 
 

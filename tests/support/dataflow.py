@@ -1,4 +1,4 @@
-"""Models with branches, and a model dealt out over ranks as a graph: what tests of both kinds of ranks run."""
+"""Models with branches, and their partition over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a group: one list for every kind of group, bare, observed and of every all-reduce algorithm."""
+"""Checks of a group: one list for every kind, bare, observed, and for every algorithm."""
 
 from __future__ import annotations
 
@@ -458,7 +458,7 @@ def transfer_keeps_shapes_and_takes_parts_of_larger_tensors(link: Group) -> list
 
 @check
 def transfer_of_more_than_a_mailbox_both_ways_at_once(link: Group) -> list[Tensor]:
-    """More than any buffer between the ranks holds, so that somebody must receive while it sends."""
+    """More than any buffer between the ranks holds: somebody must receive while it sends."""
     left, right = around(link)
     mine = given(link.rank, LONG, torch.float32)
     for give, take in ((right, left), (left, right)):

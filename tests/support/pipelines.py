@@ -1,4 +1,4 @@
-"""A model in a pipeline and the same model in one process: what tests of both kinds of ranks run."""
+"""A model in a pipeline, and the same model in one process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The bench of all merge rules: rank i minimises f_i(x) = x'A_i x/2 - b_i'x in float64, and everybody knows the answer.
+"""Quadratic problems for merge strategies: rank i minimises f_i(x) = x'A_i x/2 - b_i'x in float64.
 
     optimum of sum_i w_i f_i   =   (sum_i w_i A_i)^-1 sum_i w_i b_i
 
-`spread` is how far the b_i are apart, `mixed` how far the A_i are. With common A local steps are linear in x alike on all ranks,
-so rules that average reach the optimum itself; with different A_i those without a correction stop near it.
-The replica is the real one over two parameters, so there are pieces, padding and any torch optimizer.
+`spread` is how far the b_i are apart, `mixed` how far the A_i are. With a common A, local steps are
+the same linear map on all ranks, so strategies that average reach the optimum itself; with
+different A_i those without a correction stop near it. The replica is the real one over two
+parameters, so there are views, padding and any torch optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replicas over small models for the tests of this folder: one place that knows how they are put together."""
+"""Replicas over small models, alone or merged by all-reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers and workers for tests: in threads of this process or as processes, and a short training that all stores must agree on."""
+"""Servers in threads or processes, workers, and a short training that all stores agree on."""
 
 from __future__ import annotations
 

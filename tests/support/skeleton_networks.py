@@ -1,4 +1,4 @@
-"""Replicas of small networks that can leave units out, for the tests of the random split: one place that puts them together."""
+"""Replicas of small networks that can leave units out, for the random split."""
 
 from __future__ import annotations
 

@@ -1,14 +1,16 @@
-"""Servers under clients that are killed all the time: nothing may leak, and every acknowledged push counts exactly once.
+"""Soak: servers under clients that are killed all the time.
 
     python tests/support/soak.py --minutes 10 [--servers 2] [--clients 4] [--seed 0]
 
-Each client keeps a journal: "begin n amount" before a push, "done n" once it is acknowledged. It adds to rows that no other
-client and no other incarnation touches, so of what the servers hold at the end it can be said whose it is:
+Nothing may leak, and every acknowledged push counts exactly once. Each client keeps a journal:
+"begin n amount" before a push, "done n" once it is acknowledged. It adds to rows that no other
+client and no other incarnation touches, so every row at the end has one owner:
 
-    row = sum of the acknowledged amounts + sum over some of those that were under way when it was killed
+    row = sum of acknowledged amounts + sum over some of those in flight when it was killed
 
-A client has several pushes under way, with amounts 1, 2, 4, ..., so that any sum of them says which of them arrived.
-Beside that it pulls and pushes rows that everybody wants, pulls a dense table, and ticks, so that others wait for it.
+A client has several pushes in flight, with amounts 1, 2, 4, ..., so that any sum of them shows
+which of them arrived. It also pulls and pushes rows that all clients use, pulls a dense table, and
+ticks, so that others wait for it.
 """
 
 from __future__ import annotations

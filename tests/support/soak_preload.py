@@ -1,4 +1,4 @@
-"""Imported by the process that clients of a soak are forked from: the compiled loops of a client are loaded once, not in each."""
+"""Preload of a soak's fork server: the compiled loops of a client are loaded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models to trace and cut, in float64 and without chance, each with a batch; and how to compare a cut model with the whole."""
+"""Models to trace and cut, in float64 and without dropout, each with a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas spread over ranks, for the tests of this folder: one place that knows how they are put together."""
+"""Replicas whose parameters are sharded over ranks (ZeRO), beside the same model alone."""
 
 from __future__ import annotations
 

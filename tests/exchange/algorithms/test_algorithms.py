@@ -1,4 +1,7 @@
-"""The all-reduce family: right sums, the same bits everywhere, as many bytes and messages as the formulas say, no deadlock."""
+"""All-reduce algorithms: right sums, the same bits on all ranks, no deadlock.
+
+Bytes and messages are those of the formulas.
+"""
 
 from __future__ import annotations
 

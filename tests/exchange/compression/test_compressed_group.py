@@ -1,6 +1,6 @@
-"""A compressed link is a link: what it leaves alone, in which order things travel, and the same bits over real ones.
+"""Compressed groups: what they do not encode, the order of messages, and real processes.
 
-In the World first; then in two processes over each real link, which must end with the World's bits.
+First in the World; then in two processes over each kind of group, with the World's bits.
 """
 
 from __future__ import annotations

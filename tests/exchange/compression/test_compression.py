@@ -1,4 +1,7 @@
-"""What every codec promises: the same bits on all ranks, the bytes it says, nothing lost that is fed back; and each its own."""
+"""Contract of every codec between ranks, and what is particular to each.
+
+All ranks get the same bits, messages have the stated size, and error feedback loses nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs over ranks: weights that keep the mean, gaps as the formulas say, refusals that name row and ranks."""
+"""Communication graphs: weights keep the mean, spectral gaps match the formulas, refusals."""
 
 from __future__ import annotations
 

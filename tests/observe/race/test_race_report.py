@@ -1,4 +1,4 @@
-"""What a race reads from the events of its runs, against events written by hand; and what it draws and writes from that."""
+"""Race results from events written by hand; the table, picture and page made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model dealt out over ranks as a graph: losses, gradients and states are those of one process."""
+"""Dataflow parallelism: losses, gradients and states are those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a pipeline of ranks in one process: losses and gradients are those of the model in one piece, whatever the schedule."""
+"""Pipelines inside one process: losses and gradients of the whole model, on every schedule."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def cut_in_zoo(name: str, stages: int) -> Any:
 
 
 def zoo_cases() -> list[Any]:
-    """All of them; slow are those that add neither a model nor a schedule to what the others show."""
+    """All of them; those that add neither a model nor a schedule to the others are slow."""
     found = []
     for name, p, schedule in itertools.product(["mlp", "cnn", "gpt", "seq2seq"], [2, 4], SCHEDULES):
         quick = (

@@ -1,4 +1,7 @@
-"""A backward pass in two parts gives the gradients of one in a piece, and the first part computes none of the weights'."""
+"""Split backward: both parts together give the gradients of one backward pass.
+
+The first part computes no gradient of a weight.
+"""
 
 from __future__ import annotations
 

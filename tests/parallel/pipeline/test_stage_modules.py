@@ -1,4 +1,7 @@
-"""Stages hold what they use and nothing else, under its own names; what they cost is measured, and the cut is as good as any."""
+"""Stage modules hold exactly what they use, under its own names.
+
+Their costs are measured, and the cut is as good as any.
+"""
 
 from __future__ import annotations
 

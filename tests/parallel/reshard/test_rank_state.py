@@ -1,4 +1,4 @@
-"""Slices of parameters that ZeRO spreads over ranks, put together and taken apart again: same bits, on every link and stage."""
+"""Rank state of ZeRO: slices gathered and scattered again, the same bits on every stage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gradient(name: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def truth() -> tuple[Tensors, Tensors]:
-    """Whole model and state after two steps of an optimizer that looks at each element by itself."""
+    """Whole model and state after two steps of an optimizer that works element by element."""
     whole = model()
     optimizer = adam(p for p in whole.parameters() if p.requires_grad)
     for _ in range(2):

@@ -142,8 +142,9 @@ def test_a_chain_of_layouts_ends_where_it_began() -> None:
         "shard=2 tensor=2",
         "alone",
     ]:
-        before = whole
-        whole = in_all(LAYOUTS[words], model, lambda a, group: a.gather(a.extract(before)))[0]  # noqa: B023 (called at once)
+        whole = in_all(
+            LAYOUTS[words], model, lambda a, group, before=whole: a.gather(a.extract(before))
+        )[0]
     assert same_typed_tensors(whole, start)
 
 

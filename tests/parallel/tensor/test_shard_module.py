@@ -1,4 +1,4 @@
-"""A model whose parameters are cut over ranks trains as the whole one does, in the model's own code."""
+"""Tensor parallelism: a model with sharded parameters trains as the whole one does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A tensor in pieces is the tensor: every function gives on shares what it gives on the whole, forward and backward."""
+"""Sharding rules: every operator gives on a sharded value what it gives on the whole tensor.
+
+Forward and backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A forward pass written down is the forward pass: in both modes, for any batch, or refused with the line that stands in the way."""
+"""Traced programs compute the forward pass, in both modes and for any batch.
+
+What cannot be traced is refused with the line of the model that prevents it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def test_blocks_are_opened_where_they_make_too_few_pieces() -> None:
 
 
 class Noisy(nn.Module):
-    """What it does in training differs in constants and in steps from what it does in evaluation."""
+    """In training it differs in constants and in nodes from what it does in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,9 +328,7 @@ def test_sizes_are_found_that_answer_a_question_otherwise() -> None:
     assert all(tried.count(sizes) == 1 for sizes in tried)
 
 
-def test_one_row_is_bound_by_what_the_model_asked_and_not_by_what_torch_asked_inside_of_a_step() -> (
-    None
-):
+def test_one_row_is_bound_by_what_the_model_asked_and_not_by_what_torch_asked_inside() -> None:
     rows = sympy.Symbol("rows", positive=True, integer=True)
     one = (torch.zeros(1, 7),)
     SizeGuard({Input(0, 0): (rows, 7)}, [], [(sympy.Ne(7 * rows, 7), "there")], {})(one)

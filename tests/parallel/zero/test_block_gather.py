@@ -1,4 +1,7 @@
-"""Parameters that are here only while their block runs: whatever a model does with them, it computes as if they were always here."""
+"""ZeRO stage 3: parameters gathered for one block at a time.
+
+Whatever a model does with them, it computes as if they were always there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica spread over ranks: n of them are one process on the union batch, whatever is kept where."""
+"""ZeRO: n ranks equal one process on the union batch, in every stage."""
 
 from __future__ import annotations
 

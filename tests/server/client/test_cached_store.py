@@ -1,4 +1,7 @@
-"""A worker-side cache: nothing it serves is older than it says, nothing changes where nothing may be old, hot rows are what it keeps."""
+"""Cached store: no row is older than `cache_age`, and hot rows are kept.
+
+With an age of 0 nothing changes.
+"""
 
 from __future__ import annotations
 

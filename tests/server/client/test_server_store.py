@@ -1,4 +1,7 @@
-"""Servers and workers over real sockets: the same bits as without them, whatever the transport, the shards and the filters."""
+"""Server store over real sockets: the bits of a local store.
+
+Whatever the transport, the number of shards and the filters.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,8 @@ def test_updates_that_stand_in_the_stores_own_memory_are_pushed_from_there(trans
             )
             assert taken < 3000  # ids, and no copy of 26,400 bytes of updates
             if i == 1:
-                store._sender.connections[0]._channel.stop()  # type: ignore[union-attr] - it must then be copied
+                # it must then be copied
+                store._sender.connections[0]._channel.stop()  # type: ignore[union-attr]
             work.wait()
             expected.push(rows, {k: x.clone() for k, x in updates.items()})
             room = store.push_buffers(rows) if i == 1 else room

@@ -1,4 +1,7 @@
-"""Frames over real sockets: what is sent arrives, what is no frame is refused before anything is made for it."""
+"""Frames over real sockets: what is sent arrives.
+
+What is no frame is refused before memory is allocated for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules on a server compute: torch's optimizers where torch has them, and what they become in the limit."""
+"""Server optimizers compute what torch's optimizers compute, and what theory says of limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a table of rows promises, whatever its rule: found by any id, made from (table, id, seed), summed, forgotten, refused."""
+"""Contract of a sparse table, whatever its optimizer.
+
+Rows are found by any id, initialised from (table, id, seed), summed, erased, refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A small residual network with BatchNorm: skips that cross cuts, channels to split, buffers that move with their layers."""
+"""A small residual network with BatchNorm.
+
+Its skips cross cuts, its channels can be split, its buffers move with their layers.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,7 @@
-"""A small GPT as people write it: fused qkv, a view by the number of heads, and one matrix for the first and the last layer."""
+"""A small GPT as people write it.
+
+Fused qkv, a view by the number of heads, and one matrix for the first and the last layer.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama from its configuration, tiny, with fewer heads for keys and values, as it stands."""
+"""Hugging Face's Llama from its configuration, tiny, with fewer heads for keys and values."""
 
 import torch
 from torch.nn import functional as F

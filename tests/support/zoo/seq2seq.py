@@ -1,4 +1,7 @@
-"""An encoder and a decoder: two inputs, and a memory that every layer of the decoder reads, wherever it stands."""
+"""An encoder and a decoder with two inputs.
+
+Every layer of the decoder reads the encoder's output, on whatever stage it runs.
+"""
 
 import torch
 from torch import Tensor, nn
