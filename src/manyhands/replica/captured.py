@@ -71,7 +71,7 @@ class CapturedReplica(ReplicaWrapper):
         return self._static_loss.clone()  # the next replay writes over it
 
     def _hyper_parameters(self) -> list[Any]:
-        """What the graph of the update holds fixed: all but the learning rate, which is a tensor."""
+        """What the update's graph holds fixed: all but the learning rate, which is a tensor."""
         frozen: list[Any] = []
         for group in self.module_replica.optimizer.param_groups:
             if "capturable" in group:

@@ -1,8 +1,9 @@
-"""A module's parameters as views into one long vector per dtype, and a twin vector for their gradients.
+"""Flat parameters: a module's parameters as views of one long vector per dtype.
 
-Merge arithmetic, wire and checkpoint then see few long vectors, while the module and its optimizer keep their own
-parameters. Each parameter starts at a multiple of 64 bytes, so kernels load aligned; the padding stays zero.
-Gradients are cut into buckets from the back, the order in which backward makes them.
+A second vector holds their gradients. Merge arithmetic, compression and checkpoints then work on
+few long vectors, while the module and its optimizer keep their own parameters. Each parameter
+starts at a multiple of 64 bytes, so that kernels load aligned; the padding stays zero. Gradients
+are cut into buckets from the back, the order in which backward makes them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ ALIGN_BYTES = 64
 
 
 class FlatParameters:
-    """`allocate` says where the vectors live: private memory, a device, or memory shared with other ranks. Values may be
-    `allocate_values`d in memory that all ranks have in common; then only one of them `writes` its weights there."""
+    """Values and gradients of a model that this rank holds whole.
+
+    `allocate` makes the vectors: in private memory, on a device, or in memory that the group
+    reduces without a copy. `allocate_values` may make the values in memory that all ranks of a
+    host share; then only one of them `writes` its weights there.
+    """
 
     collects_gradients = False
     replica_group = None  # this rank holds the whole replica
@@ -69,7 +74,7 @@ class FlatParameters:
         self.values[key], self.grads[key] = values, grads
         first = len(self.views)
         for (name, p), start in zip(named, starts, strict=True):
-            # keep the memory format (channels_last) where the parameter fills its memory without holes
+            # keep the memory format (channels_last) if the parameter fills its memory without gaps
             stride = p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride()
             value = torch.as_strided(values, p.shape, stride, start)
             if self._writes:
@@ -84,7 +89,7 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def holding(self, values: Tensors | None) -> Iterator[None]:
-        """Have other `values` for a while; None: stay as it is."""
+        """Hold other `values` inside the context; None: keep the current ones."""
         if values is None:
             yield
             return
@@ -98,7 +103,7 @@ class FlatParameters:
                 self.values[k].copy_(v)
 
     def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
-        """Which parameters lie where in each vector and in each bucket, by name."""
+        """Slices and shapes of the parameters in each vector and in each bucket, by its name."""
         whole: dict[str, list[tuple[slice, torch.Size]]] = {k: [] for k in self.values}
         for view in self.views:
             whole[view.vector].append(
@@ -113,7 +118,7 @@ class FlatParameters:
             ]
         return whole
 
-    # -- window hooks: one rank holds the whole replica, so there is nothing to exchange inside it --
+    # -- window hooks: one rank holds the whole replica, so they have nothing to exchange --
 
     def start_window(self, overlap: bool) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The forward pass: from a batch to a mean loss (training) or to sums of losses and metrics (evaluation)."""
+"""Forward pass: from a batch to a mean loss (training) or to sums of metrics (evaluation)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix work in the short type; parameters, gradients, reductions, norms and losses stay fp32."""
+    """Matrix products in `precision`; parameters, gradients, reductions and losses stay fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 class TaskLoss:
-    """`next_loss` of a task: draw this rank's next micro-batch and run the model on it."""
+    """`next_loss` of a task: take this rank's next micro-batch and run the model on it."""
 
     def __init__(
         self,
@@ -51,21 +51,20 @@ class TaskLoss:
             if self.step is not None:
                 got = self.step(self.module, values)
                 loss, own = got if isinstance(got, tuple) else (got, count)
-                count = (
-                    own if count else 0
-                )  # a borrowed sample counts nothing, however the task counts
+                # a borrowed sample counts nothing, whatever the task counts
+                count = own if count else 0
             else:
                 assert self.loss is not None
                 *inputs, target = _pair(values)
                 loss = self.loss(self.module(*inputs), target)
         if loss.ndim:
             raise TaskError(
-                f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is needed; use reduction='mean'"
+                f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is "
+                "needed; use reduction='mean'"
             )
         if not count:
-            loss = (
-                loss.nan_to_num()
-            )  # 0/0: no samples (run for the BatchNorm inside), or no token that counts
+            # 0/0: no samples (the pass is for the BatchNorm inside), or no token that counts
+            loss = loss.nan_to_num()
         return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, int(count)
 
 
@@ -82,14 +81,16 @@ def evaluate(
     device: torch.device,
     predict: Callable[[Any], Any] | None = None,
 ) -> Tensor:
-    """Sums over this rank's test samples: [loss, metrics..., count], in float64. Every sample is counted once. `predict`: the
-    model's output for a batch where no module computes it alone; None where it comes out elsewhere."""
+    """Sums over this rank's test samples: [loss, metrics..., count], in float64.
+
+    Every sample is counted once. `predict` gives the model's output for a batch where the model is
+    split over ranks; None on ranks that do not have it.
+    """
     sums = torch.zeros(
         2 + len(metrics), dtype=torch.float64, device=device if device.type != "mps" else "cpu"
     )
-    modes = {
-        m: m.training for m in module.modules()
-    }  # each by itself: a part may be frozen in eval mode on purpose
+    # of each module: the user may have put a part in eval mode on purpose
+    modes = {m: m.training for m in module.modules()}
     module.eval()
     try:
         with torch.no_grad(), autocast(precision, device):
@@ -144,16 +145,17 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
 
 
 def inputs_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[Any, ...]:
-    """What the model is called with for a batch; what is given by name comes last, in its order."""
+    """The arguments of the model for a batch: positional ones first, then keyword arguments."""
     return _call_of(values, step)[0]
 
 
 def names_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[str, ...]:
-    """The names of the last of them, as far as they are given by name."""
+    """The names of the keyword arguments among them."""
     return _call_of(values, step)[1]
 
 
 def called(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> Any:
+    """The output of `module` for the arguments of `inputs_of` and `names_of`."""
     first = len(inputs) - len(names)
     return module(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
@@ -168,7 +170,8 @@ def _call_of(
     except _Called as call:
         return call.inputs, call.names
     raise TaskError(
-        "step=(model, batch) did not call the model, so there is nothing to split; call it with the batch's tensors"
+        "step=(model, batch) did not call the model, so there is nothing to split; "
+        "call it with the batch's tensors"
     )
 
 
@@ -189,7 +192,7 @@ class _Called(Exception):
 
 
 class _Listener(nn.Module):
-    """Stands for the model until it is called."""
+    """Takes the place of the model and raises the arguments of its call."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         raise _Called((*inputs, *named.values()), tuple(named))
@@ -199,7 +202,8 @@ def _pair(values: Any) -> tuple[Any, ...]:
     if isinstance(values, tuple) and len(values) >= 2:
         return values
     raise TaskError(
-        f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; give step=(model, batch) instead"
+        f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; "
+        "give step=(model, batch) instead"
     )
 
 

@@ -21,7 +21,11 @@ from manyhands.replica.update import Update
 
 
 class GradientWindow:
-    """The micro-batches of one step. `on_unused` gets the names of parameters without a gradient."""
+    """The micro-batches of one step.
+
+    `on_unused` is called once, with the names of parameters that had no gradient in the first
+    window. `frozen`: parameters that must not want a gradient.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which modules of a model are steps of its forward pass as wholes, and which of them are alike."""
+"""Leaf modules: which modules a traced forward pass treats as one node, and which are alike."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PLAIN = (
 
 
 def blocks(model: nn.Module, cut: Sequence[str] = ()) -> set[str]:
-    """Modules as large as people think of them: what lies in a ModuleList or Sequential, and what has no modules inside."""
+    """Large leaves: the members of a ModuleList or Sequential, and modules without children."""
     return set(_leaves(model, "", set(cut), coarse=True))
 
 
 def smallest(model: nn.Module, cut: Sequence[str] = ()) -> set[str]:
-    """Modules without modules inside, and torch's own."""
+    """Small leaves: modules without children, and torch's own."""
     return set(_leaves(model, "", set(cut), coarse=False))
 
 
@@ -59,8 +59,10 @@ def _leaves(module: nn.Module, path: str, named: set[str], coarse: bool) -> Iter
 
 
 def alike(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The same for leaves that return the same shapes: equal in what they say of themselves, in their plain attributes (but for
-    their number in the model), their parameters and what they are given."""
+    """A key that is equal for leaf calls that return the same shapes.
+
+    It compares repr, plain attributes (but for the layer's number), parameters and arguments.
+    """
     plain = [
         (
             name,
@@ -88,7 +90,10 @@ def alike(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def put_before(
     modules: Sequence[nn.Module], called: Callable[..., Any]
 ) -> Iterator[tuple[nn.Module, type]]:
-    """Give each module a class before its own whose calls go to `called`; yields the modules with the classes to give back."""
+    """Give each module a subclass of its class whose calls go to `called`.
+
+    Yields each module with its original class, to restore it.
+    """
     done = set()
     for module in modules:
         if id(module) in done:
@@ -105,7 +110,7 @@ def put_before(
         yield module, cls
 
 
-def by_chance(name: str) -> bool:
+def is_random(name: str) -> bool:
     return any(
         word in name
         for word in (

@@ -21,10 +21,11 @@ from manyhands.replica.update import Update
 
 
 class OptimizerStep:
-    """`steps_alone`: by this rank's own gradient, so that other ranks may not overflow where it does.
+    """The optimizer with gradient clipping, loss scaling and schedule.
 
-    `schedule_at` (where ranks share steps): how many steps of the schedule are due now;
-    `scheduled`: how many were made before.
+    `steps_alone`: this rank steps by its own gradient, so that it may overflow where others do not.
+    `schedule_at`, where ranks share steps: how many steps of the schedule are due now; `scheduled`:
+    how many were made before.
     """
 
     def __init__(

@@ -1,10 +1,12 @@
-"""Replica parameters: the flat vectors that a replica trains, and the protocol by which it reaches them.
+"""Replica parameters: the protocol by which a replica reaches the flat vectors that it trains.
 
-Two classes fulfil `ReplicaParameters`. `FlatParameters` holds the whole model on this rank. The parameters of ZeRO hold
-this rank's slices of one replica that is spread over several ranks; they exchange gradients themselves, in the window
-hooks. A replica calls the hooks of either; those of `FlatParameters` do nothing.
+Two classes fulfil `ReplicaParameters`. `FlatParameters` holds the whole model on this rank. The
+parameters of ZeRO hold this rank's slices of one replica that is spread over several ranks; they
+exchange gradients themselves, in the window hooks. A replica calls the hooks of either; those of
+`FlatParameters` do nothing.
 
-    window    the micro-batches of one step: start_window, (before_backward, backward, after_backward)*, end_window
+    window    the micro-batches of one step:
+              start_window, (before_backward, backward, after_backward)*, end_window
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class ReplicaParameters(Protocol):
     count: Tensor  # samples behind the gradient, then `used`
     views: list[ParameterView]
     buckets: list[Bucket]
-    # whether the parameters have gradient hooks of their own; else the replica copies gradients into `grads`
+    # whether the parameters have gradient hooks of their own; else the replica copies gradients
+    # into `grads`
     collects_gradients: bool
 
     @property
@@ -81,7 +84,7 @@ class ReplicaParameters(Protocol):
         ...
 
     def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
-        """The slices and shapes of the parameters in each vector and in each bucket, by its name."""
+        """Slices and shapes of the parameters in each vector and in each bucket, by its name."""
         ...
 
     def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
@@ -89,7 +92,10 @@ class ReplicaParameters(Protocol):
         ...
 
     def start_window(self, overlap: bool) -> None:
-        """Before the first forward pass of a step. `overlap`: exchange gradients while backward runs."""
+        """Before the first forward pass of a step.
+
+        `overlap`: exchange gradients while backward runs.
+        """
         ...
 
     def before_backward(self, last: bool) -> None:
@@ -101,8 +107,10 @@ class ReplicaParameters(Protocol):
         ...
 
     def end_window(self, total: Tensor, count: int) -> tuple[Tensor, int, list[bool] | None]:
-        """Loss sum and count of the whole replica, and which parameters it used, all summed over its ranks.
-        None: nothing was exchanged, so this rank's own record of used parameters holds."""
+        """Loss sum, count and used parameters of the whole replica, summed over its ranks.
+
+        None: nothing was exchanged, so this rank's own record of used parameters holds.
+        """
         ...
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:

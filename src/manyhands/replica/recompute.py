@@ -1,4 +1,4 @@
-"""Forget what a block's forward pass keeps for its backward pass, and compute it again when that comes."""
+"""Activation checkpointing: blocks drop their activations and recompute them in backward."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from manyhands.replica.leaf_modules import CONTAINERS
 
 
 def recompute(module: nn.Module) -> list[str]:
-    """Have the blocks of a model, the members of its lists, forget and compute again in training; their names. A model without
-    lists is one block."""
+    """Checkpoint the activations of a model's blocks, the members of its lists; their names.
+
+    A model without lists is one block.
+    """
     blocks = {
         name: m for name, m in module.named_modules() if name and _is_block(module, name, m)
     } or {"": module}
@@ -46,10 +48,10 @@ def _wrap(block: nn.Module) -> None:
 
 @contextmanager
 def buffers_stay(module: nn.Module) -> Iterator[None]:
-    """Computing again must not move running statistics again."""
+    """Recomputation must not update running statistics a second time."""
     before = [(b, b.detach().clone()) for b in module.buffers()]
     try:
         yield
     finally:
         for buffer, value in before:
-            buffer.data.copy_(value)  # data: graphs that hold the buffer need not hear of it
+            buffer.data.copy_(value)  # data: autograd must not see a change of the buffer

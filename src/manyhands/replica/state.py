@@ -1,4 +1,4 @@
-"""A replica's state by parameter name, and back: what a checkpoint holds, free of buffers, devices and ranks."""
+"""Replica state by parameter name, for checkpoints: free of flat vectors, devices and ranks."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def load_optimizer(
 def load_named(
     optimizer: Optimizer, names: dict[int, str], tensors: Tensors, meta: dict[str, Any]
 ) -> None:
-    """`names` maps what the optimizer holds, by identity, to the names in `tensors` ("name/key")."""
+    """Load "name/key" `tensors`; `names` maps the id of each parameter held to its name."""
     held = [p for g in optimizer.param_groups for p in g["params"]]
     number = {names[id(p)]: i for i, p in enumerate(held)}
     state: dict[int, dict[str, Any]] = {}
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
         if (i := number.get(parameter)) is not None:
-            # in the parameter's own memory format (channels_last): fused kernels walk both as they lie in memory
+            # in the parameter's memory format (channels_last): fused kernels ignore strides
             alike = value.shape == held[i].shape and value.ndim > 0
             state.setdefault(i, {})[key] = (
                 torch.empty_like(held[i], dtype=value.dtype).copy_(value) if alike else value
@@ -106,19 +106,19 @@ def load_named(
     current = optimizer.state_dict()["param_groups"]
     if len(current) != len(meta["groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(meta['groups'])} parameter groups, this one {len(current)}; use the same optimizer"
+            f"the checkpoint's optimizer has {len(meta['groups'])} parameter groups, this one "
+            f"{len(current)}; use the same optimizer"
         )
     groups = []
     for now, then in zip(current, meta["groups"], strict=True):
-        how = {
-            k: now[k] for k in ("params", "fused", "foreach", "capturable") if k in now
-        }  # this machine's choice
+        # chosen for this machine, not by the checkpoint
+        how = {k: now[k] for k in ("params", "fused", "foreach", "capturable") if k in now}
         groups.append({**now, **{k: v for k, v in then.items() if k in now}, **how})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def rng_state(device: torch.device) -> Tensors:
-    """Every generator user code may draw from, as bytes."""
+    """Every random generator that user code may use, as bytes."""
     version, words, gauss = random.getstate()
     _, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     python = torch.tensor([version, *words], dtype=torch.int64)
@@ -149,7 +149,10 @@ def load_rng(saved: Tensors, device: torch.device) -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """After the model is built alike everywhere, ranks draw different random numbers (dropout, augmentation)."""
+    """Different random numbers on each rank (dropout, augmentation).
+
+    Called after the model is built, which is the same everywhere.
+    """
     mixed = (seed * 1_000_003 + rank * 97 + 1) % (2**31)
     random.seed(mixed)
     np.random.seed(mixed)
@@ -179,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """A scheduler's state as JSON; what is not data (functions) is left to the user's own factory."""
+    """A scheduler's state as JSON, without functions, which the user's factory makes again."""
     if isinstance(value, dict):
         if all(isinstance(k, str) for k in value):
             return {

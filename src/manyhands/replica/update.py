@@ -1,9 +1,9 @@
-"""Applying the merged gradient: every rank all of it, or every rank only the part it owns.
+"""Update: applies the merged gradient with the user's optimizer, whole or by slices.
 
-`WholeUpdate` leaves the user's optimizer on the module's parameters. `PartUpdate` gives it, instead of each parameter,
-the slices of it that this rank owns; for optimizers that treat every element by itself that changes no bit of the
-result, but each of M ranks does 1/M of the work and keeps 1/M of the optimizer's state. Both speak of state by
-parameter name, so a checkpoint does not know which of them wrote it.
+`WholeUpdate` leaves the optimizer on the module's parameters. `PartUpdate` gives it, instead of
+each parameter, the slices of it that this rank owns. For optimizers that treat every element by
+itself this changes no bit of the result, but each of M ranks does 1/M of the work and keeps 1/M of
+the optimizer's state. Both save state by parameter name, so checkpoints of the two are the same.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from manyhands.replica.flat import FlatParameters, ParameterView
 
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-PARTED = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-)  # each element by itself, no state before the first step
-# what those keep per element; a rank that owns nothing cannot know which of them are in use
+# treat each element by itself, have no state before the first step
+PARTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+# their state per element; a rank that owns nothing cannot know which of them are in use
 PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 Sum = Callable[[Tensors], None]  # over ranks, in place
 
 
 class Update(Protocol):
-    """Applies the merged gradient with the user's optimizer, and saves and loads the optimizer's state by parameter name."""
+    """Applies the merged gradient; saves and loads optimizer state by parameter name."""
 
     optimizer: Optimizer
     part_only: bool  # each rank updates only the slices that it owns
     placed: list[int]  # the views whose gradients the last `place` returned
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
-        """Hand merged gradients to the optimizer's parameters and return them. A parameter that no rank used gets none,
-        as in plain torch. `in_flat`: the gradients are in the flat vectors, not at the parameters."""
+        """Hand merged gradients to the optimizer's parameters and return them.
+
+        A parameter that no rank used gets none, as in plain torch. `in_flat`: the gradients are in
+        the flat vectors, not at the parameters.
+        """
         ...
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]: ...
@@ -51,6 +51,8 @@ class Update(Protocol):
 
 
 class WholeUpdate:
+    """Every rank updates all parameters."""
+
     part_only = False
 
     def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
@@ -60,7 +62,6 @@ class WholeUpdate:
             fuse(optimizer, flat.count.device)
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
-        """Hand gradients to the parameters; one that no rank used keeps none, as in plain torch. `placed`: of which views."""
         grads, self.placed = [], []
         for i, (view, is_used) in enumerate(zip(self.flat.views, used, strict=True)):
             if in_flat and is_used:
@@ -79,7 +80,7 @@ class WholeUpdate:
 
 @dataclass(frozen=True)
 class _Slice:
-    """The run of elements of one parameter, in memory order, that this rank owns."""
+    """The consecutive elements of one parameter, in memory order, that this rank owns."""
 
     view: int
     parameter: nn.Parameter  # a view of the values
@@ -89,7 +90,10 @@ class _Slice:
 
 
 class PartUpdate:
-    """`own(vector)` lists the elements of a flat vector that this rank owns, alike for values and gradients."""
+    """Each rank updates the slices it owns.
+
+    `own(vector)` lists them for a flat vector; they are the same for values and gradients.
+    """
 
     part_only = True
 
@@ -102,9 +106,8 @@ class PartUpdate:
     ):
         self.flat, self.module, self.optimizer = flat, module, optimizer
         self.placed: list[int] = []
-        self._groups = [
-            list(g["params"]) for g in optimizer.param_groups
-        ]  # the user's own, for the names in checkpoints
+        # the user's own parameters, for the names in checkpoints
+        self._groups = [list(g["params"]) for g in optimizer.param_groups]
         self._slices: list[_Slice] = []
         for key, values in flat.values.items():
             for owned in own(values):
@@ -149,7 +152,7 @@ class PartUpdate:
             entries = self.optimizer.state.get(s.parameter, {})
             for k, key in enumerate(PER_ELEMENT):
                 present[k, s.view] = float(isinstance(entries.get(key), Tensor))
-            if s.start == 0:  # one rank speaks for the parameter
+            if s.start == 0:  # the rank with the first element gives the step
                 present[-1, s.view] = float(entries["step"]) if "step" in entries else -1.0
         sum_over_ranks({"present": present})
         found: Tensors = {}
@@ -193,7 +196,7 @@ class PartUpdate:
 
 
 def moments(views: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
-    """The optimizer's own tensors of a parameter's shape, the same names on all ranks."""
+    """Optimizer state of a parameter's shape, with the same names on all ranks."""
     prime(optimizer)
     return {
         f"{view.name}/{key}": value
@@ -207,8 +210,11 @@ def moments(views: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
 
 
 def prime(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Have the optimizer make its state for parameters that have had no gradient on this rank yet, and name those. It does so
-    in a parameter's first step: that is taken with a value and a gradient of zero, and undone."""
+    """Make the optimizer state of parameters that have had no gradient yet; returns these.
+
+    An optimizer makes it in a parameter's first step. That step is taken with a value and a
+    gradient of zero, and undone.
+    """
     held = [p for g in optimizer.param_groups for p in g["params"]]
     new = [p for p in held if p not in optimizer.state]
     before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
@@ -216,16 +222,15 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
         p.grad = None
     for p in new:
         p.grad = torch.zeros_like(p)
-        p.data.zero_()  # weight decay of it is nothing, so nothing of it stays in the state
+        p.data.zero_()  # weight decay of 0 is 0, so it leaves nothing in the state
     if new:
         optimizer.step()
     for p, grad in zip(held, kept, strict=True):
         p.grad = grad
     for p, value in zip(new, before, strict=True):
         p.data.copy_(value)
-        entries = optimizer.state[
-            p
-        ]  # makes an empty entry where the optimizer keeps nothing: not new the next time
+        # makes an empty entry if the optimizer keeps no state, so that p is not new next time
+        entries = optimizer.state[p]
         if "step" in entries:
             entries["step"] = (
                 torch.zeros_like(entries["step"]) if isinstance(entries["step"], Tensor) else 0
@@ -244,7 +249,7 @@ def has_sparse_gradients(module: nn.Module) -> bool:
 
 
 def fuse(optimizer: Optimizer, device: torch.device) -> None:
-    """One kernel over all parameters instead of several per parameter, where torch has one and nobody chose."""
+    """Use torch's fused kernel for all parameters, if it has one and the user chose none."""
     kinds = FUSED_ON_CPU if device.type == "cpu" else FUSED_ON_CUDA
     if type(optimizer) not in kinds or any(
         not p.is_floating_point() for g in optimizer.param_groups for p in g["params"]

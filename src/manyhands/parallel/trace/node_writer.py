@@ -37,7 +37,7 @@ from manyhands.parallel.trace.source_location import (
     untraceable,
 )
 from manyhands.parallel.trace.symbolic_sizes import Evaluate
-from manyhands.replica.leaf_modules import PLAIN, by_chance, has_constants
+from manyhands.replica.leaf_modules import PLAIN, has_constants, is_random
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -83,7 +83,7 @@ class NodeWriter:
         recomputable = (
             op != "module"
             and not changed
-            and not by_chance(base)
+            and not is_random(base)
             and not find_refs(given, ParameterRef)
             and not has_constants(given)
             and all(n in self._recomputable for n in ref_names(given))
