@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Event, Group
-from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
+from manyhands.exchange.mailbox import CHUNK_BYTES, SLOTS
 from manyhands.observe.bubble import bubble
 from manyhands.split.schedules import SCHEDULES
 from support.compare import assert_gradients_close
 from support.pipelines import Dealt, alone, chain, gradients, in_zoo, piped, share, step, traced
 from support.processes import on_ranks
 
-WIDE = SLOTS * PIECE_BYTES // (8 * 4) + 101  # four rows of float64 are more than a mailbox holds
+WIDE = SLOTS * CHUNK_BYTES // (8 * 4) + 101  # four rows of float64 are more than a mailbox holds
 SIZES = (4, 4, 3, 4)
 LINKS = ("shared", "gloo")
 

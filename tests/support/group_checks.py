@@ -20,14 +20,14 @@ from manyhands.core import (
     Tensors,
 )
 from manyhands.exchange import collective, hierarchical, segments
-from manyhands.exchange.mailbox import PIECE_BYTES, SLOTS
+from manyhands.exchange.mailbox import CHUNK_BYTES, SLOTS
 from manyhands.exchange.shared import STAGING_BYTES, SharedGroup
 
 TIMEOUT_S = 30.0
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
 NUMELS = (0, 1, 1023, 20_011)  # nothing, one, odd and owned by one rank, odd and cut into parts
 LARGE = STAGING_BYTES // 4 + 1003  # float32: one staging buffer and a bit
-LONG = SLOTS * PIECE_BYTES // 4 + 40_003  # float32: one mailbox and a bit
+LONG = SLOTS * CHUNK_BYTES // 4 + 40_003  # float32: one mailbox and a bit
 OPS: tuple[Op, ...] = ("sum", "mean", "max")
 
 

@@ -1,12 +1,15 @@
-"""Exchange over torch.distributed: nccl between GPUs, gloo between CPUs of any hosts, mpi where torch was built with it.
+"""Collective group: exchange over torch.distributed (gloo, nccl, or mpi where torch has it).
 
-    sum, max    the backend's own all-reduce, one a tensor, all under way at once
-    mean        sum, then one division by the number of ranks when `wait` returns
-    swap        receives first, then sends, then wait for all: no rank sends before somebody listens, none waits before sending
-    transfer    the same, under a tag of its own: swaps and transfers that are under way together do not mix
+    sum, max      the backend's own all-reduce, one per tensor, all under way at once
+    mean          sum, then one division by the number of ranks when `wait` returns
+    broadcast     the backend's own, of bytes, so that any dtype works
+    barrier       the backend's own
+    swap          receives first, then sends, then waits for all: every send finds its receive
+    transfer      the same under another tag, so that swaps and transfers under way do not mix
 
-Works on the process group alone, never on torch's default group, so that one process can hold several and a lost one can
-be replaced. A tensor travels as it is if it is contiguous and the backend knows its dtype, else as a copy.
+It uses a process group of its own, never torch's default group, so that one process can hold
+several and a lost one can be replaced. A contiguous tensor whose dtype the backend knows is sent
+without a copy, any other as a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ OPS: dict[Op, dist.ReduceOp.RedOpType] = {
     "mean": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
 }
-# what gloo and nccl add up themselves; the rest is widened on the way
+# dtypes that gloo and nccl sum; others are sent as a wider one
 NATIVE = (
     torch.float32,
     torch.float64,
@@ -46,7 +49,7 @@ NATIVE = (
     torch.int8,
     torch.uint8,
 )
-WIRE = {t: t for t in NATIVE} | {
+SENT_AS = {t: t for t in NATIVE} | {
     torch.int16: torch.int32,
     torch.bool: torch.int32,
     torch.float8_e4m3fn: torch.float32,
@@ -56,8 +59,8 @@ SWAP, TRANSFER = 0, 1  # tags
 
 
 class CollectiveGroup(Group):
-    """`device` is where tensors must lie to travel (gloo: cpu); None: they travel from where they are. `close` is called
-    when the group is closed by the one who made it; a process group that is merely lent stays open."""
+    """`device` is where the backend takes tensors from (gloo: cpu); None: from where they are.
+    `close` ends the process group; without it, a group that belongs to others stays open."""
 
     def __init__(
         self,
@@ -77,14 +80,18 @@ class CollectiveGroup(Group):
         pending: list[tuple[Tensor, Tensor]] = []
         for name, value in values.items():
             if value.numel():
-                if value.dtype not in WIRE:
+                if value.dtype not in SENT_AS:
+                    known = ", ".join(str(t).removeprefix("torch.") for t in SENT_AS)
                     raise ValueError(
-                        f"all_reduce of {name!r}, which is {value.dtype}; needed: one of "
-                        f"{', '.join(str(t).removeprefix('torch.') for t in WIRE)}; convert it first"
+                        f"all_reduce of {name!r}, which is {value.dtype}; needed: one of {known}; "
+                        "convert it first"
                     )
                 value = value.detach()
                 pending.append(
-                    (value, value.to(self._device or value.device, WIRE[value.dtype]).contiguous())
+                    (
+                        value,
+                        value.to(self._device or value.device, SENT_AS[value.dtype]).contiguous(),
+                    )
                 )
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(OPS[op])
@@ -93,7 +100,7 @@ class CollectiveGroup(Group):
             works = [self._group.allreduce([sent], options) for _, sent in pending]
         except RuntimeError as e:
             raise self._lost(what, e) from e
-        return _Reduction(self, what, works, pending, self.size if op == "mean" else 1)
+        return _Exchange(self, what, works, pending, self.size if op == "mean" else 1)
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         check_source(self, source)
@@ -111,7 +118,7 @@ class CollectiveGroup(Group):
             works = [self._group.broadcast([_bytes(sent)], options) for _, sent in pending]
         except RuntimeError as e:
             raise self._lost(what, e) from e
-        return _Reduction(self, what, works, pending, 1)
+        return _Exchange(self, what, works, pending)
 
     def barrier(self) -> None:
         if self.size == 1:
@@ -147,7 +154,7 @@ class CollectiveGroup(Group):
         )
 
     def _has_halves(self, values: Tensors, on_cpu: bool = False) -> bool:
-        """Whether the backend itself cuts these into equal parts, where they lie."""
+        """Whether the backend itself cuts these into equal parts, on their device."""
         return self.size > 1 and all(
             v.numel()
             and v.numel() % self.size == 0
@@ -164,9 +171,8 @@ class CollectiveGroup(Group):
         self, what: str, values: Tensors, begin: Callable[[Tensor, Tensor], dist.Work]
     ) -> Work:
         try:
-            return _Reduction(
-                self, what, [begin(v, v[self.own(v)[0]]) for v in values.values()], [], 1
-            )
+            works = [begin(v, v[self.own(v)[0]]) for v in values.values()]
+            return _Exchange(self, what, works)
         except RuntimeError as e:
             raise self._lost(what, e) from e
 
@@ -174,7 +180,7 @@ class CollectiveGroup(Group):
         return self.begin_swap(values, peers)()
 
     def begin_swap(self, values: Tensors, peers: Sequence[int]) -> Callable[[], list[Tensors]]:
-        """Start a swap without waiting for anybody; what this returns waits and gives what was received."""
+        """Start a swap without waiting; the function returned waits and gives what was received."""
         what = self._next("swap")
         sent = {k: v.detach().to(self._device or v.device).contiguous() for k, v in values.items()}
         got = [
@@ -182,7 +188,7 @@ class CollectiveGroup(Group):
             for p in peers
         ]
         remote = [(p, into) for p, into in zip(peers, got, strict=True) if p != self.rank]
-        # a pair's messages keep their order, so that each meets its own though all carry the same tag
+        # messages of a pair of ranks keep their order, so they match although all have one tag
         receives = [
             (p, _bytes(into[k])) for p, into in remote for k, v in sent.items() if v.numel()
         ]
@@ -228,7 +234,7 @@ class CollectiveGroup(Group):
             works = self._post(receives, [(r, _bytes(v)) for r, v in sent.items()], TRANSFER)
         except RuntimeError as e:
             raise self._lost(what, e) from e
-        return _Transfer(self, what, works, pending, sent)
+        return _Exchange(self, what, works, pending, keep=sent)
 
     def close(self) -> None:
         # gloo ends its threads and sockets when the last reference goes, not on shutdown
@@ -249,7 +255,8 @@ class CollectiveGroup(Group):
             return []
         group, device = self._group, (receives or sends)[0][1].device
         together = group._get_backend(device).supports_coalescing
-        if together:  # nccl: one kernel for all, or two ranks that send to each other first would wait for ever
+        if together:
+            # nccl: one kernel for all, or two ranks that send to each other first would hang
             group._start_coalescing(device)
         works = [group.recv([into], p, tag) for p, into in receives] + [
             group.send([v], p, tag) for p, v in sends
@@ -262,27 +269,27 @@ class CollectiveGroup(Group):
 
     def _lost(self, what: str, e: RuntimeError) -> PeerLost:
         return PeerLost(
-            f"rank {self.rank} of {self.size}: a peer died or did not come to {what} in time ({str(e).splitlines()[0]}); "
-            "close this group, start again from the last snapshot, and look into the other ranks' output for the cause"
+            f"rank {self.rank} of {self.size}: a peer died or did not come to {what} in time "
+            f"({str(e).splitlines()[0]}); close this group, start again from the last snapshot, "
+            "and look into the other ranks' output for the cause"
         )
 
 
-class _Reduction:
+class _Exchange:
+    """Works of the backend, and what remains to do after them: divide, and copy `pending` pairs
+    (caller's tensor, tensor of the backend). `keep`: other tensors that the backend reads from."""
+
     def __init__(
         self,
         group: CollectiveGroup,
         what: str,
         works: list[dist.Work],
-        pending: list[tuple[Tensor, Tensor]],
-        divisor: int,
+        pending: Sequence[tuple[Tensor, Tensor]] = (),
+        divisor: int = 1,
+        keep: object = None,
     ):
-        self._group, self._what, self._works, self._pending, self._divisor = (
-            group,
-            what,
-            works,
-            pending,
-            divisor,
-        )
+        self._group, self._what, self._works = group, what, works
+        self._pending, self._divisor, self._keep = pending, divisor, keep
 
     def wait(self) -> None:
         try:
@@ -297,31 +304,7 @@ class _Reduction:
                 )
             if sent.data_ptr() != value.data_ptr():
                 value.copy_(sent)
-        self._works, self._pending = [], []  # a second wait divides nothing
-
-
-class _Transfer:
-    def __init__(
-        self,
-        group: CollectiveGroup,
-        what: str,
-        works: list[dist.Work],
-        pending: list[tuple[Tensor, Tensor]],
-        sent: dict[int, Tensor],
-    ):
-        self._group, self._what, self._works, self._pending = group, what, works, pending
-        self._sent = sent  # held until all is over: the backend reads from these
-
-    def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as e:
-            raise self._group._lost(self._what, e) from e
-        for into, landing in self._pending:
-            if into.data_ptr() != landing.data_ptr():
-                into.copy_(landing)
-        self._works, self._pending, self._sent = [], [], {}
+        self._works, self._pending, self._keep = [], (), None  # a second wait divides nothing
 
 
 def connect(
@@ -332,7 +315,8 @@ def connect(
     timeout_s: float = 600.0,
     device: torch.device | None = None,
 ) -> CollectiveGroup:
-    """A process group of its own over `store`, which all ranks give with the same keys free. `device` is where nccl works."""
+    """Connect all ranks over `store`, in which the keys of this group are free. `device`: for
+    nccl."""
     if backend == "mpi":
         return _connect_mpi(rank, size)
     group = dist.ProcessGroup(store, rank, size)
@@ -348,23 +332,24 @@ def connect(
         elif backend == "nccl":
             if device is None or device.index is None or not dist.is_nccl_available():
                 raise PlanError(
-                    f"backend nccl on device {device}, nccl in this torch: {dist.is_nccl_available()}; needed: a device with "
-                    "its number, such as cuda:0, and a torch built for CUDA; or set link=gloo"
+                    f"backend nccl on device {device}, nccl in this torch: "
+                    f"{dist.is_nccl_available()}; needed: a device with its number, such as "
+                    "cuda:0, and a torch built for CUDA; or set link=gloo"
                 )
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(store, rank, size, options)
-            nccl.eager_connect_single_device(
-                device
-            )  # else a swap between some ranks would wait for all
+            # else a swap between some ranks would wait for all
+            nccl.eager_connect_single_device(device)
             group._set_default_backend(kinds.NCCL)
             group._register_backend(device, kinds.NCCL, nccl)
         else:
             raise PlanError(f"backend {backend!r}; needed: gloo, nccl or mpi")
     except RuntimeError as e:
         raise PeerLost(
-            f"rank {rank}: not all of {size} ranks came to connect over {backend} in {timeout_s:g} s ({str(e).splitlines()[0]}); "
-            "look at what the missing ones print, check that they reach this host, or raise timeout_s"
+            f"rank {rank}: not all of {size} ranks came to connect over {backend} in "
+            f"{timeout_s:g} s ({str(e).splitlines()[0]}); look at what the missing ones print, "
+            "check that they reach this host, or raise timeout_s"
         ) from e
     return CollectiveGroup(group, device, close=group.shutdown)
 
@@ -372,15 +357,16 @@ def connect(
 def _connect_mpi(rank: int, size: int) -> CollectiveGroup:
     if not dist.is_mpi_available():
         raise PlanError(
-            "backend mpi, but this torch was built without it; build torch against your MPI, or set link=gloo"
+            "backend mpi, but this torch was built without it; "
+            "build torch against your MPI, or set link=gloo"
         )
-    dist.init_process_group("mpi")  # mpi finds its ranks by itself and makes one world a process
+    dist.init_process_group("mpi")  # mpi finds its ranks itself; one world per process
     group = dist.group.WORLD
     assert group is not None
     if (group.rank(), group.size()) != (rank, size):
         raise PlanError(
-            f"mpirun says rank {group.rank()} of {group.size()}, the launcher says rank {rank} of {size}; "
-            "start all ranks with one mpirun"
+            f"mpirun says rank {group.rank()} of {group.size()}, the launcher says rank {rank} "
+            f"of {size}; start all ranks with one mpirun"
         )
     return CollectiveGroup(group, torch.device("cpu"), close=dist.destroy_process_group)
 

@@ -1,11 +1,13 @@
-"""Exchange between hosts with several ranks each: shared memory inside a host, gloo between hosts.
+"""Hierarchical group: shared memory inside each host, gloo between hosts.
 
-    inside     rank j of a host sums part j over the host's memory                     j < k = ranks of the smallest host
-    between    the ranks j of all hosts all-reduce their parts, k columns at once
-    inside     rank j writes the result into the memory of all its neighbours
+    inside     rank j of a host sums part j over the host's memory
+    between    the ranks j of all hosts all-reduce their parts
+    inside     rank j writes the result into the memory of all ranks of its host
 
-Each byte crosses the network once a host, not once a rank, and each column does the same arithmetic once, so all ranks
-of all hosts hold the same bits. The group's ranks are global; which host a rank is on is only a matter of speed.
+j < k, the number of ranks of the smallest host: k all-reduces between hosts run at once.
+Each byte crosses the network once per host, not once per rank, and each column does the same
+arithmetic once, so all ranks of all hosts hold the same bits. Ranks of the group are global; which
+host a rank is on changes only the speed.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ class HierarchicalGroup(Group):
     ):
         self.rank, self.size = rank, len(hosts)
         names = list(dict.fromkeys(hosts))
-        self._neighbours = [
-            r for r, host in enumerate(hosts) if host == hosts[rank]
-        ]  # global ranks, by local rank
+        # global ranks of this host, by local rank
+        self._neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]
         self._hosts = names
         self._members = [[r for r, host in enumerate(hosts) if host == name] for name in names]
-        # every rank with every other, for swaps and transfers. Here, and not when first needed: a transfer is between two
-        # ranks, and the others would not come to connect
+        # Every rank with every other, for swaps and transfers. Connected now, not when first
+        # needed: a transfer is between two ranks, and the others would not come to connect.
         self._anyone = collective.connect(
             rank, self.size, dist.PrefixStore("anyone", store), "gloo", timeout_s
         )
@@ -127,7 +128,8 @@ class HierarchicalGroup(Group):
         far = [p for p in peers if p not in self._neighbours]
         self._settle()
         try:
-            # nobody waits for a neighbour before its messages to other hosts are under way: no other circle can close
+            # no rank waits for a neighbour before its messages to other hosts are under way,
+            # so no other circle can close
             finish = self._anyone.begin_swap(values, far)
             got_near = iter(self._inside.swap(values, [self._neighbours.index(p) for p in near]))
         except PeerLost as e:
@@ -138,8 +140,9 @@ class HierarchicalGroup(Group):
     def transfer(
         self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
     ) -> Work:
-        # to neighbours too: gloo moves bytes while this rank stands still elsewhere, shared memory does not, and a rank that
-        # waits for another host would keep back the rest of a message to its neighbour, which the other host may wait for
+        # To neighbours too: gloo moves bytes while this rank waits elsewhere, shared memory does
+        # not. A rank that waits for another host would keep back the rest of a message to its
+        # neighbour, for which that host may wait.
         return self._anyone.transfer(give, into, name)
 
     def close(self) -> None:
@@ -148,11 +151,12 @@ class HierarchicalGroup(Group):
                 group.close()
 
     def _settle(self) -> None:
-        """Finish this host's part of all earlier all-reduces before this rank blocks on something else.
+        """Finish all earlier all-reduces before this rank blocks on something else.
 
-        An owner blocks while its part crosses hosts. If it did so behind a swap, its neighbours' swaps would wait for it, and
-        the owners of other hosts, which it waits for, for their neighbours: a circle. A rank that waits for another host's
-        message would close the same circle, as it reduces nothing for its neighbours meanwhile.
+        An owner blocks while its part crosses hosts. If it did so behind a swap, its neighbours'
+        swaps would wait for it, and the owners of other hosts, which it waits for, for their
+        neighbours: a circle. A rank that waits for another host's message would close the same
+        circle, as it reduces nothing for its neighbours meanwhile.
         """
         try:
             self._latest.wait()
@@ -165,14 +169,16 @@ class HierarchicalGroup(Group):
         self._column.all_reduce({"part": part}, "max" if op == "max" else "sum").wait()
 
     def _globally(self, e: PeerLost) -> PeerLost:
-        """The same loss in global ranks: shared memory counts ranks within the host, a column counts hosts."""
+        """The same loss in global ranks: shared memory counts a host's ranks, a column hosts."""
         if not e.ranks:
             return PeerLost(
-                f"rank {self.rank} of {self.size}, between hosts {', '.join(self._hosts)} (its ranks are hosts): {e}"
+                f"rank {self.rank} of {self.size}, between hosts {', '.join(self._hosts)} "
+                f"(its ranks are hosts): {e}"
             )
         lost = tuple(self._neighbours[r] for r in e.ranks)
         return PeerLost(
-            f"rank {self.rank} of {self.size} lost ranks {list(lost)} of its host (there, counted from 0: {e})",
+            f"rank {self.rank} of {self.size} lost ranks {list(lost)} of its host "
+            f"(there, counted from 0: {e})",
             lost,
         )
 
@@ -196,7 +202,7 @@ class _Reduction:
 def connect(
     rank: int, size: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
 ) -> HierarchicalGroup:
-    """`hosts` names the host of every rank, in the order of ranks; ranks of one host need not be neighbours."""
+    """`hosts` names the host of every rank; ranks of one host need not be consecutive."""
     if len(hosts) != size:
         raise PlanError(f"{len(hosts)} host names for {size} ranks; give the host of every rank")
     return HierarchicalGroup(rank, hosts, store, timeout_s)

@@ -1,21 +1,25 @@
-"""Exchange between ranks that are threads of one process, on a virtual clock.
+"""In-process world: ranks that are threads of one process, on a virtual clock.
 
-    the turn goes to the rank that can run and has the smallest (time, rank); all others stand still
+    the rank that can run and has the smallest (time, rank) runs next; all others are suspended
 
-So a run is a function of its inputs: the same trace every time, asynchronous strategies included, and no locks, because
-nothing happens at the same time. With `cost` left at one tick a call this is the test double of a cluster; with a cost
-model and meta tensors it is the simulator. Where a real link would hang, `run` raises `Deadlock` and says who waits
-for whom; where a real link would mix up bytes, it says which two ranks came with different calls.
+So a run is a function of its inputs: the same trace every time, asynchronous strategies included,
+and no locks, because nothing happens at the same time. With `cost` left at one tick per call this
+is the test double of a cluster; with a cost model and meta tensors it is the simulator. Where a
+real group would hang, `run` raises `Deadlock` and says who waits for whom; where a real group would
+mix up bytes, it says which two ranks came with different calls.
 
-An all-reduce travels while its ranks go on: it starts when the last rank has come and the one before it is through,
+An all-reduce, broadcast or barrier runs while its ranks go on. It starts when the last rank has
+come and the previous one is over,
 
     start = max(post_0, ..., post_{n-1}, finish of the previous one);    finish = start + cost
 
-and a rank pays only for the part of it that is not over when it waits. A transfer is between two ranks and travels alike,
+and a rank pays only for the part of it that is not over when it waits. A transfer is between two
+ranks,
 
     start = max(sent, finish of what this rank sent before);    finish = start + cost
 
-and is over at both ends when it has arrived and was asked for: what would hang on a link that does not buffer, does so here.
+and is over at both ends when it has arrived and was asked for: what would hang on a group that does
+not buffer messages hangs here too.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-import torch
 from torch import Tensor
 
 from manyhands.core import Group, Op, Tensors, Work
 from manyhands.errors import Deadlock
 from manyhands.exchange import reduce_scatter
+from manyhands.exchange.inproc_calls import InprocMessage, MatchedCall, RankCall, ranks_text
 from manyhands.exchange.solo import check_source, to_oneself
 
 Cost = Callable[[str, int, int], float]  # (what, bytes of one rank, ranks it goes to) -> seconds
@@ -44,7 +48,8 @@ def one_tick(what: str, nbytes: int, peers: int) -> float:
 
 
 class World:
-    """`now` is every rank's clock and `busy` where its time went; both are those of the latest `run`."""
+    """`now` is every rank's clock and `busy` what its time was spent on, both of the latest
+    `run`."""
 
     def __init__(self, size: int, cost: Cost = one_tick):
         if size < 1:
@@ -54,7 +59,8 @@ class World:
         self._reset()
 
     def run(self, main: Callable[[InprocGroup], T]) -> list[T]:
-        """Call `main` once a rank and return what each returned; what the first failing rank raises is raised here."""
+        """Call `main` once per rank and return what each returned; raise what the first failing
+        rank raises."""
         self._reset()
         results: dict[int, T] = {}
         all_left = threading.Event()
@@ -84,8 +90,10 @@ class World:
             for thread in threads:
                 thread.start()
             self._pass_turn()
-            all_left.wait()  # not join: Python 3.11 takes a thread for ended when ctrl-C interrupts its join
-        except BaseException as e:  # ctrl-C, at any of these lines, so that nobody knows who has the turn: all may leave
+            # not join: Python 3.11 takes a thread for ended when ctrl-C interrupts its join
+            all_left.wait()
+        except BaseException as e:
+            # ctrl-C, at any of these lines: it is not known who has the turn, so all may leave
             self._error = self._error or e
             for turn in self._turns:
                 turn.release()
@@ -116,7 +124,8 @@ class World:
         until: Callable[[], float | None],
         absent: Callable[[], list[int]],
     ) -> None:
-        """Stand still until `until` gives a time. `where` and `absent` say what this rank waits in, and for whom."""
+        """Suspend this rank until `until` gives a time. `where` and `absent` say what this rank
+        waits in, and for whom."""
         self._waits[rank] = _Wait(where, until, absent)
         self._yield_turn(rank)
         self._waits[rank] = None
@@ -135,12 +144,11 @@ class World:
         self._finished = [False] * self.size
         self._error = None
         self._turns = [threading.Semaphore(0) for _ in range(self.size)]
-        self._meetings: dict[int, _Meeting] = {}
-        self._link_free = 0.0
+        self._calls: dict[int, MatchedCall] = {}
+        self._network_free = 0.0
         self._port_free = [0.0] * self.size
-        self._on_the_way: dict[
-            tuple[int, int], deque[_Message]
-        ] = {}  # (from, to) -> sent or asked for, but not both
+        # (from, to) -> messages of which one end has been posted
+        self._half_posted: dict[tuple[int, int], deque[InprocMessage]] = {}
 
     # -- turns: only the rank that has the turn calls these --
 
@@ -167,44 +175,38 @@ class World:
                 able.append((max(self.now[r], then), r))
         if not able and self._error is None:
             self._error = Deadlock(self._who_waits(alive))
-        # after an error one rank after the other unwinds, so that `finally` blocks too run one at a time
+        # after an error one rank after the other unwinds, so `finally` blocks run one at a time
         self._turns[min(able)[1] if self._error is None else alive[0]].release()
 
     def _who_waits(self, stuck: list[int]) -> str:
         waits = [(r, w) for r in stuck if (w := self._waits[r]) is not None]
-        parts = [f"rank {r} waits in {w.where} for {_ranks(w.absent())}" for r, w in waits]
+        parts = [f"rank {r} waits in {w.where} for {ranks_text(w.absent())}" for r, w in waits]
         if gone := [r for r in range(self.size) if self._finished[r]]:
-            parts.append(f"{_ranks(gone)} finished")
-        return f"{_ranks(stuck)} will wait for ever: {'; '.join(parts)}. Every rank must make the same calls in the same order"
+            parts.append(f"{ranks_text(gone)} finished")
+        return (
+            f"{ranks_text(stuck)} will wait for ever: {'; '.join(parts)}. "
+            "Every rank must make the same calls in the same order"
+        )
 
-    # -- meetings --
+    # -- calls --
 
-    def _meet(self, rank: int, number: int, post: _Post) -> _Meeting:
-        """Bring `post` to the `number`-th call of all ranks; what does not fit what others brought raises."""
-        meeting = self._meetings.setdefault(number, _Meeting(number, self.size))
-        # a collective call must equal the first one, which equals all that came since; a swap may differ from stranger to stranger
-        compared = list(meeting.posts.items())[: 1 if post.is_collective else None]
-        for other, theirs in compared:
-            if reason := post.clash(rank, theirs, other):
-                raise Deadlock(
-                    f"call #{number} does not match: rank {other} came with {theirs}, rank {rank} with {post}: {reason}. "
-                    "Every rank must make the same calls in the same order"
-                )
-        meeting.add(rank, post)
-        if meeting.complete:
-            del self._meetings[number]
-            if post.is_collective:
-                start = max(self._link_free, meeting.latest)
-                meeting.finish = self._link_free = start + self.cost(
-                    post.what, post.nbytes, self.size
-                )
-        return meeting
+    def _match(self, rank: int, number: int, call: RankCall) -> MatchedCall:
+        """Add `call` to the `number`-th call of all ranks."""
+        matched = self._calls.setdefault(number, MatchedCall(number, self.size))
+        matched.add(rank, call)
+        if matched.complete:
+            del self._calls[number]
+            if call.is_collective:
+                start = max(self._network_free, matched.latest)
+                seconds = self.cost(call.what, call.nbytes, self.size)
+                matched.finish = self._network_free = start + seconds
+        return matched
 
-    def _hand_over(self, source: int, sink: int, tensor: Tensor, gives: bool) -> _Message:
-        """One end of a message from `source` to `sink`: the oldest that has only the other end, or a new one."""
-        waiting = self._on_the_way.setdefault((source, sink), deque())
+    def _post_message(self, source: int, sink: int, tensor: Tensor, gives: bool) -> InprocMessage:
+        """Post one end of a message: of the oldest that has only the other end, or of a new one."""
+        waiting = self._half_posted.setdefault((source, sink), deque())
         if not waiting or (waiting[0].given if gives else waiting[0].into) is not None:
-            waiting.append(message := _Message(source, sink))
+            waiting.append(message := InprocMessage(source, sink))
         else:
             message = waiting.popleft()
         rank = source if gives else sink
@@ -220,6 +222,8 @@ class World:
 
 
 class InprocGroup(Group):
+    """One rank's group of a `World`; its clock is the rank's virtual time."""
+
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
         self._calls = self._transfers = 0
@@ -227,9 +231,7 @@ class InprocGroup(Group):
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if op not in get_args(Op):
             raise ValueError(f"all_reduce with op={op!r}; needed: one of {', '.join(get_args(Op))}")
-        return _Reduction(
-            self, self._post(_Post("all_reduce", values, self.world.now[self.rank], op=op))
-        )
+        return _Collective(self, RankCall("all_reduce", values, self.clock(), op=op))
 
     def own(self, tensor: Tensor) -> list[slice]:
         return [reduce_scatter.equal_part(tensor.numel(), self.rank, self.size)]
@@ -242,38 +244,36 @@ class InprocGroup(Group):
 
     def broadcast(self, values: Tensors, source: int = 0) -> Work:
         check_source(self, source)
-        post = _Post("broadcast", values, self.world.now[self.rank], source=source)
-        return _Reduction(self, self._post(post))
+        return _Collective(self, RankCall("broadcast", values, self.clock(), source=source))
 
     def barrier(self) -> None:
-        _Reduction(self, self._post(_Post("barrier", {}, self.world.now[self.rank]))).wait()
+        _Collective(self, RankCall("barrier", {}, self.clock())).wait()
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if strangers := [p for p in peers if not 0 <= p < self.size]:
             raise ValueError(
-                f"rank {self.rank} swaps with {_ranks(strangers)}, but ranks are 0 to {self.size - 1}"
+                f"rank {self.rank} swaps with {ranks_text(strangers)}, "
+                f"but ranks are 0 to {self.size - 1}"
             )
-        post = _Post("swap", values, self.world.now[self.rank], peers=tuple(peers))
-        meeting, present = self._post(post), (*peers, self.rank)
-        where = f"swap #{meeting.number}"
+        call = RankCall("swap", values, self.clock(), peers=tuple(peers))
+        matched, present = self._match(call), (*peers, self.rank)
         self.world.wait(
-            self.rank, where, lambda: meeting.came_at(present), lambda: meeting.absent(present)
+            self.rank,
+            f"swap #{matched.number}",
+            lambda: matched.came_at(present),
+            lambda: matched.absent(present),
         )
-        self.world.spend(self.rank, self.world.cost("swap", post.nbytes, len(peers)), "exchange")
-        return [post.inbox[i] for i in range(len(peers))]
+        self.world.spend(self.rank, self.world.cost("swap", call.nbytes, len(peers)), "exchange")
+        return [call.inbox[i] for i in range(len(peers))]
 
     def transfer(
         self, give: Mapping[int, Tensor], into: Mapping[int, Tensor], name: str = ""
     ) -> Work:
         to_oneself(self, give, into)
         self._transfers += 1
-        hand_over = self.world._hand_over
-        sent = [
-            hand_over(self.rank, r, v.detach(), True) for r, v in give.items() if r != self.rank
-        ]
-        got = [
-            hand_over(r, self.rank, v.detach(), False) for r, v in into.items() if r != self.rank
-        ]
+        post, mine = self.world._post_message, self.rank
+        sent = [post(mine, r, v.detach(), True) for r, v in give.items() if r != mine]
+        got = [post(r, mine, v.detach(), False) for r, v in into.items() if r != mine]
         return _Transfer(self, self._transfers - 1, sent + got)
 
     def close(self) -> None: ...
@@ -281,32 +281,29 @@ class InprocGroup(Group):
     def clock(self) -> float:
         return self.world.now[self.rank]
 
-    def _post(self, post: _Post) -> _Meeting:
+    def _match(self, call: RankCall) -> MatchedCall:
         self._calls += 1
-        return self.world._meet(self.rank, self._calls - 1, post)
+        return self.world._match(self.rank, self._calls - 1, call)
 
 
-class _Reduction:
-    def __init__(self, group: InprocGroup, meeting: _Meeting):
-        self._group, self._meeting = group, meeting
+class _Collective:
+    def __init__(self, group: InprocGroup, call: RankCall):
+        self._group, self._matched = group, group._match(call)
+        self._where = f"{call.what} #{self._matched.number}"
         self._done = False
 
     def wait(self) -> None:
         if self._done:
             return
-        world, rank, meeting = self._group.world, self._group.rank, self._meeting
-        world.wait(
-            rank,
-            f"{meeting.posts[rank].what} #{meeting.number}",
-            meeting.all_came_at,
-            lambda: meeting.absent(range(world.size)),
-        )
-        world.spend(rank, max(0.0, meeting.finish - world.now[rank]), "exchange")
+        world, rank, matched = self._group.world, self._group.rank, self._matched
+        everyone = range(world.size)
+        world.wait(rank, self._where, matched.all_came_at, lambda: matched.absent(everyone))
+        world.spend(rank, max(0.0, matched.finish - world.now[rank]), "exchange")
         self._done = True
 
 
 class _Transfer:
-    def __init__(self, group: InprocGroup, number: int, messages: list[_Message]):
+    def __init__(self, group: InprocGroup, number: int, messages: list[InprocMessage]):
         self._group, self._number, self._messages = group, number, messages
 
     def wait(self) -> None:
@@ -328,178 +325,12 @@ class _Transfer:
 
 
 @dataclass
-class _Message:
-    """On its way from one rank to another. It moves when both ends are there: until then neither is touched."""
-
-    source: int
-    sink: int
-    given: Tensor | None = None
-    into: Tensor | None = None
-    latest: float = 0.0  # when the second of the two ends came
-    finish: float = 0.0
-    moved: bool = False
-
-    def move(self) -> None:
-        if self.given is None or self.into is None:
-            return
-        if (self.given.numel(), self.given.dtype) != (self.into.numel(), self.into.dtype):
-            raise Deadlock(
-                f"a transfer does not match: rank {self.source} gives {_length(self.given)}, rank {self.sink} waits for "
-                f"{_length(self.into)}. Both ends of every message must know its length and dtype"
-            )
-        self.into.view(-1).copy_(self.given.view(-1))
-        self.given = self.into = None  # a message kept by one end would keep the other end's memory
-        self.moved = True
-
-
-@dataclass
 class _Wait:
     where: str
     until: Callable[[], float | None]
     absent: Callable[[], list[int]]
 
 
-@dataclass
-class _Post:
-    """What one rank brings to a call."""
-
-    what: Literal["all_reduce", "broadcast", "barrier", "swap"]
-    values: Tensors
-    time: float
-    op: Op = "sum"
-    source: int = 0
-    peers: tuple[int, ...] = ()
-    inbox: dict[int, Tensors] = field(
-        default_factory=dict
-    )  # place in `peers` -> what that peer gave
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether all ranks take part, with the same values."""
-        return self.what != "swap"
-
-    @property
-    def nbytes(self) -> int:
-        return sum(v.nbytes for v in self.values.values())
-
-    def take(self, rank: int, theirs: _Post) -> None:
-        """Receive what `rank` gives, once for every time that it is named as a peer."""
-        for i, peer in enumerate(self.peers):
-            if peer == rank:
-                self.inbox[i] = {k: v.detach().clone() for k, v in theirs.values.items()}
-
-    def clash(self, rank: int, theirs: _Post, other: int) -> str:
-        """Why `rank` with this and `other` with `theirs` cannot meet; empty: they can."""
-        if self.what != theirs.what:
-            return "different calls"
-        if self.op != theirs.op:
-            return "different ops"
-        if self.source != theirs.source:
-            return "different sources"
-        if self.peers.count(other) != theirs.peers.count(rank):
-            return "one names the other as its peer more often than it is named itself"
-        if (self.is_collective or other in self.peers) and _shapes(self.values) != _shapes(
-            theirs.values
-        ):
-            return "different names, shapes or dtypes"
-        return ""
-
-    def __str__(self) -> str:
-        if self.what == "barrier":
-            return self.what
-        shown = [
-            f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}"
-            for name, shape, dtype in _shapes(self.values)
-        ]
-        rest = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-        how = {
-            "all_reduce": f"({self.op})",
-            "broadcast": f" from rank {self.source}",
-            "swap": f" with {_ranks(self.peers)}",
-        }[self.what]
-        return f"{self.what}{how} of {', '.join(shown[:6]) or 'nothing'}{rest}"
-
-
-class _Meeting:
-    """The n-th call of every rank. Values move when the last one they depend on is there: until then their owners
-    stand still in `swap`, or have promised not to touch them before `wait`, so that nothing needs a copy to be safe."""
-
-    def __init__(self, number: int, size: int):
-        self.number, self.size = number, size
-        self.posts: dict[int, _Post] = {}
-        self.latest = self.finish = 0.0
-
-    @property
-    def complete(self) -> bool:
-        return len(self.posts) == self.size
-
-    def add(self, rank: int, post: _Post) -> None:
-        self.posts[rank] = post
-        self.latest = max(self.latest, post.time)
-        if post.is_collective:
-            if self.complete:
-                self._exchange(post)
-            return
-        for other, theirs in self.posts.items():
-            post.take(other, theirs)
-            if other != rank:
-                theirs.take(rank, post)
-
-    def _exchange(self, post: _Post) -> None:
-        everyone = [self.posts[r].values for r in range(self.size)]
-        if post.what == "all_reduce":
-            _reduce(everyone, post.op)
-        elif post.what == "broadcast":
-            _copy_from(everyone.pop(post.source), everyone)
-
-    def all_came_at(self) -> float | None:
-        return self.latest if self.complete else None
-
-    def came_at(self, ranks: Sequence[int]) -> float | None:
-        """When the last of `ranks` came; None: somebody has not come yet."""
-        return (
-            max(self.posts[r].time for r in ranks) if all(r in self.posts for r in ranks) else None
-        )
-
-    def absent(self, ranks: Sequence[int]) -> list[int]:
-        return sorted({r for r in ranks if r not in self.posts})
-
-
 class _Unwind(BaseException):
-    """Another rank failed: leave. Not an Exception, so that `except Exception` in a strategy does not swallow it."""
-
-
-def _reduce(everyone: list[Tensors], op: Op) -> None:
-    """Reduce in rank order and give every rank the same bits."""
-    for name in everyone[0]:
-        total, *others = (values[name].detach() for values in everyone)
-        total = total.clone()
-        for other in others:
-            if op == "max":
-                torch.maximum(total, other, out=total)
-            else:
-                total.add_(other)
-        if op == "mean":
-            total.div_(len(everyone)) if total.is_floating_point() else total.floor_divide_(
-                len(everyone)
-            )
-        for values in everyone:
-            values[name].detach().copy_(total)
-
-
-def _copy_from(source: Tensors, others: list[Tensors]) -> None:
-    for name, value in source.items():
-        for values in others:
-            values[name].detach().copy_(value.detach())
-
-
-def _length(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _shapes(values: Tensors) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(k, v.shape, v.dtype) for k, v in values.items()]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+    """Another rank failed: leave. No Exception, so `except Exception` in a strategy lets it
+    pass."""

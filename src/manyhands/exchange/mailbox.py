@@ -1,11 +1,13 @@
-"""Messages between two processes of one host: a small box of shared memory for every pair that writes to each other.
+"""Mailboxes: messages between two processes of one host, through one shared ring buffer per pair.
 
-    send       copy piece by piece into the box while it has a free slot;    sent += 1
-    receive    copy every piece that is there out of the box;                read += 1        free slots = SLOTS - (sent - read)
+    send       copy chunk by chunk into the buffer while it has a free slot;    sent += 1
+    receive    copy every chunk that is there out of the buffer;                read += 1
+               free slots = SLOTS - (sent - read)
 
-A box has one writer and one reader, so its two counters need no lock. It is made when the first message is sent: the sender
-makes it and puts its path into the rendezvous store, the receiver maps and unlinks it. Nothing moves by itself: whoever
-waits, for whatever, calls `progress` meanwhile, so that ranks that all send first do not wait for each other for ever.
+A buffer has one writer and one reader, so its two counters need no lock. It is made with the first
+message: the sender creates it and puts its path into the rendezvous store, the receiver maps and
+unlinks it. Nothing moves by itself: a rank that waits, for anything, calls `progress` meanwhile, so
+that ranks that all send first do not wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from torch import Tensor
 from manyhands.errors import Deadlock
 from manyhands.exchange import segments
 
-PIECE_BYTES = 128 << 10
-SLOTS = 32  # pieces in a box: the receiver empties one while the sender fills another
+CHUNK_BYTES = 128 << 10
+SLOTS = 32  # chunks in a ring buffer: the receiver empties one while the sender fills another
 MADE, MAPPED = 1, 2
 
 
 class Mailboxes:
-    """`words` are 3 * size * size zeroed integers that all ranks map: for every pair the state of its box, sent, read."""
+    """`words` are 3 * size * size zeroed integers that all ranks map: for every pair of ranks the
+    state of its ring buffer, `sent` and `read`."""
 
     def __init__(
         self, rank: int, size: int, words: np.ndarray, store: dist.Store, fence: Callable[[], None]
@@ -38,7 +41,7 @@ class Mailboxes:
         self._rank, self._store, self._fence = rank, store, fence
         self._state, self._sent, self._read = words.reshape(3, size, size)
         self._paths: dict[int, Path] = {}
-        self._boxes: dict[tuple[int, int], _Box] = {}
+        self._rings: dict[tuple[int, int], _Ring] = {}
         self._outgoing: dict[int, deque[Parcel]] = {}
         self._incoming: dict[int, deque[Parcel]] = {}
 
@@ -64,48 +67,48 @@ class Mailboxes:
         self._outgoing.clear()
         self._incoming.clear()
         for peer, path in self._paths.items():
-            if self._state[self._rank, peer] != MAPPED:  # nobody came for it
+            if self._state[self._rank, peer] != MAPPED:  # the receiver has not mapped it
                 path.unlink(missing_ok=True)
 
     def _push(self, peer: int, parcel: Parcel) -> bool:
         pair = (self._rank, peer)
-        if pair not in self._boxes:
-            path, memory = segments.create(_Box.BYTES)
-            self._boxes[pair], self._paths[peer] = _Box(memory), path
+        if pair not in self._rings:
+            path, memory = segments.create(_Ring.BYTES)
+            self._rings[pair], self._paths[peer] = _Ring(memory), path
             self._store.set(f"mail/{self._rank}-{peer}", str(path))
             self._state[pair] = MADE
-        box = self._boxes[pair]
+        ring = self._rings[pair]
         while parcel.left and self._sent[pair] - self._read[pair] < SLOTS:
-            box.put(int(self._sent[pair]) % SLOTS, parcel)
-            self._fence()  # the piece is there before the counter says so
+            ring.put(int(self._sent[pair]) % SLOTS, parcel)
+            self._fence()  # the chunk is there before the counter says so
             self._sent[pair] += 1
-        # only when mapped: a sender that leaves takes what nobody has mapped along
+        # only when mapped: a sender that leaves removes a buffer that nobody has mapped
         return not parcel.left and self._state[pair] == MAPPED
 
     def _pull(self, peer: int, parcel: Parcel) -> bool:
         pair = (peer, self._rank)
-        if pair not in self._boxes:
+        if pair not in self._rings:
             if self._state[pair] != MADE:
                 return False
             path = Path(self._store.get(f"mail/{peer}-{self._rank}").decode())
             try:
-                self._boxes[pair] = _Box(segments.attach(path, _Box.BYTES))
-            except (
-                FileNotFoundError
-            ):  # the sender has left and taken it along: whoever waits will find that out
+                self._rings[pair] = _Ring(segments.attach(path, _Ring.BYTES))
+            except FileNotFoundError:
+                # the sender has left and removed it: the rank that waits will find that out
                 return False
             path.unlink()
             self._state[pair] = MAPPED
-        box = self._boxes[pair]
+        ring = self._rings[pair]
         while parcel.left and self._sent[pair] > self._read[pair]:
-            self._fence()  # nothing of the piece is read before the counter
+            self._fence()  # nothing of the chunk is read before the counter
             slot = int(self._read[pair]) % SLOTS
-            if (given := int(box.lengths[slot])) != len(parcel.bytes):
+            if (given := int(ring.lengths[slot])) != len(parcel.bytes):
                 raise Deadlock(
-                    f"a transfer does not match: rank {peer} gives {given} bytes, rank {self._rank} waits for {len(parcel.bytes)} "
-                    f"({parcel.dtype}). Both ends of every message must know its length and dtype"
+                    f"a transfer does not match: rank {peer} gives {given} bytes, rank "
+                    f"{self._rank} waits for {len(parcel.bytes)} ({parcel.dtype}). "
+                    "Both ends of every message must know its length and dtype"
                 )
-            box.take(slot, parcel)
+            ring.take(slot, parcel)
             self._fence()
             self._read[pair] += 1
         return not parcel.left
@@ -124,27 +127,26 @@ class Parcel:
     def left(self) -> int:
         return len(self.bytes) - self.at
 
-    def piece(self) -> np.ndarray:
-        start, self.at = self.at, min(self.at + PIECE_BYTES, len(self.bytes))
+    def chunk(self) -> np.ndarray:
+        start, self.at = self.at, min(self.at + CHUNK_BYTES, len(self.bytes))
         return self.bytes[start : self.at]
 
 
-class _Box:
-    BYTES = SLOTS * (PIECE_BYTES + 8)
+class _Ring:
+    BYTES = SLOTS * (CHUNK_BYTES + 8)
 
     def __init__(self, memory: mmap.mmap):
-        self.slots = np.frombuffer(memory, np.uint8, SLOTS * PIECE_BYTES).reshape(
-            SLOTS, PIECE_BYTES
+        self.slots = np.frombuffer(memory, np.uint8, SLOTS * CHUNK_BYTES).reshape(
+            SLOTS, CHUNK_BYTES
         )
-        self.lengths = np.frombuffer(
-            memory, np.int64, SLOTS, offset=SLOTS * PIECE_BYTES
-        )  # of the whole message
+        # of the whole message
+        self.lengths = np.frombuffer(memory, np.int64, SLOTS, offset=SLOTS * CHUNK_BYTES)
 
     def put(self, slot: int, parcel: Parcel) -> None:
         self.lengths[slot] = len(parcel.bytes)
-        piece = parcel.piece()
-        self.slots[slot, : len(piece)] = piece
+        chunk = parcel.chunk()
+        self.slots[slot, : len(chunk)] = chunk
 
     def take(self, slot: int, parcel: Parcel) -> None:
-        piece = parcel.piece()
-        piece[:] = self.slots[slot, : len(piece)]
+        chunk = parcel.chunk()
+        chunk[:] = self.slots[slot, : len(chunk)]

@@ -1,11 +1,15 @@
-"""The gradient noise scale, measured on gradients that pass by: how many samples a step could use before more bring little.
+"""Gradient noise scale: the batch size beyond which more samples per step help little.
 
-    n_i |g_i|^2   = n_i |G|^2 + tr S  in the mean: rank i's own gradient over n_i samples      S: covariance over samples
-    B |g|^2       = B |G|^2 + tr S    the merged one, B = sum_i n_i
-    tr S = (sum_i n_i |g_i|^2 - B |g|^2) / (ranks - 1);    |G|^2 = (B |g|^2 - tr S) / B;    B_noise = tr S / |G|^2
+    n_i |g_i|^2  =  n_i |G|^2 + tr S   on average: rank i's own gradient over n_i samples
+    B |g|^2      =  B |G|^2 + tr S     the merged one, B = sum_i n_i
+                                       G: true gradient, S: its covariance over samples
+    tr S     =  (sum_i n_i |g_i|^2 - B |g|^2) / (ranks - 1)
+    |G|^2    =  (B |g|^2 - tr S) / B
+    B_noise  =  tr S / |G|^2
 
-(McCandlish et al. 2018, arXiv:1812.06162.) Both are noisy, so each is averaged over time by itself and divided last; the mean of
-ratios would be biased. Measured in one round of `EVERY`, before clipping: two more passes over the gradient then, none otherwise.
+(McCandlish et al. 2018, arXiv:1812.06162.) Both terms are noisy, so each is averaged over time by
+itself and they are divided last; the mean of ratios would be biased. Measured in one round of
+`EVERY`, before clipping: two more passes over the gradient then, none otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ KEEP = 0.9  # of what was known, at each reading
 
 
 class NoiseGauge(GroupWrapper):
-    """A link that looks at the gradients in `names` on their way, and at "count", in rounds that `round()` says are due."""
+    """Group wrapper that measures the noise scale from all-reduces of the gradients in `names` and
+    of "count", in every `every`-th round by `round()`."""
 
     def __init__(
         self,
@@ -41,12 +46,13 @@ class NoiseGauge(GroupWrapper):
     ):
         super().__init__(group)
         self._names, self._round, self._every = frozenset(names), round, every
-        # sums over measured rounds: n|g_i|^2 of this rank, B|g|^2 (this rank's part of it), ranks with samples, rounds, B
+        # sums over measured rounds: n |g_i|^2 of this rank, this rank's part of B |g|^2,
+        # ranks with samples, rounds, B
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._own = self._merged = torch.zeros((), dtype=torch.float64, device=device)
         self._trace = self._square = math.nan
 
-    # -- the link --
+    # -- the group --
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if not self._due(op):
@@ -78,7 +84,7 @@ class NoiseGauge(GroupWrapper):
         self._merged = self._merged + share * _square(merged)
 
     def _close(self, own: Tensor, total: Tensor) -> None:
-        """The count comes last: the round's gradients have all been seen."""
+        """End a measured round. The count comes last: all gradients of the round have been seen."""
         zero = torch.zeros_like(own)
         row = [
             torch.where(own > 0, self._own / own.clamp(min=1), zero),
@@ -93,12 +99,12 @@ class NoiseGauge(GroupWrapper):
     # -- the reading --
 
     def take(self) -> Tensor:
-        """This rank's share of the sums since the last time, to be added over ranks and given to `read`."""
+        """This rank's part of the sums since the last call, to be summed over ranks for `read`."""
         taken, self._sums = self._sums, torch.zeros_like(self._sums)
         return taken
 
     def read(self, sums: Sequence[float]) -> float:
-        """The noise scale in samples, all readings so far considered; nan while it is not known."""
+        """The noise scale in samples, averaged over all readings so far; nan while unknown."""
         own, merged, ranks, rounds, samples = sums
         if rounds > 0.5 and ranks - rounds > 0.5:
             trace = (own - merged) / (ranks - rounds)
@@ -108,9 +114,8 @@ class NoiseGauge(GroupWrapper):
             first = math.isnan(self._trace)
             self._trace = trace if first else KEEP * self._trace + (1 - KEEP) * trace
             self._square = square if first else KEEP * self._square + (1 - KEEP) * square
-        return (
-            self._trace / self._square if self._square > 0 else math.nan
-        )  # early on, |G|^2 may come out negative
+        # early on, the estimate of |G|^2 may be negative
+        return self._trace / self._square if self._square > 0 else math.nan
 
 
 class _Seen:

@@ -1,10 +1,11 @@
-"""A link that reports on a link: what every call moved, and how long this rank stood in it.
+"""Observed group: reports what every call of a group moved, and how long this rank waited in it.
 
-    seconds of a call = time inside `all_reduce` + time inside its `wait`          (what overlaps with compute is free)
+    seconds of a call = time inside `all_reduce` + time inside its `wait`
+                        (exchange that overlaps with compute costs nothing)
 
-A span ends when the wait does and is as long as the rank was held up; the hidden part of the exchange is not in it.
-Bytes are those that this rank gives: all values once in an all-reduce or by the source of a broadcast, once a peer in a swap,
-what is given in a transfer, none in a barrier.
+An event ends when the wait does and is as long as this rank was held up; the hidden part of the
+exchange is not in it. Bytes are those that this rank gives: all values once in an all-reduce or by
+the source of a broadcast, once per peer in a swap, what is given in a transfer, none in a barrier.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Clock = Callable[[], float]
 
 @dataclass
 class TrafficTotals:
-    """Running totals of all that a rank exchanges, and the round it is in: one for all of its links."""
+    """Running totals of what a rank exchanges, and its round: one object for all of its groups."""
 
     round: int = 0
     calls: int = 0
@@ -39,8 +40,9 @@ class TrafficTotals:
 
 
 class ObservedGroup(GroupWrapper):
-    """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events come only for rounds divisible
-    by `every`, totals always. A link `beside` another one, to fewer ranks, keeps the same account."""
+    """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events are emitted
+    only in rounds divisible by `every`, totals always counted. A group of fewer ranks `beside`
+    another one shares its totals."""
 
     def __init__(
         self,
@@ -55,29 +57,29 @@ class ObservedGroup(GroupWrapper):
             raise ValueError(f"every={every}; needed: 1 (events for all rounds) or more")
         super().__init__(group)
         self.every = every
-        self.account: TrafficTotals = TrafficTotals() if beside is None else beside.account
+        self.totals: TrafficTotals = TrafficTotals() if beside is None else beside.totals
         self._who = group.rank if beside is None else beside.rank
         self.emit, self._clock, self._now = emit, clock, now
 
     @property
     def round(self) -> int:
-        return self.account.round
+        return self.totals.round
 
     @round.setter
     def round(self, round: int) -> None:
-        self.account.round = round
+        self.totals.round = round
 
     @property
     def calls(self) -> int:
-        return self.account.calls
+        return self.totals.calls
 
     @property
     def nbytes(self) -> int:
-        return self.account.nbytes
+        return self.totals.nbytes
 
     @property
     def seconds(self) -> float:
-        return self.account.seconds
+        return self.totals.seconds
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         return self._watch("all_reduce", values.values(), lambda: self.group.all_reduce(values, op))
@@ -113,10 +115,10 @@ class ObservedGroup(GroupWrapper):
         return self._watch("transfer", away, lambda: self.group.transfer(give, into, name))
 
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None:
-        """Add what this rank exchanged otherwise: with servers (`server.client.observed_store`)."""
-        self.account.calls += calls
-        self.account.nbytes += nbytes
-        self.account.seconds += seconds
+        """Add what this rank exchanged with servers (`server.client.observed_store`)."""
+        self.totals.calls += calls
+        self.totals.nbytes += nbytes
+        self.totals.seconds += seconds
         self._report(name, self.round, nbytes, seconds)
 
     def _watch(self, name: str, given: Iterable[Tensor], begin: Callable[[], Work]) -> Work:
@@ -124,9 +126,9 @@ class ObservedGroup(GroupWrapper):
         work = begin()
         seconds = self._clock() - start
         nbytes = sum(v.nbytes for v in given)
-        self.account.calls += 1
-        self.account.nbytes += nbytes
-        self.account.seconds += seconds
+        self.totals.calls += 1
+        self.totals.nbytes += nbytes
+        self.totals.seconds += seconds
         return _Watched(self, name, work, nbytes, seconds)
 
     def _report(self, name: str, round: int, nbytes: int, seconds: float) -> None:
@@ -135,25 +137,25 @@ class ObservedGroup(GroupWrapper):
 
 
 class _Watched:
-    __slots__ = ("_done", "_link", "_name", "_nbytes", "_round", "_seconds", "_work")
+    __slots__ = ("_done", "_group", "_name", "_nbytes", "_round", "_seconds", "_work")
 
-    def __init__(self, link: ObservedGroup, name: str, work: Work, nbytes: int, seconds: float):
-        self._link, self._name, self._work, self._nbytes, self._seconds = (
-            link,
+    def __init__(self, group: ObservedGroup, name: str, work: Work, nbytes: int, seconds: float):
+        self._group, self._name, self._work, self._nbytes, self._seconds = (
+            group,
             name,
             work,
             nbytes,
             seconds,
         )
-        self._round, self._done = link.round, False
+        self._round, self._done = group.round, False
 
     def wait(self) -> None:
         if self._done:
             return
-        link = self._link
-        start = link._clock()
+        group = self._group
+        start = group._clock()
         self._work.wait()
-        seconds = link._clock() - start
+        seconds = group._clock() - start
         self._done = True
-        link.account.seconds += seconds
-        link._report(self._name, self._round, self._nbytes, self._seconds + seconds)
+        group.totals.seconds += seconds
+        group._report(self._name, self._round, self._nbytes, self._seconds + seconds)

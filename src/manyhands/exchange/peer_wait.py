@@ -1,4 +1,4 @@
-"""Peer wait: how a rank waits for flags that its peers set in shared memory, and notices dead peers.
+"""Peer wait: how a rank waits for flags of its peers in shared memory and notices dead peers.
 
 A rank spins for a moment, giving the core away each time, then sleeps ever longer and checks that
 the peers it waits for are alive. It does not spin longer: a rank that spins slows the one it waits
@@ -56,7 +56,8 @@ class PeerWait:
     def __call__(
         self, ready: Callable[[], bool], absent: Callable[[], list[int]], what: str
     ) -> None:
-        """Return when `ready()`. `absent` lists the ranks this one waits for, `what` says in what."""
+        """Return when `ready()`. `absent` lists the ranks this one waits for, `what` says in
+        what."""
         for _ in range(SPINS):
             if ready():
                 self._fence()

@@ -1,7 +1,8 @@
-"""Memory that several processes of one host map: one file each in /dev/shm, unlinked as soon as all have mapped it.
+"""Shared memory segments: files in /dev/shm that several processes of one host map.
 
-Unlinking early means that nothing is left behind whichever way the processes end. Only a kill in the short window
-between making and unlinking leaves a file; `sweep` removes those whose maker is dead.
+A segment is unlinked as soon as all processes have mapped it, so nothing is left behind however
+they end. Only a kill between making and unlinking leaves a file; `sweep` removes those whose maker
+is dead.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ _numbers = itertools.count()
 
 def directory() -> Path:
     shm = Path("/dev/shm")
-    # macOS has no /dev/shm: an unlinked temporary file that is mapped by all is the same thing with a longer path
+    # macOS has no /dev/shm: an unlinked temporary file that all map does the same
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def create(nbytes: int) -> tuple[Path, mmap.mmap]:
-    """A new segment of `nbytes` zeros; the caller unlinks the path when every peer has called `attach`."""
+    """A new segment of `nbytes` zeros; the caller unlinks the path when all peers have attached."""
     path = directory() / f"{PREFIX}{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # reserve the pages now: running out later would be a SIGBUS in the middle of training instead of this error
+        # reserve the pages now: running out of memory later would be a SIGBUS instead of this error
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
         else:
@@ -39,8 +40,9 @@ def create(nbytes: int) -> tuple[Path, mmap.mmap]:
         free = os.statvfs(path.parent)
         raise OSError(
             e.errno,
-            f"shared memory: {nbytes / 2**20:.0f} MiB needed, {free.f_bavail * free.f_frsize / 2**20:.0f} MiB free in "
-            f"{path.parent}; enlarge it (docker: --shm-size) or set link=gloo",
+            f"shared memory: {nbytes / 2**20:.0f} MiB needed, "
+            f"{free.f_bavail * free.f_frsize / 2**20:.0f} MiB free in {path.parent}; "
+            "enlarge it (docker: --shm-size) or set link=gloo",
         ) from e
     finally:
         os.close(fd)

@@ -4,8 +4,8 @@ A tensor made by `allocate` is at the same offset in every rank's segment, so an
 copies nothing into buffers:
 
     post      rank r announces "my values for call t are final"
-    reduce    when all have posted, r sums its part over all ranks' memory, in place (reduce-scatter)
-    push      and writes the sum into every rank's memory                            (all-gather)
+    reduce    when all have posted, r sums its part over all ranks' memory          (reduce-scatter)
+    push      and writes the sum into every rank's memory                           (all-gather)
     done      r announces it; when all are done, the call is complete everywhere
 
 Every element is summed by one owner and copied, so all ranks hold the same bits. `reduce_scatter`
@@ -13,8 +13,9 @@ leaves the push out and `all_gather` is only the push; common memory needs no pu
 broadcast every rank copies from the source's memory. A barrier is a call without tensors.
 
 There is no helper thread: a rank that posts call t also reduces the earlier calls that have become
-complete, so exchange overlaps with backward and no second thread competes for the core. Tensors from
-private memory travel through a small staging buffer, messages between two ranks through a mailbox.
+complete, so exchange overlaps with backward and no second thread competes for the core. Tensors
+from private memory travel through a small staging buffer, messages between two ranks through a
+mailbox.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "barri
 
 
 class SharedGroup(Group):
-    """`between`, if given, runs on each owner's part after the sum over this host and before the push.
+    """`between`, if given, runs on each owner's part after the sum over this host and before the
+    push.
 
-    With a collective across hosts as `between`, this is the hierarchical all-reduce; `owners` is then
-    how many ranks of each host own parts, and `divisor` the number of all ranks.
+    With a collective across hosts as `between`, this is the hierarchical all-reduce; `owners` is
+    then how many ranks of each host own parts, and `divisor` the number of all ranks.
     """
 
     def __init__(
@@ -252,7 +254,8 @@ class SharedGroup(Group):
             )
 
     def _do(self, call: _Call, blocks: Blocks) -> None:
-        """One row of blocks that this rank owns: sum it over ranks, then give it to all, as asked."""
+        """One row of blocks that this rank owns: sum it over ranks, then give it to all, as
+        asked."""
         if call.kind != "all_gather":
             for mine, *others in blocks:
                 for other in others:
@@ -362,8 +365,9 @@ class _Transfer:
 def shard_memory(
     group: Group, device: torch.device | None = None
 ) -> tuple[Allocate, Allocate | None]:
-    """Where ZeRO allocates its vectors: those that `group` reduces in place, of which each rank owns
-    an equal part, and, where ranks share memory, such vectors of which all ranks have one copy."""
+    """Where ZeRO allocates its vectors: those that `group` reduces in place, of which each rank
+    owns an equal part, and, where ranks share memory, such vectors of which all ranks have one
+    copy."""
     inner = unwrapped(group)
     if not isinstance(inner, SharedGroup):
         return functools.partial(_private, device=device), None

@@ -1,4 +1,4 @@
-"""Shared vectors: vectors in memory that all processes of one host map, and which rank owns which part.
+"""Shared vectors: allocation in memory that all processes of a host map, and who owns which part.
 
     common=False    one copy per rank, at the same offset of every rank's segment
     common=True     one copy for all ranks
@@ -139,7 +139,8 @@ class SharedVectors:
             tensor.detach().view(-1).copy_(theirs.view(tensor.dtype))
 
     def map(self, nbytes: int, made_by: int | None = None) -> list[mmap.mmap]:
-        """Map one segment per rank (or only the one of `made_by`), then unlink what this rank made."""
+        """Map one segment per rank (or only the one of `made_by`), then unlink what this rank
+        made."""
         makes = made_by is None or made_by == self.rank
         path, own = segments.create(nbytes) if makes else (None, None)
         paths = self.gather(str(path or ""))

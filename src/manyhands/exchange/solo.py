@@ -1,4 +1,4 @@
-"""The link of a rank that is alone: the sum over one rank is its own value, so nothing moves."""
+"""Solo group: the group of a single rank. The sum over one rank is its own value; nothing moves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class SoloGroup(Group):
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         if any(peers):
             raise ValueError(
-                f"swap with ranks {list(peers)}, but rank 0 is alone; start more ranks or give peers=[]"
+                f"swap with ranks {list(peers)}, but rank 0 is alone; "
+                "start more ranks or give peers=[]"
             )
         return [{k: v.detach().clone() for k, v in values.items()} for _ in peers]
 
@@ -65,20 +66,22 @@ def check_source(group: Ranked, source: int) -> None:
         raise ValueError(f"broadcast from rank {source}, but ranks are 0 to {group.size - 1}")
 
 
-def to_oneself(link: Ranked, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-    """Check a transfer at the door of any link, and make the part of it that goes from a rank to itself."""
+def to_oneself(group: Ranked, give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+    """Check the arguments of a transfer, and copy what a rank sends to itself."""
     for way, messages in (("to", give), ("from", into)):
         for r, tensor in messages.items():
-            if not 0 <= r < link.size:
-                ranks = f"ranks are 0 to {link.size - 1}" if link.size > 1 else "rank 0 is alone"
-                raise ValueError(f"rank {link.rank} transfers {way} rank {r}, but {ranks}")
+            if not 0 <= r < group.size:
+                ranks = f"ranks are 0 to {group.size - 1}" if group.size > 1 else "rank 0 is alone"
+                raise ValueError(f"rank {group.rank} transfers {way} rank {r}, but {ranks}")
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"rank {link.rank} transfers a tensor {way} rank {r} that is not contiguous; give x.contiguous()"
+                    f"rank {group.rank} transfers a tensor {way} rank {r} that is not contiguous; "
+                    "give x.contiguous()"
                 )
-    if (link.rank in give) != (link.rank in into):
+    if (group.rank in give) != (group.rank in into):
         raise ValueError(
-            f"rank {link.rank} transfers to itself; needed: both ends, give and into, in the same call"
+            f"rank {group.rank} transfers to itself; needed: both ends, give and into, "
+            "in the same call"
         )
-    if link.rank in give:
-        into[link.rank].detach().copy_(give[link.rank].detach())
+    if group.rank in give:
+        into[group.rank].detach().copy_(give[group.rank].detach())

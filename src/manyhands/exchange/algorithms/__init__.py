@@ -1,11 +1,17 @@
-"""All-reduce over point to point: eight algorithms, each a screen of pseudo-code, and the choice between them.
+"""All-reduce algorithms over point-to-point messages, and the choice between them.
 
-    ALGORITHMS        name -> the algorithm, a function of one rank's `Vector`
-    Algorithmic       a link whose all_reduce runs one of them over the transfers of the link it wraps
-    cost, choose      what each should take (cost.py); `auto` measures the link and takes the cheapest for each message
+To add one: write `algorithms/NAME.py` with a function of one rank's `Vector`, add it to
+`ALGORITHMS` and its cost to `cost`, and `algorithm=NAME` works in a plan.
 
-An all-reduce is over when it returns, so that all ranks do the same in the same order and no thread is needed. Its messages
-take their place among the transfers of a pair of ranks: both must make their own transfers before it, or both after.
+    ALGORITHMS        name -> the algorithm, a function of one rank's `Vector` (vector.py)
+    AlgorithmGroup    a group whose all_reduce runs one of them over the transfers of another group
+    cost, choose      seconds that each should take (cost.py); `auto` measures the network and takes
+                      the cheapest for each message
+    steps             what every rank holds after every step, printed
+
+An all-reduce is over when it returns, so that all ranks do the same in the same order and no thread
+is needed. Its messages keep the order of all transfers between a pair of ranks: both ranks must
+make their own transfers before it, or both after.
 """
 
 from __future__ import annotations
@@ -68,7 +74,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 NAMES = (*ALGORITHMS, "auto")
 OPTIONS = {"double_tree": ("latency_bytes",), "hierarchical": ("group_size",)}
-# what torch does not add up in its own type, or not as numbers
+# dtypes that torch does not sum, or not as numbers
 WIDE = {
     torch.bool: torch.int32,
     torch.float8_e4m3fn: torch.float32,
@@ -89,17 +95,19 @@ def check(name: str, size: int, **options: Any) -> None:
         group_of(size, options.get("group_size"))
     if not (latency := options.get("latency_bytes", 1)) > 0:
         raise PlanError(
-            f"algorithm={name} with latency_bytes={latency}; give alpha/beta, the bytes sent in the time of one latency"
+            f"algorithm={name} with latency_bytes={latency}; "
+            "give alpha/beta, the bytes sent in the time of one latency"
         )
 
 
 def wrap(group: Group, name: str, **options: Any) -> AlgorithmGroup:
-    """The same link with all-reduces by the algorithm of that name; `auto`: by the cheapest for each message."""
+    """`group` with all-reduces by the algorithm `name`; `auto`: by the cheapest for each
+    message."""
     return AlgorithmGroup(group, name, **options)
 
 
 class AlgorithmGroup(GroupWrapper):
-    """`watch` is told of every step of every rank that is on this link: for pictures and tests."""
+    """`watch` is called at every step of every rank of this group: for pictures and tests."""
 
     def __init__(self, group: Group, name: str, *, watch: Watch | None = None, **options: Any):
         check(name, group.size, **options)
@@ -124,7 +132,8 @@ class AlgorithmGroup(GroupWrapper):
         return Finished()
 
     def _algorithm(self, flat: Tensor) -> partial[None]:
-        """Same on all ranks: they share name, size, length and, agreed upon once, what the link costs."""
+        """The same on all ranks: they share name, size, length and the measured cost of
+        messages."""
         if self.name != "auto":
             return partial(ALGORITHMS[self.name], **self._options)
         if flat.nbytes not in self._chosen:
@@ -142,7 +151,8 @@ class AlgorithmGroup(GroupWrapper):
 
 
 def _packed(values: Tensors) -> Iterator[Tensor]:
-    """The values as one flat vector for each dtype and device; what was done to it is theirs when the next is asked for."""
+    """The values as one flat vector per dtype and device; what the caller did to a vector is copied
+    back when it asks for the next."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for v in values.values():
         if v.numel():
@@ -153,5 +163,5 @@ def _packed(values: Tensors) -> Iterator[Tensor]:
             continue
         flat = torch.cat([t.reshape(-1).to(dtype) for t in tensors])
         yield flat
-        for t, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(piece.view(t.shape))
+        for t, slice_ in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(slice_.view(t.shape))

@@ -1,9 +1,12 @@
-"""Binary blocks: ranks in blocks of powers of two, 13 = 8 + 4 + 1; every block halves at once, sums flow to the largest, and back.
+"""Binary blocks: ranks in blocks of powers of two (13 = 8 + 4 + 1), each with halving-doubling.
 
-    time halving-doubling on the largest block + for each two neighbours b < b': 2 (b'/b alpha + N/b beta) + N/b' gamma
+    time    halving-doubling on the largest block
+            + for each two neighbours b < b':  2 (b'/b alpha + N/b beta) + N/b' gamma
 
-A rank of the smaller block owns a longer chunk; it splits it over the b'/b ranks of the larger block that own its pieces.
-Where p is no power of two nobody stands aside, as in a fold; but blocks of very different size (33 = 32 + 1) load few ranks.
+All blocks halve at once; sums flow from the smaller blocks to the largest, and back. A rank of the
+smaller block owns a longer chunk; it splits it over the b'/b ranks of the larger block that own its
+chunks. Where p is no power of two no rank is idle, as in a fold; but blocks of very different size
+(33 = 32 + 1) load few ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from manyhands.exchange.algorithms.vector import Vector
 def binary_blocks(v: Vector) -> None:
     blocks = blocks_of(v.size)
     mine = next(i for i, block in enumerate(blocks) if v.rank in block)
-    pieces = v.cut(len(blocks[0]))
+    smallest = v.cut(len(blocks[0]))
 
     def chunks(block: range) -> list[slice]:
-        """The chunks that the ranks of a block own: all edges are edges of the largest block's chunks, so that they fit."""
-        n = len(pieces) // len(block)
-        return [slice(pieces[i].start, pieces[i + n - 1].stop) for i in range(0, len(pieces), n)]
+        """The chunks that the ranks of a block own, made of those of the largest block."""
+        n = len(smallest) // len(block)
+        return [
+            slice(smallest[i].start, smallest[i + n - 1].stop) for i in range(0, len(smallest), n)
+        ]
 
     def neighbours(other: range) -> list[tuple[int, slice]]:
         """The ranks of a neighbouring block whose chunks overlap ours, and the overlaps."""

@@ -1,8 +1,10 @@
-"""Butterfly (recursive doubling): in round i everybody exchanges everything with the rank that differs in bit i.
+"""Butterfly (recursive doubling): in round i each rank exchanges all with the rank of other bit i.
 
-    time log2 p (alpha + N beta + N gamma), folded where p is no power of two          bytes N log2 p
+    time     log2 p (alpha + N beta + N gamma), folded where p is no power of two
+    bytes    N log2 p
 
-The fewest rounds there can be: for short messages. All ranks build the same tree of sums, so all get the same bits.
+The fewest rounds possible: for short messages. All ranks build the same tree of sums, so all get
+the same bits.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""What an all-reduce should take, and which one to take.
+"""Cost model of the all-reduce algorithms, and the choice of the cheapest.
 
-    a message of n bytes takes alpha + n beta seconds; reducing n bytes takes n gamma                    L = ceil(log2 p)
+    alpha + n beta    seconds of a message of n bytes
+    n gamma           seconds to reduce n bytes              L = ceil(log2 p);  q = 2^k, p = q + r
 
     star                 2 (p-1) (alpha + N beta) + (p-1) N gamma
     tree                 2 L (alpha + N beta) + L N gamma
     double_tree          (sqrt(2 L alpha) + sqrt(2 N beta))^2 + N gamma
-    butterfly            log2 q (alpha + N beta + N gamma) + fold                                        q = 2^k, p = q + r
+    butterfly            log2 q (alpha + N beta + N gamma) + fold
     halving_doubling     2 log2 q alpha + 2 (q-1)/q N beta + (q-1)/q N gamma + fold
     ring                 2 (p-1) alpha + 2 (p-1)/p N beta + (p-1)/p N gamma
-    binary_blocks        halving_doubling on q + sum over neighbours b < b' of 2 (b'/b alpha + N/b beta) + N/b' gamma
+    binary_blocks        halving_doubling on q
+                         + sum over neighbours b < b' of 2 (b'/b alpha + N/b beta) + N/b' gamma
     hierarchical         ring on l + halving_doubling on p/l of N/l
     fold                 2 alpha + 2 N beta + N gamma where r > 0
 
-Every rank counts as having one port, all ports work at once, and the network between them is never the limit.
+Every rank has one port, all ports work at once, and the network between them is never the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from manyhands.core import Group
 from manyhands.exchange.algorithms.binary_blocks import blocks_of
 from manyhands.exchange.algorithms.hierarchical import group_of
 
-# of equals the first is taken; hierarchical is asked for by name: it pays where some ranks are nearer than others
+# of equals the first is taken; hierarchical only by name: it pays where some ranks are nearer
 CANDIDATES = (
     "butterfly",
     "halving_doubling",
@@ -42,9 +44,9 @@ SHORT_BYTES, LONG_BYTES, TURNS = 8, 1 << 20, 12
 
 
 class LinkCost(NamedTuple):
-    alpha: float  # seconds a message
-    beta: float  # seconds a byte sent
-    gamma: float  # seconds a byte reduced
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte sent
+    gamma: float  # seconds per byte reduced
 
 
 def cost(
@@ -102,8 +104,11 @@ def choose(p: int, nbytes: float, alpha: float, beta: float, gamma: float) -> st
 def measure(
     group: Group, device: torch.device | None = None, clock: Callable[[], float] | None = None
 ) -> LinkCost:
-    """Neighbouring ranks send to each other, all pairs and both ways at once as the algorithms do; the mean over ranks of the
-    best time each saw, the same on every rank. A link with a clock of its own, as in a simulation, is measured by that."""
+    """Measure alpha, beta and gamma: the same result on every rank.
+
+    Neighbouring ranks send to each other, all pairs and both ways at once as the algorithms do; the
+    result is the mean over ranks of the best time of each, by the group's clock.
+    """
     tick = group.clock if clock is None else clock
     peer = group.rank ^ 1
     seen = torch.zeros(4, dtype=torch.float64)
@@ -130,9 +135,8 @@ def _turn(
         start = clock()
         group.transfer({peer: given}, {peer: into}).wait()
         seconds.append(clock() - start)
-    return min(
-        seconds
-    )  # not the median: others' load comes and goes, and would meet one length and not the other
+    # not the median: load of other programs could hit one length and not the other
+    return min(seconds)
 
 
 def _reduction(clock: Callable[[], float], device: torch.device | None) -> float:

@@ -1,10 +1,14 @@
-"""Double binary tree, pipelined: two trees carry half of the vector each, and who has children in one is a leaf in the other.
+"""Double binary tree, pipelined: two trees, each for half of the vector.
 
-    time ~ (sqrt(2 L alpha) + sqrt(2 N beta))^2 + N gamma,  L = ceil(log2 p)          bytes <= 2N
+    time     ~ (sqrt(2 L alpha) + sqrt(2 N beta))^2 + N gamma,  L = ceil(log2 p)
+    bytes    <= 2N
 
-In one tree the leaves, half of all ranks, send little. In two complementary ones everybody sends as much as a port can. Each
-half goes up and comes down in k segments, so that all levels of the trees work at once: (L + k) (alpha + N/2 beta / k) is least
-at k = sqrt(L N/2 beta / alpha).  Sanders, Speck, Traeff 2009
+In one tree the leaves, half of all ranks, send little. A rank that has children in one of the two
+trees is a leaf in the other, so every rank sends as much as its port can. Each half goes up and
+comes down in k segments, so that all levels of the trees work at once:
+(L + k) (alpha + N/2 beta / k) is least at k = sqrt(L N/2 beta / alpha).
+
+Sanders, Speck, Traeff 2009.
 """
 
 from __future__ import annotations
@@ -14,9 +18,8 @@ import math
 from manyhands.core import Finished, Work
 from manyhands.exchange.algorithms.vector import Vector
 
-LATENCY_BYTES = (
-    256 << 10
-)  # alpha / beta: what sockets between processes send in the time of one latency, about
+# alpha / beta: about what sockets between processes send in the time of one latency
+LATENCY_BYTES = 256 << 10
 
 
 def double_tree(v: Vector, latency_bytes: float = LATENCY_BYTES) -> None:
@@ -27,7 +30,8 @@ def double_tree(v: Vector, latency_bytes: float = LATENCY_BYTES) -> None:
         (*_family((v.rank + shift) % v.size, v.size, shift), v.cut(segments, halves[shift]))
         for shift in range(2)
     ]
-    # A leaf needs nobody. Were its segments to take turns with those that wait for children, each tree would wait for the other.
+    # A leaf waits for no child. If its segments took turns with those that wait for children,
+    # each tree would wait for the other.
     trees.sort(key=lambda tree: len(tree[1]))
     sent: list[Work] = []
     for parent, children, parts in trees:  # up
@@ -48,13 +52,18 @@ def double_tree(v: Vector, latency_bytes: float = LATENCY_BYTES) -> None:
         work.wait()
 
 
-def _family(place: int, size: int, shift: int) -> tuple[int | None, list[int]]:
-    """Parent and children, as ranks, of the rank at `place`. A range of places 1..size has as its root the number that
-    divides by the highest power of two: all odd places are leaves, so that in the tree shifted by one the others are."""
-    first, last, parent, place = 1, size, None, place + 1
-    while (root := _root(first, last)) != place:
-        first, last, parent = (first, root - 1, root) if place < root else (root + 1, last, root)
-    children = [_root(a, b) for a, b in ((first, place - 1), (place + 1, last)) if a <= b]
+def _family(position: int, size: int, shift: int) -> tuple[int | None, list[int]]:
+    """Parent and children, as ranks, of the rank at `position`.
+
+    The root of positions first..last is the number that divides by the highest power of two. So
+    all odd positions are leaves, and in the tree shifted by one the others are.
+    """
+    first, last, parent, position = 1, size, None, position + 1
+    while (root := _root(first, last)) != position:
+        left = position < root
+        first, last, parent = (first, root - 1, root) if left else (root + 1, last, root)
+    ranges = ((first, position - 1), (position + 1, last))
+    children = [_root(a, b) for a, b in ranges if a <= b]
     at = [(r - 1 - shift) % size for r in ([] if parent is None else [parent]) + children]
     return (None, at) if parent is None else (at[0], at[1:])
 

@@ -1,8 +1,12 @@
-"""Recursive halving and doubling: exchange half with the rank far away, then a quarter with a nearer one, ...; then back.
+"""Recursive halving and doubling: exchange half with a distant rank, a quarter with a nearer one,
+...
 
-    time 2 log2 p alpha + 2 (p-1)/p N beta + (p-1)/p N gamma, folded where p is no power of two          bytes 2 (p-1)/p N
+    time     2 log2 p alpha + 2 (p-1)/p N beta + (p-1)/p N gamma, folded where p is no power of two
+    bytes    2 (p-1)/p N
 
-After the halving rank i owns the sum of chunk i; the doubling collects chunks.  Thakur, Rabenseifner, Gropp 2005
+After the halving rank i owns the sum of chunk i; the doubling collects chunks.
+
+Thakur, Rabenseifner, Gropp 2005.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ def _halve_and_double(v: Vector) -> None:
 
 
 def halve(v: Vector, chunks: list[slice]) -> None:
-    """Reduce-scatter: of as many chunks as there are ranks, a power of two, each rank ends with the sum of its own."""
+    """Reduce-scatter: each rank ends with the sum of its own chunk; their number is a power of
+    two."""
     distance = v.size // 2
     while distance:
         peer = v.rank ^ distance

@@ -1,8 +1,11 @@
-"""Hierarchical: groups of l neighbouring ranks split the sum among themselves; ranks with the same part agree across groups.
+"""Hierarchical: groups of l ranks reduce-scatter; ranks with the same part all-reduce across
+groups.
 
-    time RS_l(N) + AR_m(N/l) + AG_l(N),  m = p/l          bytes across groups 2 (m-1)/m N/l a rank
+    time     RS_l(N) + AR_m(N/l) + AG_l(N),  m = p/l
+    bytes    across groups 2 (m-1)/m N/l per rank
 
-For hosts of l ranks each: what is slow, the way between hosts, carries each byte once a host and not once a rank.
+For hosts of l ranks each: the slow network between hosts carries each byte once per host, not once
+per rank.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from manyhands.exchange.algorithms.vector import Vector
 
 def hierarchical(v: Vector, group_size: int | None = None) -> None:
     length = group_of(v.size, group_size)
-    first, place = v.rank // length * length, v.rank % length
+    first, position = v.rank // length * length, v.rank % length
     inside = v.among(range(first, first + length))
     own = reduce_scatter(inside)
-    halving_doubling(v.within(own).among(range(place, v.size, length)))
+    halving_doubling(v.within(own).among(range(position, v.size, length)))
     all_gather(inside)
 
 
@@ -31,6 +34,7 @@ def group_of(size: int, group_size: int | None) -> int:
     if group_size < 1 or size % group_size:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise PlanError(
-            f"algorithm=hierarchical with groups of {group_size} among {size} ranks; groups must be equal: use one of {fitting}"
+            f"algorithm=hierarchical with groups of {group_size} among {size} ranks; "
+            f"groups must be equal: use one of {fitting}"
         )
     return group_size

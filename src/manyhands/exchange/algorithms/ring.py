@@ -1,8 +1,12 @@
-"""Ring: chunks travel round, growing to sums on the first lap (reduce-scatter) and being copied on the second (all-gather).
+"""Ring: each chunk is summed on its first round through the ranks and copied on its second.
 
-    time 2 (p-1) alpha + 2 (p-1)/p N beta + (p-1)/p N gamma          bytes 2 (p-1)/p N
+    time     2 (p-1) alpha + 2 (p-1)/p N beta + (p-1)/p N gamma
+    bytes    2 (p-1)/p N
 
-No algorithm sends fewer bytes, and everybody talks only to its neighbours: for long messages.  Patarasuk, Yuan 2009
+Reduce-scatter, then all-gather. No algorithm sends fewer bytes, and every rank exchanges only with
+its neighbours: for long messages.
+
+Patarasuk, Yuan 2009.
 """
 
 from __future__ import annotations

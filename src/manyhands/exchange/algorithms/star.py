@@ -1,6 +1,7 @@
-"""Star: everybody gives everything to rank 0, which adds it up and gives the sum to everybody.
+"""Star: every rank sends everything to rank 0, which sums and sends the result to all.
 
-    time 2(p-1)(alpha + N beta) + (p-1) N gamma          bytes: leaf N, root (p-1) N
+    time     2 (p-1) (alpha + N beta) + (p-1) N gamma
+    bytes    leaf N, root (p-1) N
 
 The simplest, and the fastest for two ranks or where only one rank can be reached by all others.
 """

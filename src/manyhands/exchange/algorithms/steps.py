@@ -1,4 +1,4 @@
-"""An all-reduce written out: what every rank holds after every step, on ranks whose messages take one tick each."""
+"""Steps of an all-reduce, printed: what every rank holds after every tick, one tick per message."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ EXAMPLE = ([2, 4, 6], [1, 2, 3], [4, 8, 12])
 
 
 def steps(name: str, given: Sequence[Sequence[int]] = EXAMPLE, op: Op = "sum") -> str:
-    """One line a tick and one column a rank: its vector, and which rank's values it has just added (+) or taken over (=)."""
+    """One line per tick and one column per rank: its vector, and which rank's values it has just
+    added (+) or copied (=)."""
     world = World(len(given))
     rows: dict[float, dict[int, str]] = {}
     marks: dict[tuple[float, int], list[str]] = {}
 
-    def main(link: InprocGroup) -> None:
-        x = torch.tensor(given[link.rank])
+    def main(group: InprocGroup) -> None:
+        x = torch.tensor(given[group.rank])
 
         def watch(rank: int, what: str, values: Tensor) -> None:
             taken = [word.replace("from ", "") for word in what.split(", ") if "from" in word]
-            marks.setdefault((world.now[rank], rank), []).extend(
-                taken
-            )  # two messages may arrive in the same tick
+            # two messages may arrive in the same tick
+            marks.setdefault((world.now[rank], rank), []).extend(taken)
             rows.setdefault(world.now[rank], {})[rank] = " ".join(
                 [str(x.tolist()), *marks[world.now[rank], rank]]
             )
 
-        AlgorithmGroup(link, name, watch=watch).all_reduce({"x": x}, op).wait()
+        AlgorithmGroup(group, name, watch=watch).all_reduce({"x": x}, op).wait()
         results.append(x.tolist())
 
     results: list[list[int]] = []

@@ -1,6 +1,9 @@
-"""Binomial tree: in round i the ranks whose lowest set bit is bit i give their sum to the rank without that bit; then back.
+"""Binomial tree: sums go up a tree of depth L to rank 0, and the result comes down.
 
-time 2L (alpha + N beta) + L N gamma,  L = ceil(log2 p)          bytes: N for the sum, and N for each child
+    time     2 L (alpha + N beta) + L N gamma,  L = ceil(log2 p)
+    bytes    N for the sum, and N per child
+
+In round i the ranks whose lowest set bit is bit i send their sum to the rank without that bit.
 """
 
 from __future__ import annotations
@@ -20,5 +23,5 @@ def tree(v: Vector) -> None:
     if v.rank:
         v.send(v.rank - lowest, v.whole)
         v.receive(v.rank - lowest, v.whole)
-    for child in reversed(children):  # the deepest subtree first: it has the longest way to go
+    for child in reversed(children):  # the deepest subtree first: it takes longest
         v.send(child, v.whole)

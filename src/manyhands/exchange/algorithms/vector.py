@@ -1,10 +1,11 @@
-"""The few words in which the algorithms are written: one rank's copy of a vector, and the ranks that reduce it together.
+"""Vector: the operations in which the algorithms are written, on one rank's copy of the values.
 
-    v.send(r, part)        give that part to rank r                       v.post(r, part)      the same without waiting
-    v.receive(r, part)     replace that part by rank r's                  v.expect(r, part)    the same without waiting
+    v.send(r, part)        send that part to rank r             v.post(r, part)      without waiting
+    v.receive(r, part)     replace that part by rank r's        v.expect(r, part)    without waiting
     v.reduce(r, part)      reduce rank r's into that part
-    v.exchange(...)        send to one and receive from another at the same time
-    v.among(ranks)         the same memory among fewer ranks, counted from 0 again       v.within(part)       part of the memory
+    v.exchange(...)        send to one rank and receive from another at the same time
+    v.among(ranks)         the same memory among fewer ranks, counted from 0 again
+    v.within(part)         part of the memory
 
 A part without elements is no message: both ends know that it is empty.
 """
@@ -29,7 +30,8 @@ Watch = Callable[[int, str, Tensor], None]  # (rank, what it has just done, its 
 
 
 class Scratch:
-    """Where a message lands before it is reduced: one buffer for each kind of tensor, as long as the longest so far."""
+    """Buffers for messages that are to be reduced: one per dtype and device, as long as the longest
+    so far."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -45,15 +47,15 @@ class Vector:
     def __init__(
         self,
         values: Tensor,
-        link: Group,
+        group: Group,
         op: Op = "sum",
         ranks: Sequence[int] | None = None,
         scratch: Scratch | None = None,
         watch: Watch | None = None,
     ):
-        self.values, self.link, self.op = values, link, op
-        self.ranks = list(range(link.size)) if ranks is None else list(ranks)
-        self.rank, self.size = self.ranks.index(link.rank), len(self.ranks)
+        self.values, self.group, self.op = values, group, op
+        self.ranks = list(range(group.size)) if ranks is None else list(ranks)
+        self.rank, self.size = self.ranks.index(group.rank), len(self.ranks)
         self._scratch, self._watch = scratch or Scratch(), watch
 
     def __len__(self) -> int:
@@ -64,7 +66,7 @@ class Vector:
         return slice(0, len(self))
 
     def cut(self, parts: int, part: slice | None = None) -> list[slice]:
-        """`part`, or everything, in that many parts in order, whose lengths differ by one at most, longer ones first."""
+        """`part`, or everything, in that many parts in order; lengths differ by at most one."""
         start, stop = (0, len(self)) if part is None else (part.start, part.stop)
         short, longer = divmod(stop - start, parts)
         edges = [start + i * short + min(i, longer) for i in range(parts + 1)]
@@ -73,7 +75,7 @@ class Vector:
     def among(self, ranks: Sequence[int]) -> Vector:
         return Vector(
             self.values,
-            self.link,
+            self.group,
             self.op,
             [self.ranks[r] for r in ranks],
             self._scratch,
@@ -81,17 +83,19 @@ class Vector:
         )
 
     def within(self, part: slice) -> Vector:
-        return Vector(self.values[part], self.link, self.op, self.ranks, self._scratch, self._watch)
+        return Vector(
+            self.values[part], self.group, self.op, self.ranks, self._scratch, self._watch
+        )
 
     def post(self, to: int, part: slice) -> Work:
         given = self.values[part]
-        return self.link.transfer({self.ranks[to]: given}, {}) if given.numel() else Finished()
+        return self.group.transfer({self.ranks[to]: given}, {}) if given.numel() else Finished()
 
     def expect(self, source: int, part: slice) -> Work:
         taken = self.values[part]
         if not taken.numel():
             return Finished()
-        work = self.link.transfer({}, {self.ranks[source]: taken})
+        work = self.group.transfer({}, {self.ranks[source]: taken})
         return (
             work
             if self._watch is None
@@ -115,7 +119,8 @@ class Vector:
         take: slice | None = None,
         reduce: bool = False,
     ) -> None:
-        """Send `give` to one rank and receive `take` from another (or the same), and replace or reduce what is there."""
+        """Send `give` to one rank and receive `take` from another (or the same); replace what is
+        there, or reduce into it."""
         sent = {} if to is None or give is None else {self.ranks[to]: self.values[give]}
         mine = self.values[:0] if take is None else self.values[take]
         theirs = self._scratch.like(mine) if reduce else mine
@@ -123,9 +128,9 @@ class Vector:
         taken = {} if source is None or not mine.numel() else {self.ranks[source]: theirs}
         if not sent and not taken:
             return
-        self.link.transfer(sent, taken).wait()
+        self.group.transfer(sent, taken).wait()
         if reduce and source is not None:
-            # the lower rank's first, at both ends of an exchange: of -0.0 and 0.0 the maximum is whichever came first
+            # the lower rank's first, at both ends: the maximum of -0.0 and 0.0 depends on the order
             first, second = (theirs, mine) if source < self.rank else (mine, theirs)
             torch.maximum(first, second, out=mine) if self.op == "max" else torch.add(
                 first, second, out=mine
@@ -136,7 +141,7 @@ class Vector:
 
     def _note(self, *words: str) -> None:
         if self._watch is not None:
-            self._watch(self.link.rank, ", ".join(words), self.values)
+            self._watch(self.group.rank, ", ".join(words), self.values)
 
 
 class _Noted:
@@ -150,8 +155,8 @@ class _Noted:
 
 
 def fold(v: Vector, run: Callable[[Vector], None]) -> None:
-    """Run what needs a power of two, 2^k, on 2^k + r ranks: of the first 2r the even ones give their values to the odd ones,
-    stand aside, and get the result."""
+    """Run an algorithm for 2^k ranks on 2^k + r: of the first 2r ranks the even ones send their
+    values to the odd ones, wait, and get the result."""
     power = 1 << (v.size.bit_length() - 1)
     extra = v.size - power
     paired, even = v.rank < 2 * extra, v.rank % 2 == 0

@@ -57,8 +57,8 @@ class RandomK:
         self._spread(packed.view(torch.promote_types(into.dtype, torch.float32)), into, memory)
 
     def positions(self, numel: int, seed: int) -> tuple[Tensor, Tensor]:
-        """One random position in each of the k cells, and the cells' lengths. Drawn on the CPU, so on
-        all devices the same."""
+        """One random position in each of the k cells, and the cells' lengths. Drawn on the CPU,
+        so on all devices the same."""
         k = max(1, min(numel, round(self.density * numel)))
         bounds = torch.arange(k + 1) * numel // k
         lengths = bounds.diff()
