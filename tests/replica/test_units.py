@@ -14,12 +14,8 @@ from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import Micro, ModuleReplica
-from manyhands.replica.units import (
-    FoundUnits,
-    ThinnedReplica,
-    find,
-    thinned,
-)
+from manyhands.replica.thinned import ThinnedReplica, thinned
+from manyhands.replica.units import FoundUnits, find
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.skeleton import Units
 from support.paths import zoo_task

@@ -18,7 +18,7 @@ from manyhands.exchange.observed import ObservedGroup
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
-from manyhands.replica.units import ThinnedReplica, thinned
+from manyhands.replica.thinned import ThinnedReplica, thinned
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 

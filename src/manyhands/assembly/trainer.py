@@ -51,7 +51,7 @@ from manyhands.replica.distillation import student
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica, NextLoss
 from manyhands.replica.recompute import recompute
-from manyhands.replica.units import thinned
+from manyhands.replica.thinned import thinned
 from manyhands.replica.update import has_sparse_gradients
 from manyhands.server.device_store import DeviceStore
 from manyhands.task import Callback, Task

@@ -38,29 +38,16 @@ from torch import Tensor
 from manyhands.core import EXACT, Cargo, GradientReplica, Group, Op, Strategy, Tensors
 from manyhands.merge.building_blocks.local_steps import copies, local_steps
 from manyhands.merge.building_blocks.options import Moments, check_block, need
+from manyhands.split.skeleton import Units
 
 EXPLORE = 0.15
-
-
-class UnitSampler(Protocol):
-    """What `split.skeleton.Units` looks like from here: all units in one row."""
-
-    total: int
-
-    def skeleton(self, scores: Tensor, share: float) -> Tensor: ...
-    def explorers(self, core: Tensor, share: float, seed: int, draw: int, ranks: int) -> Tensor: ...
-    def disjoint(self, core: Tensor, seed: int, draw: int, ranks: int) -> Tensor: ...
-    def scales(self, core: Tensor, explorers: Tensor) -> Tensor: ...
-    def sums(self, values: Tensors) -> Tensor: ...
-    def holders(self, held: Tensor, weights: Tensor, like: Tensors) -> Tensors: ...
-    def of_parameters(self, values: Tensors) -> Tensors: ...
 
 
 class Thinned(GradientReplica, Protocol):
     """A replica that can leave units of its network out."""
 
     @property
-    def units(self) -> UnitSampler: ...
+    def units(self) -> Units: ...
     def thin(self, scales: Tensor | None, elements: Tensors | None) -> None:
         """From now on leave units out of `backward` and elements out of `step`; None: nothing.
 
