@@ -1,5 +1,6 @@
-"""All-reduce by our algorithms over gloo's point-to-point messages: who wins where, who should, and gloo's own beside them.
+"""All-reduce algorithms over gloo's point-to-point messages, against gloo's own all-reduce.
 
+For every length: which algorithm is fastest, and which one the cost model chooses.
 Draw the picture again from the figures: python benchmarks/allreduce.py figures.json picture.png
 """
 
@@ -158,7 +159,8 @@ def table(world: int, found: dict[str, Any]) -> None:
     for nbytes, row in found["sizes"].items():
         s, p = row["seconds"], row["predicted"]
         best = f"{row['best']} {s[row['best']] * 1e3:.3f} ms"
-        chosen = f"{row['chosen']} {s[row['chosen']] * 1e3:.3f} ms ({p[row['chosen']] * 1e3:.3f} predicted)"
+        name = row["chosen"]
+        chosen = f"{name} {s[name] * 1e3:.3f} ms ({p[name] * 1e3:.3f} predicted)"
         print(f"  {length(int(nbytes)):>8}  {best:<26}{chosen:<44}{s[PEER] * 1e3:>9.3f} ms")
 
 

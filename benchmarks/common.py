@@ -74,7 +74,8 @@ def report(name: str, claims: list[Claim], repository: Path) -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    machine = f"{cores()} cores ({cpu}){gpu}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    machine = f"{cores()} cores ({cpu}){gpu}, {platform.system()}, {versions}"
     rows = [{k: v for k, v in asdict(c).items() if v is not None} for c in claims]
     return {"bench": name, "commit": commit or "unknown", "machine": machine, "claims": rows}
 

@@ -1,6 +1,9 @@
-"""Synchronous data parallel training on CPU workers, one thread each, against torch DistributedDataParallel and against
-the limit: the same number of independent processes that never talk. All three train on the same data through the same
-kind of loop; ours is the whole product path, `manyhands.train`."""
+"""Synchronous data parallel training on CPU workers, one thread each, against torch's DDP.
+
+And against the limit: the same number of independent processes that never communicate. All three
+train on the same data through the same kind of loop; ours is the whole product path,
+`manyhands.train`.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,10 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
         speed = {k: median([s for s, _ in v]) for k, v in found.items()}
         peak = {k: median([m for _, m in v]) for k, v in found.items()}
         detail = {
-            "independent processes (the limit)": f"{speed['limit']:,.0f} samples/s, ours reaches {speed['ours'] / speed['limit']:.2f} of it",
+            "independent processes (the limit)": (
+                f"{speed['limit']:,.0f} samples/s, "
+                f"ours reaches {speed['ours'] / speed['limit']:.2f} of it"
+            ),
             "peak memory of rank 0": f"ours {peak['ours']:.0f} MB, DDP {peak['ddp']:.0f} MB",
             "all runs": {k: [round(s) for s, _ in v] for k, v in found.items()},
         }

@@ -1,4 +1,4 @@
-"""All-reduce between two processes of one host: our shared memory link against gloo, both driven alike."""
+"""All-reduce between two processes of one host: shared memory against gloo, driven alike."""
 
 from __future__ import annotations
 

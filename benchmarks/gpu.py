@@ -1,6 +1,9 @@
-"""One GPU: `manyhands.train` against hand-written loops. GPT-2-small shape in bf16 against the compiled loop, and with activations
-computed again (recompute=true) against torch.utils.checkpoint around every block; LeNet against the plain loop (its launches bind
-it) and, where installed, Lightning Fabric."""
+"""One GPU: `manyhands.train` against hand-written loops.
+
+GPT-2-small shape in bf16 against the compiled loop, and with activations computed again
+(recompute=true) against torch.utils.checkpoint around every block; LeNet against the plain loop
+(kernel launches bound it) and, where installed, Lightning Fabric.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A model split over two processes, ours by words of a plan against the same by hand on torch's own parts, over the same batches.
+"""A model split over two processes: words of a plan against torch's own parts put together by hand.
 
-tensor   tensor=2                      against parallelize_module (columns, then rows)
-pipe     pipe=2 schedule=1f1b          against PipelineStage with Schedule1F1B, cut in the middle by hand
-shard    shard=2 zero=3                against fully_shard of every block
+tensor   tensor=2               against parallelize_module (columns, then rows)
+pipe     pipe=2 schedule=1f1b   against PipelineStage with Schedule1F1B, cut in the middle by hand
+shard    shard=2 zero=3         against fully_shard of every block
+
+Both train on the same batches.
 """
 
 from __future__ import annotations

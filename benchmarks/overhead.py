@@ -1,4 +1,4 @@
-"""What going through manyhands costs where it brings nothing: one process against a hand-written loop."""
+"""Overhead of manyhands where it brings nothing: one process against a hand-written loop."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""LeNet on Fashion-MNIST with five worker processes, one of which lies about its gradients: the test accuracy of every robust rule
-against that of an honest run, and against plain averaging with the same liar.
+"""Robust merging: LeNet on Fashion-MNIST with five workers, one of which lies about its gradients.
+
+The test accuracy of every robust aggregation against that of an honest run, and against plain
+averaging with the same liar.
 
     random     noise of unit variance in every coordinate
     flipped    minus ten times the true gradient: with it the mean of five points the wrong way
 
-Plain averaging has SGD with momentum 0.9; robust rules the same learning rate with that momentum moved to the workers, which
-without a liar is the same arithmetic. The learning rate falls to zero over the run. A claim is that of the worse lie; ratio =
-accuracy / (honest - 0.02), so 1 is two points below the honest run. `plain_fails` shows that the lies are worth guarding against: it is
+Plain averaging has SGD with momentum 0.9; robust merging has the same learning rate with that
+momentum moved to the workers, which without a liar is the same arithmetic. The learning rate falls
+to zero over the run. A claim is that of the worse lie; ratio = accuracy / (honest - 0.02), so 1 is
+two points below the honest run. `plain_fails` shows that the lies are worth guarding against: it is
 the same bar over what plain averaging reaches with the kinder of them.
 """
 

@@ -1,13 +1,19 @@
-"""One server and one worker: rounds of a pull and a push of 20,000 ids of 64 numbers each, Adagrad, out of 2 million rows.
+"""One server and one worker: rounds of a pull and a push of 20,000 ids of 64 numbers each.
 
-Ids are uniform (about 1% repeat) and, in the table, Zipf's (half of them). Leaving repeats out, summing and parting by shard are part
-of our rounds and of the peers'. Every pull sees the push before it; while the server pushes, the worker prepares the next ids.
-Server and worker have a core each. The RPC peer, which polls, is stopped while others are measured.
+Adagrad, out of 2 million rows. Ids are uniform (about 1% repeat) and, in the table, Zipf's (half of
+them). Leaving repeats out, summing and partitioning by shard are part of our rounds and of the
+peers'. Every pull sees the push before it; while the server pushes, the worker prepares the next
+ids. Server and worker have a core each. The RPC peer, which polls, is stopped while others are
+measured.
 
-    tcp_vs_rpc, shm_vs_rpc    rounds a second through TCP and through shared memory, against a torch.distributed.rpc server (TensorPipe)
-    shm_vs_kernels            against the same tables called directly, in one process: what no transport at all would give
-    vs_redis                  through shared memory, against redis with the same rows, Adagrad at the worker (skipped where not installed)
-    libpython                 share of the interpreter in the server's CPU time, by perf, against the 8% that we allow (shared memory)
+    tcp_vs_rpc, shm_vs_rpc    rounds a second through TCP and through shared memory, against a
+                              torch.distributed.rpc server (TensorPipe)
+    shm_vs_kernels            against the same tables called directly, in one process: what no
+                              transport at all would give
+    vs_redis                  through shared memory, against redis with the same rows, Adagrad at
+                              the worker (skipped where not installed)
+    libpython                 share of the interpreter in the server's CPU time, by perf, against
+                              the 8% that we allow (shared memory)
 """
 
 from __future__ import annotations
@@ -197,7 +203,8 @@ class Bench:
             perf.send_signal(2)
             _, words = perf.communicate(timeout=30)
             if not Path(f"{folder}/perf").exists():
-                return f"perf cannot record here: {words.strip().splitlines()[-1] if words.strip() else 'no reason given'}"
+                said = words.strip().splitlines() or ["no reason given"]
+                return f"perf cannot record here: {said[-1]}"
             command = [
                 "perf",
                 "report",

@@ -1,10 +1,13 @@
-"""Two hosts with one worker each, joined by a slow link (`manyhands lab`), against torch DDP in the same lab, plan after plan.
+"""Two hosts with one worker each, joined by a slow network (`manyhands lab`), against torch's DDP.
 
-    samples_1gbit       samples/s of an MLP of 20M parameters, batch 64 a worker, at 1 Gbit/s; medians of alternating runs
-    accuracy_1gbit      seconds of training until 88% test accuracy on Fashion-MNIST, MLP 784-2048-2048-10, batch 64 a worker
+    samples_1gbit       samples/s of an MLP of 20M parameters, batch 64 a worker, at 1 Gbit/s;
+                        medians of alternating runs
+    accuracy_1gbit      seconds of training until 88% test accuracy on Fashion-MNIST,
+                        MLP 784-2048-2048-10, batch 64 a worker
     accuracy_200mbit    the same at 200 Mbit/s
 
-Both sides train the same task through `manyhands race`; DDP's own steps do not depend on the rate, its time does.
+Both sides train the same task through `manyhands race` in the same lab, plan after plan; DDP's own
+steps do not depend on the rate, its time does.
 """
 
 from __future__ import annotations
@@ -28,10 +31,14 @@ from manyhands import datasets
 def task():
     _, train, (x, y) = datasets.images()
     return mh.Task(
-        model=nn.Sequential(nn.Flatten(), nn.Linear(784, {width}), nn.ReLU(), nn.Linear({width}, {width}), nn.ReLU(), nn.Linear({width}, 10)),
-        loss=nn.functional.cross_entropy, train=train, test=(x[:{tested}], y[:{tested}]), metrics={{"accuracy": mh.accuracy}}, batch=64,
+        model=nn.Sequential(
+            nn.Flatten(), nn.Linear(784, {width}), nn.ReLU(),
+            nn.Linear({width}, {width}), nn.ReLU(), nn.Linear({width}, 10)),
+        loss=nn.functional.cross_entropy, train=train, test=(x[:{tested}], y[:{tested}]),
+        metrics={{"accuracy": mh.accuracy}}, batch=64,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.08, momentum=0.9),
-        schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: max(0.0, 1 - step / 1100)),
+        schedule=lambda o: torch.optim.lr_scheduler.LambdaLR(
+            o, lambda step: max(0.0, 1 - step / 1100)),
     )
 """
 WORDS = "data=2 threads=1 device=cpu"
@@ -123,5 +130,7 @@ def _accuracy(name: str, rate: str, bar: float, quick: bool) -> Claim:
 
 
 def _told(run: dict[str, Any]) -> str:
-    sent = f"{run['sent_bytes_per_rank'] / 1e6:,.0f} MB sent a rank, {run['wait_share']:.0%} of the time waiting"
-    return f"{run['samples'] or 0:,.0f} samples at {run['samples_per_s']:.0f} a second, best {run['best']:.4f}, {sent}"
+    sent = f"{run['sent_bytes_per_rank'] / 1e6:,.0f} MB sent a rank"
+    waiting = f"{run['wait_share']:.0%} of the time waiting"
+    samples = f"{run['samples'] or 0:,.0f} samples at {run['samples_per_s']:.0f} a second"
+    return f"{samples}, best {run['best']:.4f}, {sent}, {waiting}"

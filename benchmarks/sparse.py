@@ -1,8 +1,12 @@
-"""The click model (examples/click.py) with two workers and one server: rows on the server, the network merged by all-reduce. Against
-TensorFlow's ParameterServerStrategy and against the same by hand on torch.distributed.rpc, on the same rows and batches; and, for
-what is learned, against one process. A ratio is the median over turns of ours to the peer's run next to it: turns take a minute, in
-which the machine's mood changes. TensorFlow is no dependency: it runs under the interpreter that $MANYHANDS_TF_PYTHON names, or
-under this one where that has it."""
+"""The click model (examples/click.py) with two workers and one server.
+
+Rows are on the server, the network is merged by all-reduce. Against TensorFlow's
+ParameterServerStrategy and against the same by hand on torch.distributed.rpc, on the same rows and
+batches; and, for what is learned, against one process. A ratio is the median over turns of ours to
+the peer's run next to it: turns take a minute, in which the machine's load changes. TensorFlow is
+no dependency: it runs under the interpreter that $MANYHANDS_TF_PYTHON names, or under this one
+where that has it.
+"""
 
 from __future__ import annotations
 
@@ -194,6 +198,9 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             Claim("vs_tf", speed["ours"], speed["tf"], "samples/s", ahead("tf"), 3.0, detail)
         )
     elif wanted("vs_tf"):
-        reason = "TensorFlow is not installed: pip install tensorflow, here or where MANYHANDS_TF_PYTHON points"
+        reason = (
+            "TensorFlow is not installed: pip install tensorflow, here or where "
+            "MANYHANDS_TF_PYTHON points"
+        )
         claims.append(Claim("vs_tf", skipped=reason, bar=3.0))
     return claims

@@ -1,13 +1,19 @@
-"""What one thread of a parameter server does: 20,000 ids a batch out of 5 million rows of 64 numbers with Adagrad, all in memory.
+"""One thread of a parameter server: 20,000 ids a batch out of 5 million rows of 64 numbers.
 
-    pull_vs_torch    our pull (ids of any int64, looked up) against torch.index_select on a dense table (row numbers known)
-    pull_vs_gather   the same against a plain gather in numba from known row numbers: what lookups leave of the most there is
-    push_vs_torch    our push (repeated ids summed, checked for NaN, Adagrad) against unique + Adagrad in torch: the fastest of
-                     torch.optim.Adagrad on a sparse gradient, index_add and index_put
+Adagrad; all in memory.
+
+    pull_vs_torch    our pull (ids of any int64, looked up) against torch.index_select on a dense
+                     table (row numbers known)
+    pull_vs_gather   the same against a plain gather in numba from known row numbers: what lookups
+                     leave of the most there is
+    push_vs_torch    our push (repeated ids summed, checked for NaN, Adagrad) against unique +
+                     Adagrad in torch: the fastest of torch.optim.Adagrad on a sparse gradient,
+                     index_add and index_put
     two_shards       pulls and pushes of two threads on a table each against one thread
 
-The rest (16 and 128 numbers a row, ids by Zipf's law, bytes a row) stands in the table of the first claim; there also the fastest
-that we could make torch: scatter_add over an expanded index, which nobody writes, but which is what torch can do.
+The rest (16 and 128 numbers a row, ids by Zipf's law, bytes a row) is in the table of the first
+claim; there also the fastest that we could make torch: scatter_add over an expanded index, which
+nobody writes, but which is what torch can do.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Four workers, one of them five times slower than the others, made so on purpose: what a parameter server saves.
+"""Stragglers: four workers, one of them five times slower; what a parameter server saves.
 
-Every batch takes its worker 30 ms of pause besides what it computes, and the slow one 150 ms, so that a machine with few cores
-measures waiting and not its own load. LeNet on Fashion-MNIST, batch 64 a worker, one server; BSP is `staleness=0`.
+Every batch takes its worker 30 ms of pause besides what it computes, and the slow one 150 ms, so
+that a machine with few cores measures waiting and not its own load. LeNet on Fashion-MNIST, batch
+64 a worker, one server; BSP is `staleness=0`.
 
     async_vs_bsp        batches computed and applied a second, of `staleness=inf`, against BSP
     quorum_vs_bsp       steps of the model a second, of `quorum=3`, against BSP
-    time_to_accuracy    seconds of training until 87% test accuracy, of `staleness=inf`, against `merge=all_reduce`, which has no
-                        server, with the same slow worker, optimizer and learning rate; evaluations count for neither
+    time_to_accuracy    seconds of training until 87% test accuracy, of `staleness=inf`, against
+                        `merge=all_reduce`, which has no server, with the same slow worker,
+                        optimizer and learning rate; evaluations count for neither
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Wide and deep (arXiv:1606.07792): a linear model over crossed columns beside a small network over embeddings of them, the rows of
-both on a parameter server, the network's weights merged between workers.
+"""Wide and deep (arXiv:1606.07792): a linear model over crossed columns beside a small network.
 
-python examples/click.py                                     one process
-manyhands run examples/click.py data=2 servers=1             two workers and a server that holds the rows
+The network reads embeddings of the columns. The rows of both are on a parameter server, the
+network's weights are merged between workers.
+
+python examples/click.py                           one process
+manyhands run examples/click.py data=2 servers=1   two workers and a server that holds the rows
 manyhands run examples/click.py data=2 servers=1 lookahead=0 cache=10000
 """
 

@@ -1,8 +1,10 @@
-"""Matrix factorisation: who likes what, from a million users and items of which a few are everywhere (Zipf), as raw 64-bit ids.
+"""Matrix factorisation: who likes what, from a million users and items as raw 64-bit ids.
 
-python examples/factorise.py                                 one process
-manyhands run examples/factorise.py data=2 servers=2         two workers, two servers that share the rows
-manyhands run examples/factorise.py data=2 servers=1 cache=20000 cache_age=4    ... hot rows kept by the workers
+A few of the users and items are everywhere (Zipf).
+
+python examples/factorise.py                            one process
+manyhands run examples/factorise.py data=2 servers=2    two workers, two servers that share the rows
+manyhands run examples/factorise.py data=2 servers=1 cache=20000 cache_age=4    hot rows cached
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """A GPT on Shakespeare, split in three ways at once, though nothing in the model knows of it.
 
-python examples/gpt.py                                             one process
-manyhands run examples/gpt.py data=2 tensor=2 pipe=2               eight: two replicas, of two stages, of two halves of every matrix
-manyhands verify examples/gpt.py data=2 tensor=2 pipe=2            that they compute what one process does
+python examples/gpt.py                                    one process
+manyhands run examples/gpt.py data=2 tensor=2 pipe=2      eight: 2 replicas x 2 stages x 2 shards
+manyhands verify examples/gpt.py data=2 tensor=2 pipe=2   they compute what one process does
 """
 
 import torch

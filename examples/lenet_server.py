@@ -1,8 +1,8 @@
-"""LeNet-5 on Fashion-MNIST over parameter servers: two processes hold the model, and no worker is more than four steps ahead.
+"""LeNet-5 on Fashion-MNIST over parameter servers: no worker is more than four steps ahead.
 
-python examples/lenet_server.py                                             two workers, two servers, at most 4 steps apart
-manyhands run examples/lenet_server.py data=4 servers=1 staleness=inf       four that never wait for each other
-manyhands run examples/lenet_server.py data=4 servers=1 quorum=3            every step made of the first three gradients
+python examples/lenet_server.py                  two workers, two servers, at most 4 steps apart
+manyhands run examples/lenet_server.py data=4 servers=1 staleness=inf   nobody waits for others
+manyhands run examples/lenet_server.py data=4 servers=1 quorum=3        first three gradients a step
 """
 
 import torch

@@ -1,8 +1,10 @@
-"""A residual network on Fashion-MNIST through a pipeline: its skips cross from stage to stage, BatchNorm sees micro-batches.
+"""A residual network on Fashion-MNIST through a pipeline.
+
+Its skips cross from stage to stage, and BatchNorm sees micro-batches.
 
 python examples/resnet.py                                          one process
 manyhands run examples/resnet.py pipe=2 micro=4                    two stages
-manyhands run examples/resnet.py pipe=2 tensor=2 schedule=gpipe    four processes: every stage also split by channels
+manyhands run examples/resnet.py pipe=2 tensor=2 schedule=gpipe    four: stages split by channels
 """
 
 import torch

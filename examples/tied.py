@@ -1,9 +1,11 @@
-"""An encoder and a decoder that turn lines of Shakespeare around. One matrix embeds both texts and writes the answer, so it is
-needed on the first and the last stage of a pipeline; every layer of the decoder reads what the encoder made.
+"""Tied weights: an encoder and a decoder that reverse lines of Shakespeare.
 
-python examples/tied.py                                            one process
-manyhands run examples/tied.py pipe=2                              two stages
-manyhands run examples/tied.py pipe=2 shard=2 zero=1               four processes: the optimizer's state split too
+One matrix embeds both texts and writes the answer, so it is needed on the first and the last stage
+of a pipeline; every layer of the decoder reads the encoder's output.
+
+python examples/tied.py                                 one process
+manyhands run examples/tied.py pipe=2                   two stages
+manyhands run examples/tied.py pipe=2 shard=2 zero=1    four: the optimizer's state sharded too
 """
 
 import torch

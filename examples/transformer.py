@@ -1,4 +1,4 @@
-"""A small transformer that writes like Shakespeare, character by character: two layers, 0.4 million parameters.
+"""A small transformer that writes like Shakespeare: two layers, 0.4 million parameters.
 
 python examples/transformer.py                                       one process
 manyhands run examples/transformer.py data=2 steps=300               two

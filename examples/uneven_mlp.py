@@ -1,12 +1,13 @@
-"""461 pictures do not divide by anything convenient: the last batch of every epoch is smaller, and uneven over the ranks.
+"""Uneven batches: 461 pictures, so the last batch of an epoch is smaller and uneven over ranks.
 
     one process         64 samples a step, the last one has 13
     data=2             128 samples a step, the last one has 77: 39 and 38
     data=3             192 samples a step, the last one has 77: 26, 26 and 25
     data=3 batch=153   459 samples a step, the last one has 2: 1, 1 and 0
 
-Averaging what each rank found would weigh these samples wrongly. Here sums and counts are added up and divided once,
-so nothing has to be dropped or repeated, and `manyhands verify examples/uneven_mlp.py data=3` finds no difference.
+Averaging what each rank found would weigh these samples wrongly. Here sums and counts are added up
+and divided once, so nothing has to be dropped or repeated, and
+`manyhands verify examples/uneven_mlp.py data=3` finds no difference.
 """
 
 import torch

@@ -1,9 +1,11 @@
-"""The click model by hand on torch.distributed.rpc: rows and their optimizer on a server, the network by DistributedDataParallel.
+"""The click model by hand on torch.distributed.rpc.
 
-python click_rpc.py DATA.npz BATCH WARM STEPS PORT         starts itself: process 0 is the server, 1 and 2 are workers
+    python click_rpc.py DATA.npz BATCH WARM STEPS PORT
 
-Written as well as that library allows: ids are renumbered beforehand, so that a table is one dense tensor; a request carries both
-tables; rows of the next batch are asked for while this one computes; gradients are pushed without waiting.
+It starts itself: process 0 is the server, 1 and 2 are workers. Rows and their optimizer are on the
+server, the network is merged by DistributedDataParallel. Written as well as that library allows:
+ids are renumbered beforehand, so that a table is one dense tensor; a request carries both tables;
+rows of the next batch are asked for while this one computes; gradients are pushed without waiting.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The click model on TensorFlow's ParameterServerStrategy: every variable on the server, workers asynchronous.
+"""The click model on TensorFlow's ParameterServerStrategy.
 
-python click_tf.py DATA.npz BATCH WARM STEPS PORT TOGETHER      starts itself: a coordinator, two workers, a server
+    python click_tf.py DATA.npz BATCH WARM STEPS PORT TOGETHER
 
-Written as well as that library allows: ids are renumbered beforehand, so that a table is one dense variable; only distinct rows are
-fetched; updates are the fused ops of TensorFlow's own optimizers, run where the variable is; TOGETHER steps in one call.
+It starts itself: a coordinator, two workers, a server. Every variable is on the server, workers are
+asynchronous. Written as well as that library allows: ids are renumbered beforehand, so that a table
+is one dense variable; only distinct rows are fetched; updates are the fused ops of TensorFlow's own
+optimizers, run where the variable is; TOGETHER steps in one call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The model of `bench model-parallel`, and the same by hand on torch's own parts: a GPT whose heads are counted by `-1`, as
-torch's tensor parallelism needs it.
+"""The model of `bench model-parallel`, and the same by hand on torch's own parts.
 
-    python gpt.py tensor|pipe|shard LAYERS DIM BLOCK BATCH MICRO WARM STEPS PORT      two processes over gloo; prints seconds a step
+    python gpt.py tensor|pipe|shard LAYERS DIM BLOCK BATCH MICRO WARM STEPS PORT
+
+Two processes over gloo; prints seconds a step. A GPT whose heads are counted by `-1`, as torch's
+tensor parallelism needs it.
 """
 
 from __future__ import annotations

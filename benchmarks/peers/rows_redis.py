@@ -1,7 +1,7 @@
-"""Rows and their squares as values in redis: MGET, Adagrad at the worker, MSET, through a unix socket.
+"""Rows and their squares as values in redis: MGET, Adagrad at the worker, MSET; a unix socket.
 
-The protocol's records have a fixed size here, so commands and answers are made and read by numpy as whole arrays: the worker costs
-next to nothing, and what is measured is the store.
+The protocol's records have a fixed size here, so commands and answers are made and read by numpy as
+whole arrays: the worker costs next to nothing, and what is measured is the store.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A parameter server as one writes it with torch.distributed.rpc: one tensor of rows, one of squares, Adagrad where they are.
+"""A parameter server on torch.distributed.rpc: rows, their squares, Adagrad on the server.
 
-The worker leaves repeated ids out before it asks and sums their gradients before it sends, as ours does, so that the server only
-indexes; tensors travel by TensorPipe. A pull follows the answer to the push before it, since calls of RPC have no order.
+The worker leaves repeated ids out before it asks and sums their gradients before it sends, as ours
+does, so that the server only indexes; tensors travel by TensorPipe. A pull follows the answer to
+the push before it, since calls of RPC have no order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Make the pictures of the README anew, from a real run on this machine: python docs/pictures/draw.py
+"""Pictures of the README, made from a real run on this machine: python docs/pictures/draw.py.
 
-run.svg is what `manyhands run examples/lenet.py data=2 --dir runs/lenet` left on a terminal of 110 columns, curves.png what it drew.
+run.svg is what `manyhands run examples/lenet.py data=2 --dir runs/lenet` left on a terminal of 110
+columns, curves.png what it drew.
 """
 
 import io
@@ -80,12 +81,17 @@ def draw(command: str, lines: list[str], out: Path) -> None:
 
 PICTURE = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
-.{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-matrix {{
+  font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px;
+}}
 .{unique_id}-title {{ font-family: sans-serif; font-size: 18px; font-weight: bold; }}
 {styles}
 </style>
 <defs>
-<clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
 {lines}
 </defs>
 {chrome}

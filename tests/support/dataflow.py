@@ -88,7 +88,7 @@ def branched(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor,
 def partition_of(
     model: nn.Module, example: tuple[Any, ...], ranks: int, micros: int = 4, **more: Any
 ) -> GraphPartition:
-    """Partitioned by made-up costs, the same in every process: a node with parameters takes 1 ms."""
+    """Partitioned by made-up costs, equal in every process: a node with parameters takes 1 ms."""
     traced = without_common_subexpressions(trace_finely(model, example, ranks))
     numbers: Sequence[int] = [
         n

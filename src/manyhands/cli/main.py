@@ -281,8 +281,9 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="allreduce, data-parallel, exchange, gpu, model-parallel, overhead, robust, rules, server, slow-network, sparse, "
-            "store, stragglers, wires, or all."
+            help="allreduce, compression, data-parallel, exchange, gpu, merge-strategies, "
+            "model-parallel, overhead, robust, server, slow-network, sparse, store, stragglers, "
+            "or all."
         ),
     ],
     json: Annotated[

@@ -1,9 +1,12 @@
-"""Every merge rule, with its defaults, trains LeNet on Fashion-MNIST to 87% within ten epochs on four workers; wires cost no accuracy.
+"""Every merge strategy, with its defaults, trains LeNet on Fashion-MNIST to 87% within ten epochs.
 
-Accuracy is counted here, not time, so on a machine with cores to spare several runs go on at once.
+Four workers. Compression costs no accuracy. Accuracy is counted here, not time, so on a machine
+with cores to spare several runs go on at once.
 
-    <rule>            epochs to 87% test accuracy, median of the seeds; ratio = 10 / epochs of the worst seed, bar 1
-    int8, powersgd    accuracy after ten epochs, mean of the seeds; ratio = accuracy / (that of fp32 - half a point), bar 1
+    <strategy>        epochs to 87% test accuracy, median of the seeds;
+                      ratio = 10 / epochs of the worst seed, bar 1
+    int8, powersgd    accuracy after ten epochs, mean of the seeds;
+                      ratio = accuracy / (that of fp32 - half a point), bar 1
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ CODECS = {"fp32": "", "int8": "compress=int8", "powersgd": "compress=powersgd"}
 def evaluations(words: str, seed: int, epochs: int) -> list[dict[str, float]]:
     """Train once, as a user would; what was found at each evaluation."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = f"data={WORKERS} threads=1 device=cpu save=off epochs={epochs} seed={seed} {words}".split()
+        fixed = f"data={WORKERS} threads=1 device=cpu save=off epochs={epochs} seed={seed}"
+        plan = f"{fixed} {words}".split()
         command = [
             sys.executable,
             "-m",
@@ -55,16 +59,18 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     epochs = 1 if quick else EPOCHS
     # those over servers are measured by `stragglers`: some of them bear no momentum, and this task
     # has it
-    rules = [r for r, kind in STRATEGIES.items() if kind.link is Group and (not only or r in only)]
-    wires = [
+    strategies = [
+        r for r, kind in STRATEGIES.items() if kind.link is Group and (not only or r in only)
+    ]
+    codecs = [
         w
         for w in CODECS
         if not only or w in only or (w == "fp32" and {"int8", "powersgd"} & set(only))
     ]
     jobs: dict[tuple[str, int], str] = {
-        (r, s): f"merge={r} until=accuracy:{TARGET}" for r in rules for s in seeds
+        (r, s): f"merge={r} until=accuracy:{TARGET}" for r in strategies for s in seeds
     }
-    jobs |= {(w, s): CODECS[w] for w in wires for s in seeds}
+    jobs |= {(w, s): CODECS[w] for w in codecs for s in seeds}
     # a run waits a third of its time for its peers: a few more processes than cores
     with ThreadPoolExecutor(max(1, round(1.3 * cores() / WORKERS))) as pool:
         found = dict(
@@ -74,12 +80,12 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
                 strict=True,
             )
         )
-    return [_rule(r, [found[r, s] for s in seeds]) for r in rules] + _wires(
-        {w: [found[w, s] for s in seeds] for w in wires}
+    return [_strategy(r, [found[r, s] for s in seeds]) for r in strategies] + _codecs(
+        {w: [found[w, s] for s in seeds] for w in codecs}
     )
 
 
-def _rule(name: str, runs: list[list[dict[str, float]]]) -> Claim:
+def _strategy(name: str, runs: list[list[dict[str, float]]]) -> Claim:
     reached = [next((v["epoch"] for v in run if v["accuracy"] >= TARGET), None) for run in runs]
     best = [max(v["accuracy"] for v in run) for run in runs]
     detail: dict[str, Any] = {
@@ -99,7 +105,7 @@ def _rule(name: str, runs: list[list[dict[str, float]]]) -> Claim:
     )
 
 
-def _wires(runs: dict[str, list[list[dict[str, float]]]]) -> list[Claim]:
+def _codecs(runs: dict[str, list[list[dict[str, float]]]]) -> list[Claim]:
     last = {w: [run[-1]["accuracy"] for run in found] for w, found in runs.items()}
     means = {w: statistics.mean(v) for w, v in last.items()}
     return [

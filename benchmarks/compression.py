@@ -1,9 +1,11 @@
-"""What encoding and decoding a gradient of 100 MB costs one thread, with error feedback where the wire has it.
+"""Compression: what encoding and decoding a gradient of 100 MB costs one thread.
 
     GB/s = bytes of the gradient / (seconds to encode + seconds to decode)
 
-`int8_gbps`, `bf16_gbps` and `topk_gbps` stand against what a wire must do to pay on the networks it is for; `topk_vs_torch` is the selection
-alone against `torch.topk(x.abs(), k)` on the same tensor. With a GPU the same codecs are timed there too.
+With error feedback where the codec has it. `int8_gbps`, `bf16_gbps` and `topk_gbps` are compared
+with the speed at which a codec pays on the networks it is for; `topk_vs_torch` is the selection
+alone against `torch.topk(x.abs(), k)` on the same tensor. With a GPU the same codecs are timed
+there too.
 """
 
 from __future__ import annotations
@@ -39,35 +41,33 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 def turns(device: str) -> dict[str, Callable[[], float]]:
-    """One encoding and decoding of each wire that one peer can read, into memory that is there
-    already.
-    """
+    """One encoding and decoding of each codec that one peer can decode, into allocated memory."""
     x, out = gradient(device), torch.empty(NUMEL, device=device)
-    wires: dict[str, Any] = {name: kind() for name, kind in CODECS.items() if kind.point_to_point}
-    wires["int8 stochastic"] = Int8(rounding="stochastic")
-    wires["topk momentum"] = TopK(momentum=0.9)
+    codecs: dict[str, Any] = {name: kind() for name, kind in CODECS.items() if kind.point_to_point}
+    codecs["int8 stochastic"] = Int8(rounding="stochastic")
+    codecs["topk momentum"] = TopK(momentum=0.9)
     runs = {}
-    for name, wire in wires.items():
+    for name, codec in codecs.items():
         memory = Memory(name, {}, 0, "gradients")
 
-        def turn(wire: Any = wire, memory: Memory = memory) -> float:
-            return seconds(lambda: wire.decode(wire.encode(x, memory), out, memory), device)
+        def turn(codec: Any = codec, memory: Memory = memory) -> float:
+            return seconds(lambda: codec.decode(codec.encode(x, memory), out, memory), device)
 
         turn()  # compiles
         runs[name] = turn
     return runs
 
 
-def share(name: str, wire: Any) -> float:
+def share(name: str, codec: Any) -> float:
     """Bytes that each of two ranks sends in an all-reduce, over those of float32 in two stages."""
     plain = 4 * NUMEL * 2 * (RANKS - 1) / RANKS
     if name == "topk":
-        return 8 * wire.count(NUMEL, 0) * (RANKS - 1) / plain
+        return 8 * codec.count(NUMEL, 0) * (RANKS - 1) / plain
     if name == "randomk":
-        return wire.density
+        return codec.density
     if name == "powersgd":
-        return 4 * wire.rank * 2 * NUMEL**0.5 / (4 * NUMEL)
-    return 2 * (RANKS - 1) * wire.nbytes(NUMEL // RANKS) / plain
+        return 4 * codec.rank * 2 * NUMEL**0.5 / (4 * NUMEL)
+    return 2 * (RANKS - 1) * codec.nbytes(NUMEL // RANKS) / plain
 
 
 def rates(device: str, times: int) -> dict[str, float]:
