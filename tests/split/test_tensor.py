@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.errors import PlanError, TaskError
-from manyhands.parallel.tensor.dry_run import attempt
+from manyhands.parallel.tensor.dry_run import prepare_dry_run
 from manyhands.split.tensor import (
     Cut,
     TensorCuts,
@@ -31,13 +31,15 @@ def zoo(name: str) -> Any:
 def derived(name: str, size: int = 2, overrides: dict[str, str] | None = None) -> TensorCuts:
     task = zoo(name)
     *inputs, target = (t[:4] for t in task.train)
-    return derive(task.model, attempt(task.model, inputs, size, task.loss, target), size, overrides)
+    return derive(
+        task.model, prepare_dry_run(task.model, inputs, size, task.loss, target), size, overrides
+    )
 
 
 def of(
     model: nn.Module, *inputs: Tensor, size: int = 2, overrides: dict[str, str] | None = None
 ) -> TensorCuts:
-    return derive(model, attempt(model, inputs, size), size, overrides)
+    return derive(model, prepare_dry_run(model, inputs, size), size, overrides)
 
 
 def test_linear_layers_pair_up_as_column_and_row() -> None:
@@ -161,7 +163,9 @@ def test_a_loss_that_needs_all_logits_keeps_the_last_layer_whole() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 6))
     x = torch.randn(3, 4)
     assert "4.weight" in of(model, x).cuts
-    strange = derive(model, attempt(model, (x,), 2, lambda out, _: torch.linalg.svdvals(out)), 2)
+    strange = derive(
+        model, prepare_dry_run(model, (x,), 2, lambda out, _: torch.linalg.svdvals(out)), 2
+    )
     assert (
         "4.weight" not in strange.cuts
         and "0.weight" in strange.cuts
@@ -202,7 +206,7 @@ def test_shares_never_go_into_a_function_with_a_backward_of_its_own() -> None:
     with pytest.raises(
         PlanError, match=r"sequence=true splits what goes into Doubled.apply.*use sequence=false"
     ):
-        derive(model, attempt(model, (x,), 2, sequence=True), 2)
+        derive(model, prepare_dry_run(model, (x,), 2, sequence=True), 2)
 
 
 def test_a_model_that_looks_at_its_values_is_tried_with_real_ones() -> None:
@@ -222,7 +226,7 @@ def test_deriving_changes_neither_the_model_nor_the_stream_of_random_numbers() -
     task = zoo("cnn")
     before = {n: v.clone() for n, v in task.model.state_dict().items()}
     state = torch.get_rng_state()
-    derive(task.model, attempt(task.model, [task.train[0][:4]], 2), 2)
+    derive(task.model, prepare_dry_run(task.model, [task.train[0][:4]], 2), 2)
     assert torch.equal(state, torch.get_rng_state())
     assert (
         all(torch.equal(v, before[n]) for n, v in task.model.state_dict().items())

@@ -39,7 +39,7 @@ from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.parallel.reshard.rank_state import RankState, SlicedState, WholeTensorState
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.parallel.tensor import shard_module
-from manyhands.parallel.tensor.dry_run import attempt
+from manyhands.parallel.tensor.dry_run import prepare_dry_run
 from manyhands.parallel.trace.program import TracedProgram
 from manyhands.parallel.trace.trace_model import trace
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
@@ -140,9 +140,13 @@ def divide(
     if layout.tensor > 1:
         few = _here(example(context, plan, train, 2))  # it may be computed for real
         if task.step is None:
-            tries = attempt(model, few[:-1], layout.tensor, task.loss, few[-1], plan.sequence)
+            tries = prepare_dry_run(
+                model, few[:-1], layout.tensor, task.loss, few[-1], plan.sequence
+            )
         else:
-            tries = attempt(model, (few,), layout.tensor, sequence=plan.sequence, call=task.step)
+            tries = prepare_dry_run(
+                model, (few,), layout.tensor, sequence=plan.sequence, call=task.step
+            )
         derived = matrices.derive(model, tries, layout.tensor, task.tensor)
         cuts = derived.cuts
         for line in derived.notes:

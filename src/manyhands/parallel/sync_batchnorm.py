@@ -1,9 +1,12 @@
-"""BatchNorm over the union of all ranks' batches, with unequal counts and on any device.
+"""Synchronized BatchNorm: statistics over the union of all ranks' batches, with unequal counts.
 
-Forward, with m_i, M_i, n_i mean, sum of squares about it and count of rank i, and s the running mean, alike on all ranks:
+Forward, with m_i, M_i, n_i mean, sum of squares about it and count of rank i, and s the running mean,
+the same on all ranks:
 
-    n, A, B = sum over ranks of  (n_i, n_i (m_i - s), M_i + n_i (m_i - s)^2)          in float64, a few numbers a channel
+    n, A, B = sum over ranks of  (n_i, n_i (m_i - s), M_i + n_i (m_i - s)^2)
     mean = s + A / n;   var = B / n - (A / n)^2
+
+in float64, a few numbers a channel.
 
 Backward needs the global sums of dy and of dy * xhat; one all-reduce each way.
 """
@@ -40,13 +43,13 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.ndim - 2)
         c, count = x.shape[1], x.numel() / max(1, x.shape[1])
         here = x.to(wide).sum(dims) / max(1.0, count)
-        # squares about this rank's own mean: about another point float32 loses the variance of data far from it
+        # squares about this rank's own mean: about another point float32 loses the variance of data
+        # far from it
         spread = (x.to(wide) - here.view(shape)).square().sum(dims).double()
         away = here.double() - shift.double()
         local = torch.cat([count * away, spread + count * away.square(), away.new_tensor([count])])
-        local = (
-            local if counts else torch.zeros_like(local)
-        )  # a borrowed sample: this rank only keeps the others company
+        # a borrowed sample: this rank only takes part in the all-reduce
+        local = local if counts else torch.zeros_like(local)
         reduce(local)
         away = local[:c] / local[-1]
         mean, n = (shift.double() + away).to(wide), local[-1].to(wide)
@@ -57,13 +60,8 @@ class _Normalise(torch.autograd.Function):
         out = out if bias is None else out + bias.to(wide).view(shape)
         ctx.save_for_backward(xhat, inverse, weight, n)
         ctx.counts = counts
-        ctx.reduce, ctx.dims, ctx.shape, ctx.dtype, ctx.has_bias = (
-            reduce,
-            dims,
-            shape,
-            x.dtype,
-            bias is not None,
-        )
+        ctx.reduce, ctx.dims, ctx.shape = reduce, dims, shape
+        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
         return out.to(x.dtype), mean, var, n
 
     @staticmethod
@@ -72,10 +70,8 @@ class _Normalise(torch.autograd.Function):
         dout = dout.to(xhat.dtype)
         c = xhat.shape[1]
         local = torch.cat([dout.sum(ctx.dims), (dout * xhat).sum(ctx.dims)])
-        dbias, dweight = (
-            local[:c].clone(),
-            local[c:].clone(),
-        )  # local sums: the gradient is merged with all others later
+        # local sums: the gradient is merged with all others later
+        dbias, dweight = local[:c].clone(), local[c:].clone()
         ctx.reduce(local)
         mean_d, mean_dx = (local[:c] / n).view(ctx.shape), (local[c:] / n).view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
@@ -94,7 +90,9 @@ class _Normalise(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Takes over the parameters and buffers of the BatchNorm it replaces, so names in checkpoints stay the same."""
+    """Synchronized BatchNorm, with the parameters and buffers of the one it replaces.
+
+    So names in checkpoints stay the same."""
 
     def __init__(self, inner: _BatchNorm, reduce: Reduce, counts: Counts = lambda: True):
         nn.Module.__init__(self)
@@ -122,14 +120,13 @@ class SyncBatchNorm(_BatchNorm):
             ),
             None,
         )
-        if input.along == 1 and (
-            held is None or len(held) == input.local.shape[1]
-        ):  # shares of the same channels
+        # the slices of input and statistics have the same channels
+        if input.shard_dim == 1 and (held is None or len(held) == input.local.shape[1]):
             return input.like(self._normalised(input.local))
-        return self._normalised(input.whole("batch_norm"))
+        return self._normalised(input.gather_for("batch_norm"))
 
     def _normalised(self, input: Tensor) -> Tensor:
-        # what is held: under a cut, attributes stand for the whole
+        # the local tensors: where they are cut, attributes read as sharded values
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         running_mean, running_var = self._buffers["running_mean"], self._buffers["running_var"]
         batches = self._buffers["num_batches_tracked"]
@@ -164,8 +161,10 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def synchronise(module: nn.Module, reduce: Reduce, counts: Counts = lambda: True) -> nn.Module:
-    """Replace every BatchNorm by one that sees the union of all ranks' batches; `counts`: does this rank's batch belong to it?"""
-    made: dict[int, nn.Module] = {}  # one that stands under several names stays one
+    """Replace every BatchNorm by one over the union of all ranks' batches.
+
+    `counts`: whether this rank's batch is part of the union."""
+    made: dict[int, nn.Module] = {}  # a module with several names stays one
 
     def replaced(old: nn.Module) -> nn.Module:
         if isinstance(old, _BatchNorm):

@@ -258,7 +258,7 @@ def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradien
             module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]
         ) -> dict[str, Any]:
             cut = values["cut"]
-            assert cut.axis is axis and (cut.along, cut.length, cut.groups, cut.shape) == (
+            assert cut.axis is axis and (cut.shard_dim, cut.length, cut.groups, cut.shape) == (
                 1,
                 15,
                 3,

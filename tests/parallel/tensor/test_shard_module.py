@@ -17,7 +17,7 @@ from manyhands.errors import PlanError
 from manyhands.exchange.inproc import World
 from manyhands.parallel import sync_batchnorm
 from manyhands.parallel.tensor import shard_module
-from manyhands.parallel.tensor.dry_run import attempt
+from manyhands.parallel.tensor.dry_run import prepare_dry_run
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.split.shard_spec import ShardSpec
 from manyhands.split.tensor import (
@@ -102,7 +102,7 @@ def cuts_of(
     size: int,
     sequence: bool = False,
 ) -> dict[str, Cut]:
-    return derive(model, attempt(model, inputs, size, loss, target, sequence), size).cuts
+    return derive(model, prepare_dry_run(model, inputs, size, loss, target, sequence), size).cuts
 
 
 def cut(
@@ -308,7 +308,7 @@ def test_between_layers_sequence_parallel_holds_a_share_of_the_rows() -> None:
     for between in World(2).run(main):
         assert (
             isinstance(between, ShardedValue)
-            and between.along == 1
+            and between.shard_dim == 1
             and between.local.shape[1] == inputs[0].shape[1] // 2
         )
 

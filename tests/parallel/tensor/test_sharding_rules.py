@@ -20,7 +20,7 @@ from manyhands.errors import TaskError
 from manyhands.exchange.inproc import World
 from manyhands.parallel.tensor.collectives import scatter
 from manyhands.parallel.tensor.shard_module import expose
-from manyhands.parallel.tensor.sharding_rules import RULES, ShardedValue, TensorAxis
+from manyhands.parallel.tensor.sharding_rules import SHARDING_RULES, ShardedValue, TensorAxis
 
 B, T, C = 4, 6, 12
 HERE = torch.float64
@@ -128,7 +128,7 @@ def data() -> Tensor:
     return torch.randn(B, T, C, generator=torch.Generator().manual_seed(0), dtype=HERE)
 
 
-def pieced(x: Tensor, dim: int, axis: TensorAxis, groups: int = 1) -> ShardedValue:
+def sharded(x: Tensor, dim: int, axis: TensorAxis, groups: int = 1) -> ShardedValue:
     return ShardedValue(scatter(x, axis, dim, groups), dim, x.shape[dim], axis, groups)
 
 
@@ -142,7 +142,7 @@ def on_shares(
     def main(group: Group) -> tuple[Tensor, Tensor | None, TensorAxis]:
         axis = TensorAxis(group, group.rank, size)
         x = data().requires_grad_()
-        out = whole(func(pieced(x, dim, axis, groups)))
+        out = whole(func(sharded(x, dim, axis, groups)))
         if out.requires_grad:
             (
                 out * torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
@@ -237,7 +237,7 @@ def test_sizes_that_do_not_divide_are_shared_out_unevenly() -> None:
 
 def test_it_speaks_of_the_whole() -> None:
     def main(group: Group) -> None:
-        p = pieced(data(), 2, TensorAxis(group, group.rank, 3))
+        p = sharded(data(), 2, TensorAxis(group, group.rank, 3))
         assert (
             p.shape == (B, T, C)
             and p.size() == (B, T, C)
@@ -263,11 +263,11 @@ def test_what_has_no_rule_is_said_once_and_counted() -> None:
     def main(group: Group) -> TensorAxis:
         axis = TensorAxis(group, group.rank, 2)
         for _ in range(3):
-            torch.histc(pieced(data(), 2, axis))
+            torch.histc(sharded(data(), 2, axis))
         return axis
 
-    assert torch.histc not in RULES
-    with pytest.warns(UserWarning, match="tensor=2: histc has no rule") as said:
+    assert torch.histc not in SHARDING_RULES
+    with pytest.warns(UserWarning, match="tensor=2: histc has no sharding rule") as said:
         axes = World(2).run(main)
     assert len(said) == 2 and all(axis.gathers == {"histc": 3} for axis in axes)  # once a rank
 
@@ -285,7 +285,7 @@ def test_one_input_of_several_layers_enters_once() -> None:
         counted = Counted(group)
         axis = TensorAxis(counted, group.rank, 2)  # type: ignore[arg-type]
         x = data().requires_grad_()
-        w = [pieced(torch.randn(8, C, dtype=HERE), 0, axis) for _ in range(3)]
+        w = [sharded(torch.randn(8, C, dtype=HERE), 0, axis) for _ in range(3)]
         sum(F.linear(x, v).sin() for v in w).sum().backward()
         return counted.calls
 
@@ -298,8 +298,10 @@ def test_random_numbers_differ_on_shares_and_a_recomputation_meets_them_again() 
         drawn = []
         for _ in range(2):
             torch.manual_seed(3)
-            drawn.append(F.dropout(pieced(torch.ones(4, 64), 1, axis), 0.5).local)
-        assert F.dropout(pieced(torch.ones(4, 64), 1, axis), 0.5, training=False).local.sum() == 128
+            drawn.append(F.dropout(sharded(torch.ones(4, 64), 1, axis), 0.5).local)
+        assert (
+            F.dropout(sharded(torch.ones(4, 64), 1, axis), 0.5, training=False).local.sum() == 128
+        )
         return drawn[0], drawn[1]
 
     (a, again), (b, _) = World(2).run(main)
@@ -319,7 +321,7 @@ def test_padding_of_an_embedding_gets_no_gradient_and_uneven_tables_work() -> No
     def main(group: Group) -> tuple[Tensor, Tensor]:
         axis = TensorAxis(group, group.rank, 3)
         w = table.clone().requires_grad_()
-        out = run(pieced(w, 0, axis))
+        out = run(sharded(w, 0, axis))
         out.sin().sum().backward()
         return out.detach(), w.grad
 
@@ -331,12 +333,12 @@ def test_padding_of_an_embedding_gets_no_gradient_and_uneven_tables_work() -> No
 def test_what_belongs_to_no_rank_is_an_error_as_on_the_whole() -> None:
     def ids(group: Group) -> None:
         F.embedding(
-            torch.tensor([11]), pieced(torch.zeros(11, 4), 0, TensorAxis(group, group.rank, 2))
+            torch.tensor([11]), sharded(torch.zeros(11, 4), 0, TensorAxis(group, group.rank, 2))
         )
 
     def target(group: Group) -> None:
         F.cross_entropy(
-            pieced(torch.zeros(2, 6), 1, TensorAxis(group, group.rank, 2)), torch.tensor([1, 6])
+            sharded(torch.zeros(2, 6), 1, TensorAxis(group, group.rank, 2)), torch.tensor([1, 6])
         )
 
     with pytest.raises(IndexError, match="outside of the table of 11 rows"):
@@ -354,11 +356,11 @@ def test_whole_running_statistics_are_kept_by_gathering_and_cut_ones_by_scatteri
         axis = TensorAxis(group, group.rank, 2)
         for x_dim, stats_cut in ((1, False), (0, True), (None, True), (1, True)):
             stats = [torch.zeros(4, dtype=HERE), torch.ones(4, dtype=HERE)]
-            given = [pieced(s, 0, axis) if stats_cut else s for s in stats]
+            given = [sharded(s, 0, axis) if stats_cut else s for s in stats]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 got = F.batch_norm(
-                    x if x_dim is None else pieced(x, x_dim, axis), *given, training=True
+                    x if x_dim is None else sharded(x, x_dim, axis), *given, training=True
                 )
             torch.testing.assert_close(whole(got), out.detach())
             for g, due in zip(given, (plain.running_mean, plain.running_var), strict=True):
@@ -375,7 +377,7 @@ def test_logits_that_are_minus_infinity_have_no_part_in_the_loss() -> None:
     def main(group: Group) -> Tensor:
         axis = TensorAxis(group, group.rank, 4)
         x = logits.clone().requires_grad_()
-        loss = F.cross_entropy(pieced(x, 1, axis), target)
+        loss = F.cross_entropy(sharded(x, 1, axis), target)
         loss.backward()
         return torch.cat([loss.detach().view(1), x.grad.flatten()])
 
@@ -394,7 +396,7 @@ def test_in_bfloat16_the_loss_is_summed_in_float32() -> None:
     def main(group: Group) -> Tensor:
         axis = TensorAxis(group, group.rank, 2)
         with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(pieced(logits, 1, axis), target)
+            return F.cross_entropy(sharded(logits, 1, axis), target)
 
     for got in World(2).run(main):
         assert got.dtype == torch.float32
@@ -452,7 +454,7 @@ def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(
             for name, (dim, groups) in names.items():
                 if (p := owner._parameters.get(name)) is not None:
                     held[name] = (dim, p.shape[dim], groups)
-                    p.data = axis.take(p.data, dim, groups).clone()
+                    p.data = axis.shard(p.data, dim, groups).clone()
                     p.grad = None
             expose(owner, held, axis)
         got, got_weights = mine(q, k, v, **rest)
@@ -463,7 +465,7 @@ def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(
         for (name, p), r in zip(mine.named_parameters(), layer.parameters(), strict=True):
             dim, groups = cuts.get(name, (1, 1) if name == "out_proj.weight" else (None, 1))
             torch.testing.assert_close(
-                p.grad, r.grad if dim is None else axis.take(r.grad, dim, groups)
+                p.grad, r.grad if dim is None else axis.shard(r.grad, dim, groups)
             )
 
     World(2).run(main)

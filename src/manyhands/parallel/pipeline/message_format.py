@@ -112,7 +112,7 @@ def encode(value: Any, tensors: list[Tensor], stage: int) -> Any:
         return value
     if isinstance(value, ShardedValue):
         # the slice goes to the rank of the next stage that holds the same slice
-        how = (value.local, value.along, value.length, value.groups, value.lead)
+        how = (value.local, value.shard_dim, value.length, value.groups, value.lead)
         return {"sharded": [encode(v, tensors, stage) for v in how]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}

@@ -1,16 +1,20 @@
-"""The exchanges of tensor parallelism, each with its own backward.
+"""Collectives of tensor parallelism, each with its backward pass.
 
-A plain tensor has the same value on all ranks of the axis, and its gradient is the whole gradient, the same on all of them.
-A share is different on each; its gradient is that of the share. So
+    name      input -> output               forward           backward
+    enter     replicated -> replicated      -                 all-reduce
+    reduce    partial sums -> replicated    all-reduce        -
+    gather    sharded -> replicated         all-gather        own slice
+    scatter   replicated -> sharded         own slice         all-gather
+    spread    partial sums -> sharded       reduce-scatter    all-gather         } sequence
+    collect   sharded -> replicated         all-gather        reduce-scatter     } parallel
 
-    enter     plain -> used with shares      forward nothing            backward sum over ranks
-    reduce    partial sums -> plain          forward sum over ranks     backward nothing
-    gather    shares -> plain                forward gather             backward take the own share
-    scatter   plain -> shares                forward take the share     backward gather
-    spread    partial sums -> shares         forward reduce-scatter     backward gather                 } sequence
-    collect   shares -> used with shares     forward gather             backward reduce-scatter         } parallel
+A replicated tensor has the same value on all ranks of the axis, and so has its gradient. A sharded
+one is different on each rank, and its gradient is that of the slice. `enter` and `collect` stand
+before local work, whose gradients are partial sums. So a replicated parameter gets equal gradients on
+all ranks without an exchange of its own.
 
-and a parameter that no rank cuts gets equal gradients everywhere without an exchange of its own.
+`enter` and `reduce` are f and g of Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053); `collect`
+and `spread` those of Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -26,20 +30,20 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Group, Op
+from manyhands.split.shard_spec import bounds
 
 
 @lru_cache(maxsize=4096)
 def starts(length: int, size: int) -> tuple[int, ...]:
-    """Where the shares of `length` elements begin, and the end: as even as can be, larger ones first."""
-    least, more = divmod(length, size)
-    return tuple(i * least + min(i, more) for i in range(size + 1))
+    """As `split.shard_spec.bounds`, remembered: every operator asks for it."""
+    return tuple(bounds(length, size))
 
 
 class TensorAxis:
-    """The ranks that hold one model together, and this rank's place among them. Without a group it is an axis of the mind:
-    shapes are right and values are not, which is what deriving a plan on meta tensors needs.
+    """Tensor axis: the ranks that hold one model together, and this rank's index among them.
 
-    `gathers` counts by name the functions that had to see a whole tensor because there is no rule for shares.
+    Without a group nothing is exchanged: shapes are right and values are not, as a dry run needs it.
+    `gathers` counts by name the functions that got a gathered tensor, since no sharding rule fits.
     """
 
     def __init__(self, group: Group | None, index: int, size: int, sequence: bool = False):
@@ -47,10 +51,11 @@ class TensorAxis:
         self.gathers: Counter[str] = Counter()
         self._last: dict[str, tuple[Tensor, tuple[int, ...], Tensor]] = {}
 
-    def once(
+    def reuse(
         self, what: str, x: Tensor, how: tuple[int, ...], make: Callable[[], Tensor]
     ) -> Tensor:
-        """What was made of x last, again: q, k and v read one input, which enters or is collected once for all of them."""
+        """The last result for x, again: q, k and v read one input, which enters or is collected once
+        for all of them."""
         if x.is_inference():
             return make()
         how = (*how, x._version, x.data_ptr(), torch.is_grad_enabled())
@@ -61,24 +66,25 @@ class TensorAxis:
         self._last[what] = (x, how, made)
         return made
 
-    # -- shares --
+    # -- slices --
 
-    def share(self, length: int, groups: int = 1, index: int | None = None) -> int:
-        """How many of `length` elements, cut in `groups` blocks, a rank holds."""
+    def local_length(self, length: int, groups: int = 1, index: int | None = None) -> int:
+        """Elements of the local tensor, of `length` elements cut in `groups` blocks."""
         cut, i = starts(length // groups, self.size), self.index if index is None else index
         return groups * (cut[i + 1] - cut[i])
 
-    def first(self, length: int) -> int:
+    def local_start(self, length: int) -> int:
+        """The first element of this rank's slice of `length` elements."""
         return starts(length, self.size)[self.index]
 
-    def take(self, whole: Tensor, dim: int, groups: int = 1, index: int | None = None) -> Tensor:
-        """The share of `whole`: a view where it is one block."""
+    def shard(self, full: Tensor, dim: int, groups: int = 1, index: int | None = None) -> Tensor:
+        """A rank's slice of `full`: a view where it is one block."""
         i = self.index if index is None else index
-        cut = starts(whole.shape[dim] // groups, self.size)
+        cut = starts(full.shape[dim] // groups, self.size)
         if groups == 1:
-            return whole.narrow(dim, cut[i], cut[i + 1] - cut[i])
+            return full.narrow(dim, cut[i], cut[i + 1] - cut[i])
         return (
-            whole.unflatten(dim, (groups, -1))
+            full.unflatten(dim, (groups, -1))
             .narrow(dim + 1, cut[i], cut[i + 1] - cut[i])
             .flatten(dim, dim + 1)
         )
@@ -97,28 +103,28 @@ class TensorAxis:
         if self.group is None:
             shape[dim] = length
             return local.new_zeros(shape)
-        pieces, mine = [], local.contiguous()
+        slices, mine = [], local.contiguous()
         for r in range(self.size):
-            shape[dim] = self.share(length, groups, r)
-            pieces.append(mine if r == self.index else local.new_empty(shape))
+            shape[dim] = self.local_length(length, groups, r)
+            slices.append(mine if r == self.index else local.new_empty(shape))
         others = [r for r in range(self.size) if r != self.index]
         give = {r: mine for r in others if mine.numel()}
         self.group.transfer(
-            give, {r: pieces[r] for r in others if pieces[r].numel()}, "tensor"
+            give, {r: slices[r] for r in others if slices[r].numel()}, "tensor"
         ).wait()
         if groups == 1:
-            return torch.cat(pieces, dim)
-        return torch.cat([p.unflatten(dim, (groups, -1)) for p in pieces], dim + 1).flatten(
+            return torch.cat(slices, dim)
+        return torch.cat([s.unflatten(dim, (groups, -1)) for s in slices], dim + 1).flatten(
             dim, dim + 1
         )
 
     def reduce_scatter(self, partial: Tensor, dim: int, groups: int = 1) -> Tensor:
-        """The own share of the sum over ranks."""
-        mine = self.take(partial, dim, groups)
+        """This rank's slice of the sum over ranks."""
+        mine = self.shard(partial, dim, groups)
         if self.size == 1 or self.group is None:
             return mine.clone()
         others = [r for r in range(self.size) if r != self.index]
-        give = {r: self.take(partial, dim, groups, r).contiguous() for r in others}
+        give = {r: self.shard(partial, dim, groups, r).contiguous() for r in others}
         came = {r: mine.new_empty(mine.shape) for r in others}
         if mine.numel() == 0:
             came = {}
@@ -133,9 +139,11 @@ class TensorAxis:
     # -- randomness --
 
     @contextmanager
-    def apart(self, device: torch.device) -> Iterator[None]:
-        """Random numbers of this rank's own, drawn for a share. Their seed is drawn from the stream that all ranks have in
-        common, so that a recomputation which restores that stream meets the same numbers again."""
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """Random numbers of this rank's own, for a local tensor.
+
+        Their seed comes from the generator that all ranks have in common, so that a recomputation
+        that restores that generator draws the same numbers again."""
         if device.type == "meta":
             yield
             return
@@ -152,30 +160,31 @@ class TensorAxis:
         finally:
             common.set_state(state)
 
-    # -- what had no rule --
+    # -- no sharding rule --
 
     def had_to_gather(self, name: str, value: Any) -> None:
         if not self.gathers[name]:
             warnings.warn(
-                f"tensor={self.size}: {name} has no rule for a tensor of which each rank holds a share, so it is gathered first: "
-                "right, but slower. To avoid it keep the module whole: Task(tensor={'its.name': 'replicate'})",
+                f"tensor={self.size}: {name} has no sharding rule for this operand, so the operand is "
+                "gathered first: right, but slower. To avoid it keep the module whole: "
+                "Task(tensor={'its.name': 'replicate'})",
                 stacklevel=6,
             )
         self.gathers[name] += 1
 
-    # -- what only who derives a plan wants to know --
+    # -- for dry runs, which override these --
 
     def had_to_scatter(self, plain: Tensor, dim: int, value: Any, name: str) -> None:
-        """In `name` a whole tensor met shares, and each rank takes its own of it."""
+        """`name` has a replicated and a sharded operand; each rank takes its slice of the former."""
 
     def could_not_view(self, value: Any, shape: tuple[int, ...]) -> None:
-        """A view, after which the cut would lie across a dimension."""
+        """A view after which no single dimension would be cut."""
 
-    def could_not_split(self, value: Any, pieces: int) -> None:
-        """Pieces of which some ranks would hold more than others."""
+    def could_not_split(self, value: Any, chunks: int) -> None:
+        """A split into chunks of which some ranks would hold more than others."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
-        return self  # a copy of a module lives on the same ranks
+        return self  # a copy of a module is on the same ranks
 
 
 class _Enter(torch.autograd.Function):
@@ -186,7 +195,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # clone: autograd may have given the same tensor to somebody else
+        # clone: autograd may have passed the same tensor to another node
         return ctx.axis.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -212,14 +221,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         axis, dim, groups = ctx.how
-        return axis.take(grad, dim, groups), None, None, None, None
+        return axis.shard(grad, dim, groups), None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, groups: int) -> Tensor:
         ctx.how = axis, dim, x.shape[dim], groups
-        return axis.take(x, dim, groups).contiguous()
+        return axis.shard(x, dim, groups).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -253,43 +262,43 @@ class _Collect(torch.autograd.Function):
         return axis.reduce_scatter(grad, dim, groups), None, None, None, None
 
 
-def _learns(x: Tensor) -> bool:
+def _needs_grad(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def enter(x: Tensor, axis: TensorAxis) -> Tensor:
-    if not _learns(x):
+    if not _needs_grad(x):
         return x
-    return axis.once("enter", x, (), lambda: _Enter.apply(x, axis))
+    return axis.reuse("enter", x, (), lambda: _Enter.apply(x, axis))
 
 
 def reduce(partial: Tensor, axis: TensorAxis) -> Tensor:
-    """In place: `partial` must be the caller's own, and nothing that backward has saved."""
+    """In place: `partial` must be the caller's own, and no tensor that backward has saved."""
     partial = partial.contiguous()
-    return _Reduce.apply(partial, axis) if _learns(partial) else axis.all_reduce(partial)
+    return _Reduce.apply(partial, axis) if _needs_grad(partial) else axis.all_reduce(partial)
 
 
 def gather(local: Tensor, axis: TensorAxis, dim: int, length: int, groups: int) -> Tensor:
-    if _learns(local):
+    if _needs_grad(local):
         return _Gather.apply(local, axis, dim, length, groups)
     return axis.all_gather(local, dim, length, groups)
 
 
 def scatter(x: Tensor, axis: TensorAxis, dim: int, groups: int) -> Tensor:
-    return _Scatter.apply(x, axis, dim, groups) if _learns(x) else axis.take(x, dim, groups)
+    return _Scatter.apply(x, axis, dim, groups) if _needs_grad(x) else axis.shard(x, dim, groups)
 
 
 def spread(partial: Tensor, axis: TensorAxis, dim: int, groups: int) -> Tensor:
-    if _learns(partial):
+    if _needs_grad(partial):
         return _Spread.apply(partial, axis, dim, groups)
     return axis.reduce_scatter(partial, dim, groups)
 
 
 def collect(local: Tensor, axis: TensorAxis, dim: int, length: int, groups: int) -> Tensor:
     def make() -> Tensor:
-        if _learns(local):
+        if _needs_grad(local):
             return _Collect.apply(local, axis, dim, length, groups)
         return axis.all_gather(local, dim, length, groups)
 
-    # a parameter may change where nobody sees it, and this is a copy
-    return make() if local.is_leaf else axis.once("collect", local, (dim, length, groups), make)
+    # a leaf (parameter) may change without a new version, and this would be a stale copy
+    return make() if local.is_leaf else axis.reuse("collect", local, (dim, length, groups), make)

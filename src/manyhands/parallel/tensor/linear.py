@@ -1,7 +1,9 @@
-"""Rules for what multiplies with weights: linear layers, embeddings, convolutions, and BatchNorm between those.
+"""Sharding rules of layers with weights: linear layers, embeddings, convolutions, BatchNorm, pooling.
 
-column   W cut on what it gives:   Y_k = X W_k        X enters (its gradient is summed over ranks), Y is cut
-row      W cut on what it takes:   Y = sum_k X_k W_k  partial sums are reduced, and the bias is added once, after that
+column   W cut on its outputs    Y_k = X W_k         X enters (its gradient is summed over ranks);
+                                                     Y is sharded
+row      W cut on its inputs     Y = sum_k X_k W_k   partial sums are reduced; then the bias is
+                                                     added once
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from manyhands.parallel.tensor.collectives import (
     spread,
 )
 from manyhands.parallel.tensor.elementwise import aligned
-from manyhands.parallel.tensor.sharded_value import ShardedValue, rule
+from manyhands.parallel.tensor.sharded_value import ShardedValue, sharding_rule
 
 
 def summed(partial: Tensor, p: ShardedValue) -> Any:
-    """Partial sums over ranks as a plain tensor, or, where the plan asks for sequence parallel, cut over the rows."""
+    """Partial sums, summed over ranks: replicated, or, under sequence=true, sharded over the rows."""
     axis = p.axis
     if axis.sequence and partial.ndim >= 3 and partial.shape[-2] >= axis.size:
         dim = partial.ndim - 2
@@ -38,9 +40,9 @@ def summed(partial: Tensor, p: ShardedValue) -> Any:
 
 
 def into_columns(x: Any, w: ShardedValue) -> Any:
-    """What a weight cut on its outputs is multiplied with: the whole x on every rank, with the gradient summed."""
-    if isinstance(x, ShardedValue):  # cut on rows: sequence parallel
-        return collect(x.local, x.axis, x.along, x.length, x.groups)
+    """x as a weight that is cut on its outputs needs it: replicated, with its gradient summed."""
+    if isinstance(x, ShardedValue):  # sharded rows: sequence parallel
+        return collect(x.local, x.axis, x.shard_dim, x.length, x.groups)
     return enter(x, w.axis)
 
 
@@ -54,39 +56,39 @@ def product(
 ) -> Any:
     """`multiply(x, w, bias)` sums over the last dimension of x and the one of w that is not `gives`."""
     last = x.ndim - 1
-    if isinstance(w, ShardedValue) and w.along == gives:
-        if isinstance(x, ShardedValue) and x.along == last:
+    if isinstance(w, ShardedValue) and w.shard_dim == gives:
+        if isinstance(x, ShardedValue) and x.shard_dim == last:
             return NotImplemented
         if isinstance(bias, ShardedValue) and bias.groups != w.groups:
-            bias = bias.whole(name)
+            bias = bias.gather_for(name)
         if isinstance(bias, Tensor):
-            bias = w.like(w.scattered(bias, 0, name), 0)
+            bias = w.like(w.shard_of(bias, 0, name), 0)
         b = bias.local if isinstance(bias, ShardedValue) else None
         return w.like(multiply(into_columns(x, w), w.local, b), last)
     if isinstance(bias, ShardedValue):
-        bias = bias.whole(name)
+        bias = bias.gather_for(name)
     if isinstance(w, ShardedValue):  # row
         if not isinstance(x, ShardedValue):
             x = ShardedValue(scatter(x, w.axis, last, w.groups), last, w.length, w.axis, w.groups)
-        if (x.along, x.groups) != (last, w.groups):
+        if (x.shard_dim, x.groups) != (last, w.groups):
             return NotImplemented
         out = summed(multiply(x.local, w.local, None), x)
         return out if bias is None else out + bias
-    if x.along == last:
+    if x.shard_dim == last:
         return NotImplemented
-    # cut on rows, whole weight: each rank uses it on its own rows
+    # sharded rows, replicated weight: each rank uses it on its own rows
     return x.like(
         multiply(x.local, enter(w, x.axis), None if bias is None else enter(bias, x.axis))
     )
 
 
-@rule("linear")
+@sharding_rule("linear")
 def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     return product(given["input"], given["weight"], given.get("bias"), F.linear, 0, "linear")
 
 
-@rule("addmm")
+@sharding_rule("addmm")
 def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """bias + x w, as Hugging Face's Conv1D writes it."""
     if (
@@ -106,16 +108,14 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@rule("matmul", "bmm", "mm")
+@sharding_rule("matmul", "bmm", "mm")
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = (*args, *kwargs.values())[:2]
     if a.ndim < 2 or b.ndim < 2 or "out" in kwargs:
         return NotImplemented
     p: ShardedValue = a if isinstance(a, ShardedValue) else b
-    ndim, back = (
-        max(a.ndim, b.ndim),
-        p.ndim - p.along,
-    )  # counted from the right, as batch dimensions are broadcast
+    # counted from the right, as batch dimensions are broadcast
+    ndim, back = max(a.ndim, b.ndim), p.ndim - p.shard_dim
     if back > 2:
         return p.like(
             torch.matmul(aligned(a, p, back, "matmul"), aligned(b, p, back, "matmul")), ndim - back
@@ -123,16 +123,16 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(b, ShardedValue) and b.ndim == 2:
         return product(a, b, None, lambda x, w, _: x @ w, 1, "matmul")
     if isinstance(a, ShardedValue) and isinstance(b, ShardedValue):
-        inner = a.along == a.ndim - 1 and b.along == b.ndim - 2 and a.groups == b.groups
+        inner = a.shard_dim == a.ndim - 1 and b.shard_dim == b.ndim - 2 and a.groups == b.groups
         return reduce(torch.matmul(a.local, b.local), a.axis) if inner else NotImplemented
-    if isinstance(a, ShardedValue) and a.along == a.ndim - 2:  # rows of a
+    if isinstance(a, ShardedValue) and a.shard_dim == a.ndim - 2:  # rows of a
         return a.like(torch.matmul(a.local, enter(b, a.axis)), ndim - 2)
-    if isinstance(b, ShardedValue) and b.along == b.ndim - 1:  # columns of b
+    if isinstance(b, ShardedValue) and b.shard_dim == b.ndim - 1:  # columns of b
         return b.like(torch.matmul(enter(a, b.axis), b.local), ndim - 1)
     return NotImplemented
 
 
-@rule("baddbmm")
+@sharding_rule("baddbmm")
 def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     if len(args) != 3 or "out" in kwargs:
@@ -141,7 +141,7 @@ def baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out if beta == 0 else args[0] * beta + out
 
 
-@rule("embedding")
+@sharding_rule("embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = (
         "input",
@@ -154,7 +154,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     given = dict(zip(names, args, strict=False)) | kwargs
     ids, w, padding = given["input"], given["weight"], given.get("padding_idx")
-    if not isinstance(w, ShardedValue):  # ids cut on rows, of a whole table
+    if not isinstance(w, ShardedValue):  # sharded ids, replicated table
         if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
             return NotImplemented
         return ids.like(
@@ -165,13 +165,12 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(ids, ShardedValue):
         ids = ids.gather()
     sparse = given.get("sparse", False)
-    if w.along == 1:
+    if w.shard_dim == 1:
         return w.like(F.embedding(ids, w.local, padding, sparse=sparse), ids.ndim)
     if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= w.length)).any()):
-        raise IndexError(
-            f"an id is outside of the table of {w.length} rows"
-        )  # it would belong to nobody and read as zero
-    start, held = w.axis.first(w.length), w.local.shape[0]
+        # no rank has its row: it would read as zero
+        raise IndexError(f"an id is outside of the table of {w.length} rows")
+    start, held = w.axis.local_start(w.length), w.local.shape[0]
     outside = (ids < start) | (ids >= start + held)
     if padding is not None:
         padding = padding % w.length - start
@@ -180,7 +179,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return reduce(out.masked_fill(outside.unsqueeze(-1), 0), w.axis)
 
 
-@rule("conv1d", "conv2d", "conv3d")
+@sharding_rule("conv1d", "conv2d", "conv3d")
 def conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = (
         dict(
@@ -195,11 +194,11 @@ def conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, w, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     if given.get("groups", 1) != 1 or x.ndim != w.ndim:
         return NotImplemented
-    if isinstance(w, ShardedValue) and w.along == 0:
+    if isinstance(w, ShardedValue) and w.shard_dim == 0:
         if isinstance(x, ShardedValue):
             return NotImplemented
         b = (
-            w.scattered(bias, 0, "conv")
+            w.shard_of(bias, 0, "conv")
             if isinstance(bias, Tensor)
             else None
             if bias is None
@@ -207,20 +206,20 @@ def conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
         return w.like(func(enter(x, w.axis), w.local, b, **given), 1)
     if isinstance(bias, ShardedValue):
-        bias = bias.whole("conv")
-    if isinstance(w, ShardedValue) and w.along == 1:
+        bias = bias.gather_for("conv")
+    if isinstance(w, ShardedValue) and w.shard_dim == 1:
         if not isinstance(x, ShardedValue):
             x = ShardedValue(scatter(x, w.axis, 1, w.groups), 1, w.length, w.axis, w.groups)
-        if (x.along, x.groups) != (1, w.groups):
+        if (x.shard_dim, x.groups) != (1, w.groups):
             return NotImplemented
         out = reduce(func(x.local, w.local, None, **given), w.axis)
         return out if bias is None else out + bias.view(-1, *[1] * (out.ndim - 2))
     return NotImplemented
 
 
-@rule("batch_norm")
+@sharding_rule("batch_norm")
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By channels: statistics of a channel need nothing from other channels."""
+    """Sharded by channel: statistics of a channel need no other channel."""
     names = (
         "input",
         "running_mean",
@@ -233,13 +232,14 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     given = dict(zip(names, args, strict=False)) | kwargs
     x, rest = given.pop("input"), [given.pop(n, None) for n in names[1:5]]
-    if isinstance(x, ShardedValue) and (x.along != 1 or isinstance(rest[0], Tensor)):
-        x = x.whole(
-            "batch_norm"
-        )  # whole running statistics are changed in place: every rank must see all channels
+    if isinstance(x, ShardedValue) and (x.shard_dim != 1 or isinstance(rest[0], Tensor)):
+        # replicated running statistics are changed in place: every rank must see all channels
+        x = x.gather_for("batch_norm")
     if isinstance(rest[0], Tensor):
         return func(
-            x, *(r.whole("batch_norm") if isinstance(r, ShardedValue) else r for r in rest), **given
+            x,
+            *(r.gather_for("batch_norm") if isinstance(r, ShardedValue) else r for r in rest),
+            **given,
         )
     if not isinstance(x, ShardedValue):
         p = next((r for r in rest if isinstance(r, ShardedValue)), None)
@@ -249,7 +249,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held = [
         r.local
         if isinstance(r, ShardedValue)
-        else x.scattered(r, 0, "batch_norm")
+        else x.shard_of(r, 0, "batch_norm")
         if isinstance(r, Tensor)
         else None
         for r in rest
@@ -257,11 +257,15 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.like(func(x.local, *held, **given))
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
-      "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate")  # fmt: skip
+POOLS = [f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)]
+
+
+@sharding_rule(*POOLS, "interpolate")
 def by_channel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, name = args[0], func.__name__
     spatial = p.ndim - 2 if name == "interpolate" else int(name[-2])
     return (
-        p.like(func(p.local, *args[1:], **kwargs)) if p.along < p.ndim - spatial else NotImplemented
+        p.like(func(p.local, *args[1:], **kwargs))
+        if p.shard_dim < p.ndim - spatial
+        else NotImplemented
     )

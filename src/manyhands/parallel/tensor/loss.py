@@ -1,8 +1,9 @@
-"""Rules for losses over a cut vocabulary: what travels is a few numbers a row, never a row of logits.
+"""Sharding rules of losses over a cut vocabulary: ranks exchange a few numbers a row, never logits.
 
-    m = max over ranks;   Z = sum over ranks of sum_j exp(l_j - m);   loss = ln Z - (l_y - m);   d loss / d l = softmax - onehot
+    m = max over ranks;   Z = sum over ranks of sum_j exp(l_j - m)
+    loss = ln Z - (l_y - m);   d loss / d l = softmax - onehot
 
-With label smoothing e over V classes: loss = (1 - e) (ln Z - (l_y - m)) + e (ln Z - mean_j (l_j - m)).
+With label smoothing e over V classes: loss = (1 - e) (ln Z - (l_y - m)) + e (ln Z - mean_j (l_j - m))
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from manyhands.parallel.tensor.collectives import TensorAxis, enter, reduce
-from manyhands.parallel.tensor.sharded_value import ShardedValue, norm_dim, rule
+from manyhands.parallel.tensor.sharded_value import ShardedValue, norm_dim, sharding_rule
 
 
 class _Rows(torch.autograd.Function):
-    """The loss of every row; `logits` are (rows, classes held), `target` (rows,) of whole numbers."""
+    """The loss of every row; `logits` are (rows, local classes), `target` (rows,) of class indices."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, axis: TensorAxis, length: int, smoothing: float
     ) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        start, held = axis.first(length), logits.shape[1]
+        start, held = axis.local_start(length), logits.shape[1]
         top = wide.amax(1) if held else wide.new_full((len(wide),), -torch.inf)
         axis.all_reduce(top, "max")
         shifted = wide - top.unsqueeze(1)
@@ -41,12 +42,12 @@ class _Rows(torch.autograd.Function):
             sums.append(shifted.sum(1))
         soft = shifted.exp_()
         sums.append(soft.sum(1))
-        told = axis.all_reduce(torch.stack(sums))  # one exchange for all of them
-        log_z = told[-1].log()
-        loss = log_z - told[0]
+        summed = axis.all_reduce(torch.stack(sums))  # one all-reduce for all of them
+        log_z = summed[-1].log()
+        loss = log_z - summed[0]
         if smoothing:
-            loss = (1 - smoothing) * loss + smoothing * (log_z - told[1] / length)
-        soft /= told[-1].unsqueeze(1)
+            loss = (1 - smoothing) * loss + smoothing * (log_z - summed[1] / length)
+        soft /= summed[-1].unsqueeze(1)
         ctx.save_for_backward(soft, own, outside)
         ctx.smoothing, ctx.length, ctx.dtype = smoothing, length, logits.dtype
         return loss
@@ -64,7 +65,7 @@ class _Rows(torch.autograd.Function):
         return out.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
-@rule("cross_entropy")
+@sharding_rule("cross_entropy")
 def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = (
         "input",
@@ -86,7 +87,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ):
         return NotImplemented
     classes = min(1, p.ndim - 1)
-    if p.along != classes:
+    if p.shard_dim != classes:
         return _over_rows(p, given)
     if (
         not isinstance(target, Tensor)
@@ -114,7 +115,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _within(ids: Tensor, length: int) -> None:
-    """What belongs to nobody would count as zero. On a device the question would cost a wait."""
+    """An id outside of all slices would count as zero. On a GPU the check would cost a wait."""
     if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= length)).any()):
         raise IndexError(f"a target is outside of the {length} classes")
 
@@ -139,7 +140,7 @@ def _mean(
 
 
 def _over_rows(p: ShardedValue, given: dict[str, Any]) -> Any:
-    """Rows are cut and classes are not: each rank has the losses of its own rows."""
+    """Rows are sharded and classes are not: each rank computes the losses of its own rows."""
     target, weight, reduction = given["target"], given.get("weight"), given.get("reduction", "mean")
     if (
         isinstance(target, ShardedValue)
@@ -148,8 +149,8 @@ def _over_rows(p: ShardedValue, given: dict[str, Any]) -> Any:
         or p.ndim < 2
     ):
         return NotImplemented
-    at = p.along - (p.along > 1)  # the target has no dimension of classes
-    target = p.scattered(target, at, "cross_entropy")
+    at = p.shard_dim - (p.shard_dim > 1)  # the target has no dimension of classes
+    target = p.shard_of(target, at, "cross_entropy")
     rest = {k: v for k, v in given.items() if k in ("ignore_index", "label_smoothing")}
     weight = enter(weight, p.axis) if weight is not None else None
     rows = F.cross_entropy(p.local, target, weight, reduction="none", **rest)
@@ -167,26 +168,26 @@ def _over_rows(p: ShardedValue, given: dict[str, Any]) -> Any:
     return total / p.axis.all_reduce(share.sum())
 
 
-@rule("softmax", "log_softmax")
+@sharding_rule("softmax", "log_softmax")
 def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     if not isinstance(p, ShardedValue) or dim is None:
         return NotImplemented
-    if norm_dim(dim, p.ndim) != p.along:
+    if norm_dim(dim, p.ndim) != p.shard_dim:
         return p.like(func(p.local, *args[1:], **kwargs))
     dtype = kwargs.get("dtype", args[-1] if isinstance(args[-1], torch.dtype) else None)
     p = p if dtype is None else p.like(p.local.to(dtype))
-    if not p.local.shape[p.along]:
+    if not p.local.shape[p.shard_dim]:
         return NotImplemented
-    top = p.axis.all_reduce(p.local.detach().amax(p.along, keepdim=True).contiguous(), "max")
+    top = p.axis.all_reduce(p.local.detach().amax(p.shard_dim, keepdim=True).contiguous(), "max")
     shifted = p.like(p.local - top)
     if func.__name__ == "softmax":
         e = shifted.exp()
-        return e / e.sum(p.along, keepdim=True)
-    return shifted - shifted.exp().sum(p.along, keepdim=True).log()
+        return e / e.sum(p.shard_dim, keepdim=True)
+    return shifted - shifted.exp().sum(p.shard_dim, keepdim=True).log()
 
 
-@rule("nll_loss")
+@sharding_rule("nll_loss")
 def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -199,7 +200,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if (
         not isinstance(p, ShardedValue)
-        or p.along != 1
+        or p.shard_dim != 1
         or p.ndim != 2
         or isinstance(weight, ShardedValue)
         or p.groups > 1
@@ -207,7 +208,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     skipped = target == given.get("ignore_index", -100)
     _within(target.masked_fill(skipped, 0), p.length)
-    own = target.masked_fill(skipped, 0) - p.axis.first(p.length)
+    own = target.masked_fill(skipped, 0) - p.axis.local_start(p.length)
     outside = (own < 0) | (own >= p.local.shape[1])
     held = (
         p.local.gather(1, own.masked_fill(outside, 0).unsqueeze(1))

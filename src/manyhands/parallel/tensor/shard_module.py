@@ -1,4 +1,8 @@
-"""Tensor parallelism inside one replica: cut a module's parameters in place, so that its own code runs on shares."""
+"""Sharded module: keeps this rank's slices of a module's parameters, in place.
+
+The module's own code then reads sharded values, while parameters() and state_dict() return the local
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ from manyhands.split.shard_spec import ShardSpec
 def apply(
     module: nn.Module, specs: Mapping[str, ShardSpec], group: Group, sequence: bool = False
 ) -> TensorAxis:
-    """Keep of every parameter and buffer what `parts` says, by its name in the whole model. The module may hold any of them."""
+    """Keep this rank's slice of every parameter and buffer that `specs` cuts, by its name in the model.
+
+    The module may be a stage, which has only some of them."""
     axis = TensorAxis(group, group.rank, group.size, sequence)
     cut: set[int] = set()
     for prefix, m in module.named_modules():
@@ -27,7 +33,7 @@ def apply(
                 if value is None or spec is None or spec.dim is None:
                     continue
                 held[name] = spec.dim, spec.shape[spec.dim], spec.groups
-                if id(value) not in cut:  # a tied one is met again
+                if id(value) not in cut:  # a tied one comes again
                     cut.add(id(value))
                     value.data = spec.extract(value.data)
         if held:
@@ -36,17 +42,16 @@ def apply(
 
 
 def expose(module: nn.Module, held: dict[str, tuple[int, int, int]], axis: TensorAxis) -> None:
-    """Have the attributes `held` (dimension, its length, groups) read as what they stand for, while parameters() and state_dict()
-    go on giving the local shares."""
-    module.__dict__["_pieced"] = (axis, held)
-    module.__class__ = _cut_class(type(module), tuple(held))  # type: ignore[arg-type]
+    """Have the attributes `held` (dimension, its length, groups) read as sharded values."""
+    module.__dict__["_sharded"] = (axis, held)
+    module.__class__ = _sharded_class(type(module), tuple(held))  # type: ignore[arg-type]
 
 
 @cache
-def _cut_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def reads(name: str) -> Any:
         def get(self: nn.Module) -> ShardedValue | None:
-            axis, held = self.__dict__["_pieced"]
+            axis, held = self.__dict__["_sharded"]
             local: Tensor | None = self._parameters.get(name)
             local = self._buffers.get(name) if local is None else local
             if local is None:

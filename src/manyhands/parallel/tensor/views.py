@@ -1,11 +1,13 @@
-"""Rules for functions that only look at a tensor in another way: where the cut goes, and when it cannot follow.
+"""Sharding rules of views: which dimension is sharded after the view, and when no dimension is.
 
-A view takes a run of old dimensions to a run of new ones. Within it the cut dimension is G blocks (what stands before it, times
-its groups) of m units, shared out over ranks, each unit `after` elements long:
+A view takes a run of old dimensions to a run of new ones. Within it the sharded dimension is G blocks
+(the dimensions before it, times its groups) of m units, cut over ranks, each unit `after` elements:
 
-    old  [ before | groups x m | after ]         new  [ p | groups' x m' | q ]       with p groups' = G,  m' q = m after
+    old  [ before | groups x m | after ]
+    new  [ p | groups' x m' | q ]               with p groups' = G,  m' q = m after
 
-The new dimension that carries the cut is the first one for which the shares of m' units of q elements are those of m units.
+The new sharded dimension is the first one for which the slices of m' units of q elements are those of
+m units.
 """
 
 from __future__ import annotations
@@ -17,21 +19,23 @@ import torch
 
 from manyhands.parallel.tensor.collectives import starts
 from manyhands.parallel.tensor.sharded_value import (
-    RULES,
+    SHARDING_RULES,
     ShardedValue,
     norm_dim,
-    rule,
+    sharding_rule,
 )
 
 _tensor: Any = torch.Tensor
 _T = _tensor.T.__get__
 
 
-def viewed(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(new dimension, its length, its groups) of the cut after a view of the whole as `shape`; None: it cannot follow."""
+def cut_after_view(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(sharded dimension, its length, its groups) after a view of the global tensor as `shape`; None:
+    no single dimension is sharded then."""
     old, new = p.shape, shape
     i = j = 0
-    while True:  # the smallest runs of old and new dimensions with the same number of elements, until the one with the cut
+    # the smallest runs of old and new dimensions with equal numbers of elements, up to the sharded one
+    while True:
         a, b, begin, start = old[i] if i < len(old) else 1, new[j] if j < len(new) else 1, i, j
         i, j = i + 1, j + 1
         while a != b:
@@ -43,16 +47,16 @@ def viewed(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, int] | No
                 if j >= len(new):
                     return None
                 b, j = b * new[j], j + 1
-        if i > p.along:
+        if i > p.shard_dim:
             break
     j = max(j, start + 1)
     while j < len(new) and new[j] == 1:
         j += 1
     size = p.axis.size
     blocks, m, after = (
-        prod(old[begin : p.along]) * p.groups,
+        prod(old[begin : p.shard_dim]) * p.groups,
         p.length // p.groups,
-        prod(old[p.along + 1 : i]),
+        prod(old[p.shard_dim + 1 : i]),
     )
     due = [s * after for s in starts(m, size)]
     before = 1
@@ -66,24 +70,24 @@ def viewed(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, int] | No
     return None
 
 
-def view_as_(p: ShardedValue, shape: tuple[int, ...], func: Any) -> Any:
+def apply_view(p: ShardedValue, shape: tuple[int, ...], func: Any) -> Any:
     shape = tuple(int(s) for s in shape)
     if -1 in shape:
         known = prod(s for s in shape if s != -1)
         shape = tuple(p.numel() // max(1, known) if s == -1 else s for s in shape)
-    if prod(shape) != p.numel() or (found := viewed(p, shape)) is None:
+    if prod(shape) != p.numel() or (found := cut_after_view(p, shape)) is None:
         p.axis.could_not_view(p, shape)
         return NotImplemented
     k, length, groups = found
     local = list(shape)
-    local[k] = p.axis.share(length, groups)
+    local[k] = p.axis.local_length(length, groups)
     out = p.like(func(p.local, local), k, length, groups)
-    if p.axis.sequence and len(shape) == 2 and p.ndim == 3 and k == 1 and p.along == 2:
+    if p.axis.sequence and len(shape) == 2 and p.ndim == 3 and k == 1 and p.shard_dim == 2:
         out.lead = tuple(p.shape[:2])
     return out
 
 
-@rule("view", "reshape")
+@sharding_rule("view", "reshape")
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, shape = args[0], args[1:] or (kwargs.get("shape") or kwargs.get("size"),)
     if not isinstance(p, ShardedValue):
@@ -95,76 +99,76 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else NotImplemented
         )
     shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return view_as_(
+    return apply_view(
         p,
         shape,
         torch.reshape if func in (torch.reshape, torch.Tensor.reshape) else torch.Tensor.view,
     )
 
 
-@rule("view_as", "reshape_as")
+@sharding_rule("view_as", "reshape_as")
 def view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], ShardedValue):
         return func(args[0], args[1].local.new_empty((), device="meta").expand(args[1].shape))
-    return view_as_(args[0], tuple(args[1].shape), torch.reshape)
+    return apply_view(args[0], tuple(args[1].shape), torch.reshape)
 
 
-@rule("flatten")
+@sharding_rule("flatten")
 def flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     begin = norm_dim(args[1] if len(args) > 1 else kwargs.get("start_dim", 0), p.ndim)
     end = norm_dim(args[2] if len(args) > 2 else kwargs.get("end_dim", -1), p.ndim)
     shape = p.shape
-    return view_as_(
+    return apply_view(
         p, (*shape[:begin], prod(shape[begin : end + 1]), *shape[end + 1 :]), torch.reshape
     )
 
 
-@rule("unflatten")
+@sharding_rule("unflatten")
 def unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, dim = args[0], args[1] if len(args) > 1 else kwargs["dim"]
     sizes = tuple(args[2] if len(args) > 2 else kwargs["sizes"])
     dim = norm_dim(dim, p.ndim)
     sizes = tuple(p.shape[dim] // -prod(sizes) if s == -1 else s for s in sizes)
-    return view_as_(p, (*p.shape[:dim], *sizes, *p.shape[dim + 1 :]), torch.reshape)
+    return apply_view(p, (*p.shape[:dim], *sizes, *p.shape[dim + 1 :]), torch.reshape)
 
 
-@rule("transpose", "swapaxes", "swapdims")
+@sharding_rule("transpose", "swapaxes", "swapdims")
 def transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     a, b = (norm_dim(d, p.ndim) for d in (*args[1:], *kwargs.values()))
-    return p.like(func(p.local, a, b), {a: b, b: a}.get(p.along, p.along))
+    return p.like(func(p.local, a, b), {a: b, b: a}.get(p.shard_dim, p.shard_dim))
 
 
-@rule("permute")
+@sharding_rule("permute")
 def permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, dims = args[0], args[1:] or (kwargs["dims"],)
     dims = tuple(dims[0]) if not isinstance(dims[0], int) else dims
     dims = tuple(norm_dim(d, p.ndim) for d in dims)
-    return p.like(p.local.permute(dims), dims.index(p.along))
+    return p.like(p.local.permute(dims), dims.index(p.shard_dim))
 
 
-@rule("movedim", "moveaxis")
+@sharding_rule("movedim", "moveaxis")
 def movedim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
-    marked = torch.empty([2 if d == p.along else 1 for d in range(p.ndim)], device="meta")
+    marked = torch.empty([2 if d == p.shard_dim else 1 for d in range(p.ndim)], device="meta")
     return p.like(
         func(p.local, *args[1:], **kwargs), list(func(marked, *args[1:], **kwargs).shape).index(2)
     )
 
 
-@rule("t")
+@sharding_rule("t")
 def t(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
-    return p.like(p.local.t(), 1 - p.along if p.ndim == 2 else 0)
+    return p.like(p.local.t(), 1 - p.shard_dim if p.ndim == 2 else 0)
 
 
-def _turned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     if p.ndim != 2 and func == _T:
-        return p.like(p.local.permute(*range(p.ndim - 1, -1, -1)), p.ndim - 1 - p.along)
+        return p.like(p.local.permute(*range(p.ndim - 1, -1, -1)), p.ndim - 1 - p.shard_dim)
     a, b = p.ndim - 1, p.ndim - 2
-    return p.like(p.local.transpose(a, b), {a: b, b: a}.get(p.along, p.along))
+    return p.like(p.local.transpose(a, b), {a: b, b: a}.get(p.shard_dim, p.shard_dim))
 
 
 def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,19 +176,19 @@ def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None if grad is None else args[0].like(grad)
 
 
-RULES[_T] = RULES[_tensor.mT.__get__] = _turned
-RULES[_tensor.data.__get__] = lambda func, args, kwargs: args[0].like(args[0].local.data)
-RULES[_tensor.grad.__get__] = _gradient
+SHARDING_RULES[_T] = SHARDING_RULES[_tensor.mT.__get__] = _transposed
+SHARDING_RULES[_tensor.data.__get__] = lambda func, args, kwargs: args[0].like(args[0].local.data)
+SHARDING_RULES[_tensor.grad.__get__] = _gradient
 
 
-@rule("unsqueeze")
+@sharding_rule("unsqueeze")
 def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     dim = norm_dim(args[1] if len(args) > 1 else kwargs["dim"], p.ndim + 1)
-    return p.like(p.local.unsqueeze(dim), p.along + (dim <= p.along))
+    return p.like(p.local.unsqueeze(dim), p.shard_dim + (dim <= p.shard_dim))
 
 
-@rule("squeeze")
+@sharding_rule("squeeze")
 def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     dims = (
@@ -194,26 +198,26 @@ def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(given, tuple | list)
         else (given,)
     )
-    gone = [
-        d for d in {norm_dim(d, p.ndim) for d in dims} if p.shape[d] == 1
-    ]  # by the whole: a share of 1 stays
+    # by the global shape: a local size of 1 stays
+    gone = [d for d in {norm_dim(d, p.ndim) for d in dims} if p.shape[d] == 1]
     return p.like(
-        p.local.squeeze(tuple(gone)) if gone else p.local, p.along - sum(d < p.along for d in gone)
+        p.local.squeeze(tuple(gone)) if gone else p.local,
+        p.shard_dim - sum(d < p.shard_dim for d in gone),
     )
 
 
-@rule("expand")
+@sharding_rule("expand")
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, given = args[0], args[1:]
     sizes = list(given[0]) if len(given) == 1 and not isinstance(given[0], int) else list(given)
-    at = p.along + len(sizes) - p.ndim
+    at = p.shard_dim + len(sizes) - p.ndim
     if sizes[at] not in (-1, p.length):
         return NotImplemented
     sizes[at] = -1
     return p.like(p.local.expand(sizes), at)
 
 
-@rule("expand_as")
+@sharding_rule("expand_as")
 def expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, other = args
     return (
@@ -223,17 +227,17 @@ def expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@rule("repeat")
+@sharding_rule("repeat")
 def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, given = args[0], args[1:]
     times = list(given[0]) if len(given) == 1 and not isinstance(given[0], int) else list(given)
-    at = p.along + len(times) - p.ndim
+    at = p.shard_dim + len(times) - p.ndim
     if times[at] != 1:
         return NotImplemented
     return p.like(p.local.repeat(times), at)
 
 
-@rule("repeat_interleave")
+@sharding_rule("repeat_interleave")
 def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, times = args[0], args[1] if len(args) > 1 else kwargs.get("repeats")
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
@@ -241,7 +245,7 @@ def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return NotImplemented
     dim = norm_dim(dim, p.ndim)
     out = torch.repeat_interleave(p.local, times, dim)
-    if dim != p.along:
+    if dim != p.shard_dim:
         return p.like(out)
     if [s * times for s in starts(p.length // p.groups, p.axis.size)] != list(
         starts(p.length * times // p.groups, p.axis.size)
@@ -250,47 +254,46 @@ def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return p.like(out, length=p.length * times)
 
 
-@rule("split", "chunk", "tensor_split", "split_with_sizes")
+@sharding_rule("split", "chunk", "tensor_split", "split_with_sizes")
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     how = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if k != "dim")
     dim = norm_dim(args[2] if len(args) > 2 else kwargs.get("dim", 0), p.ndim)
-    if dim != p.along:
+    if dim != p.shard_dim:
         return tuple(p.like(o) for o in func(p.local, how, dim))
     line = torch.empty(p.length, device="meta")
-    sizes = [piece.numel() for piece in func(line, how, 0)]
+    sizes = [chunk.numel() for chunk in func(line, how, 0)]
     block = p.length // p.groups
-    if any(
-        s % block for s in sizes
-    ):  # a piece that is not a run of whole blocks is spread unevenly over ranks
+    # a chunk that is not a run of whole blocks would be uneven over ranks
+    if any(s % block for s in sizes):
         p.axis.could_not_split(p, len(sizes) if len(set(sizes)) == 1 else 0)
         return NotImplemented
-    held = p.axis.share(block)
-    pieces = torch.split(p.local, [s // block * held for s in sizes], dim)
+    held = p.axis.local_length(block)
+    chunks = torch.split(p.local, [s // block * held for s in sizes], dim)
     return tuple(
-        p.like(o, length=s, groups=max(1, s // block)) for o, s in zip(pieces, sizes, strict=True)
+        p.like(o, length=s, groups=max(1, s // block)) for o, s in zip(chunks, sizes, strict=True)
     )
 
 
-@rule("unbind")
+@sharding_rule("unbind")
 def unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p = args[0]
     dim = norm_dim(args[1] if len(args) > 1 else kwargs.get("dim", 0), p.ndim)
-    if dim == p.along:
+    if dim == p.shard_dim:
         return NotImplemented
-    return tuple(p.like(o, p.along - (dim < p.along)) for o in p.local.unbind(dim))
+    return tuple(p.like(o, p.shard_dim - (dim < p.shard_dim)) for o in p.local.unbind(dim))
 
 
-@rule("narrow", "select")
+@sharding_rule("narrow", "select")
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, dim = args[0], norm_dim(args[1], args[0].ndim)
-    if dim == p.along or kwargs:
+    if dim == p.shard_dim or kwargs:
         return NotImplemented
-    gone = func in (torch.select, torch.Tensor.select) and dim < p.along
-    return p.like(func(p.local, dim, *args[2:]), p.along - gone)
+    gone = func in (torch.select, torch.Tensor.select) and dim < p.shard_dim
+    return p.like(func(p.local, dim, *args[2:]), p.shard_dim - gone)
 
 
-@rule("__getitem__")
+@sharding_rule("__getitem__")
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, index = args
     if not isinstance(p, ShardedValue):
@@ -307,44 +310,44 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = (*index[:at], *[slice(None)] * (p.ndim - named), *index[at + 1 :])
     old = new = 0
     for k, i in enumerate(index):
-        if old > p.along:
+        if old > p.shard_dim:
             break
         if i is None:
             new += 1
             continue
-        if old == p.along:
+        if old == p.shard_dim:
             if not isinstance(i, slice):
                 return NotImplemented
             if i.indices(p.length) != (0, p.length, 1):
                 return _blocks(p, index, k, new)
         old, new = old + 1, new + (not isinstance(i, int))
-    along = new - 1 if old > p.along else new + p.along - old
-    return p.like(p.local[index], along)
+    shard_dim = new - 1 if old > p.shard_dim else new + p.shard_dim - old
+    return p.like(p.local[index], shard_dim)
 
 
-def _blocks(p: ShardedValue, index: tuple[Any, ...], at: int, along: int) -> Any:
-    """x[..., :n] of a fused tensor, where it takes whole blocks."""
+def _blocks(p: ShardedValue, index: tuple[Any, ...], at: int, shard_dim: int) -> Any:
+    """x[..., :n] of a fused tensor, where that is whole blocks."""
     block = p.length // p.groups
     start, stop, step = index[at].indices(p.length)
     if step != 1 or start % block or stop % block or stop <= start or p.groups == 1:
         return NotImplemented
-    held = p.axis.share(block)
+    held = p.axis.local_length(block)
     local = slice(start // block * held, stop // block * held)
     return p.like(
         p.local[(*index[:at], local, *index[at + 1 :])],
-        along,
+        shard_dim,
         stop - start,
         (stop - start) // block,
     )
 
 
-@rule("__setitem__")
+@sharding_rule("__setitem__")
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, index, value = args
     if not isinstance(p, ShardedValue) or not isinstance(value, int | float | bool):
         return NotImplemented
-    part = getitem(torch.Tensor.__getitem__, (p, index), {})
-    if part is NotImplemented or part.length != p.length:
+    item = getitem(torch.Tensor.__getitem__, (p, index), {})
+    if item is NotImplemented or item.length != p.length:
         return NotImplemented
-    part.local.fill_(value)
+    item.local.fill_(value)
     return None
