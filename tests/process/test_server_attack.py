@@ -142,7 +142,7 @@ def knock(servers: Servers) -> Iterator[socket.socket]:
 
 
 def greeted(sock: socket.socket) -> m.Hello:
-    _, hello = frame.Channel(sock).receive(stranger=True, deadline=time.monotonic() + LIMIT_S)
+    _, hello = frame.Channel(sock).receive(authenticated=False, deadline=time.monotonic() + LIMIT_S)
     assert isinstance(hello, m.Hello)
     return hello
 
@@ -153,7 +153,7 @@ def sent_away(sock: socket.socket) -> str:
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            _, answer = channel.receive(stranger=True, deadline=deadline)
+            _, answer = channel.receive(authenticated=False, deadline=deadline)
         except (frame.Closed, ConnectionError):
             return ""
         if isinstance(answer, m.Refused):
@@ -200,7 +200,10 @@ KIND = frame.KIND_OF[m.Proof]
         (raw_frame(KIND, version=frame.VERSION + 1), "version"),
         (raw_frame(KIND, sizes=(2**32 - 1, 0)), "size"),
         (raw_frame(KIND, sizes=(10, 2**63)), "size"),
-        (raw_frame(KIND, sizes=(frame.STRANGER_BYTES + 1, 0)), "size"),  # allowed to friends only
+        (
+            raw_frame(KIND, sizes=(frame.UNAUTHENTICATED_BYTES + 1, 0)),
+            "size",
+        ),  # allowed to friends only
         (frame.encode(PROOF), "token"),
     ],
 )
@@ -238,7 +241,7 @@ def test_a_proof_that_was_overheard_opens_nothing(servers: Servers, witness: Wit
         proof = m.Proof(os.urandom(16), "data", 0, 1, 0, b"")
         proof.code = handshake._code(servers.token, "client", hello, proof)
         channel.send(proof)
-        _, answer = channel.receive(stranger=True, deadline=time.monotonic() + LIMIT_S)
+        _, answer = channel.receive(authenticated=False, deadline=time.monotonic() + LIMIT_S)
         assert isinstance(answer, m.Welcome), "with the token it does open"
     with knock(servers) as sock:
         greeted(sock)

@@ -20,11 +20,12 @@ import torch
 
 from manyhands.core import Table, Tensors
 from manyhands.errors import NotFinite, ServerLost, StoreError
-from manyhands.server import process as server_process
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.local_store import LocalStore
+from manyhands.server.network import listener, registration
 from manyhands.server.process import Server
 from manyhands.server.protocol import handshake
+from manyhands.server.protocol.key_lists import KeyLists
 from manyhands.server.slots import SlotMap
 from support.compare import assert_same_steps
 from support.servers import TOKEN, USERS, create, joined, play, process, servers
@@ -135,11 +136,10 @@ def test_a_broken_connection_over_shared_memory_loses_nothing(alone: list[Tensor
 def test_a_key_list_that_the_server_forgot_is_sent_again(
     alone: list[Tensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from manyhands.server import request_loop
 
-    know, asked = request_loop.KeyLists.know, [0]
+    know, asked = KeyLists.know, [0]
 
-    def forget(self: request_loop.KeyLists, *args: object) -> object:
+    def forget(self: KeyLists, *args: object) -> object:
         found = know(self, *args)  # type: ignore[arg-type]
         if found is not None and found[1] is not None:  # only servers keep the ids
             asked[0] += 1
@@ -147,7 +147,7 @@ def test_a_key_list_that_the_server_forgot_is_sent_again(
                 return None
         return found
 
-    monkeypatch.setattr(request_loop.KeyLists, "know", forget)
+    monkeypatch.setattr(KeyLists, "know", forget)
     with servers(shards=2) as (server,), joined(server, transport="tcp") as store:
         assert_same_steps(play(store), alone)
         assert asked[0] > 6
@@ -193,7 +193,7 @@ def test_another_slot_map_is_fetched_and_refused_requests_go_where_they_belong()
             root.slots.epoch + 1, (1 - root.slots.owner).astype(np.uint16), root.slots.shards
         )
         root.assign(turned)
-        root._map()  # all have it
+        root._slot_map()  # all have it
         for _ in range(2):
             store.push({"sums": ids}, {"sums": torch.ones(500, 2)})
         assert (store.pull({"sums": ids})["sums"] == 2).all()
@@ -250,7 +250,7 @@ def test_strangers_who_say_nothing_are_limited_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(server_process, "STRANGERS", 3)
+    monkeypatch.setattr(listener, "MAX_UNAUTHENTICATED", 3)
     with servers() as (server,), ExitStack() as stack:
         quiet = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -346,7 +346,7 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     free.close()
     with pytest.raises(ServerLost, match=rf"127\.0\.0\.1:{port} did not answer .* within 0\.3 s"):
         ServerStore(f"127.0.0.1:{port}", 0, 1, TOKEN, timeout_s=0.3)
-    monkeypatch.setattr(server_process, "REGISTER_S", 0.3)
+    monkeypatch.setattr(registration, "REGISTER_S", 0.3)
     with (
         Server(token=TOKEN, coordinator=f"127.0.0.1:{port}") as server,
         pytest.raises(
@@ -368,7 +368,7 @@ def test_a_server_too_many_is_refused_and_says_so() -> None:
 def test_a_worker_of_another_size_is_refused() -> None:
     with (
         servers(workers=2) as (server,),
-        pytest.raises(StoreError, match="there are 3 workers, the coordinator was started for 2"),
+        pytest.raises(StoreError, match="expects 3 workers, but the coordinator was started for 2"),
     ):
         ServerStore(server.address, 0, 3, TOKEN, timeout_s=5)
 

@@ -31,8 +31,9 @@ from manyhands.launch.signals import Stop
 from manyhands.observe.server_events import figures
 from manyhands.observe.text import rate, size
 from manyhands.server.counters import since, together
-from manyhands.server.process import Server, contexts
-from manyhands.server.protocol.arena import few_arenas
+from manyhands.server.malloc_arenas import limit_malloc_arenas
+from manyhands.server.network.tls import tls_contexts
+from manyhands.server.process import Server
 
 Role = Literal["server", "coordinator"]
 ROLES = {
@@ -109,12 +110,12 @@ def server(given: Given) -> int:
 
 def start(settings: Settings) -> Server:
     s = settings
-    accepts, connects = contexts(
+    accepts, connects = tls_contexts(
         *(None if f is None else str(f) for f in (s.tls_cert, s.tls_key, s.tls_ca or s.tls_cert))
     )
     everywhere = s.bind in ("0.0.0.0", "::", "")
     towards = s.coordinator.rpartition(":")[0].strip("[]") if s.coordinator is not None else None
-    few_arenas()
+    limit_malloc_arenas()
     return Server(
         environment.at(s.bind, s.port),
         0 if s.role == "coordinator" else s.shards,
@@ -185,7 +186,7 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
 
 def counted(running: Server) -> dict[str, float]:
     clock = running.coordinator.clock if running.coordinator is not None else None
-    return together([desk.stats() for desk in running.desks]) | (
+    return together([endpoint.stats() for endpoint in running.endpoints]) | (
         clock.stats() if clock is not None else {}
     )
 

@@ -49,7 +49,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._closing = False
 
-    def attend(self, channel: Channel, proof: m.Proof) -> None:
+    def serve(self, channel: Channel, proof: m.Proof) -> None:
         match proof.role:
             case "server":
                 self._serve_server(channel)

@@ -21,10 +21,10 @@ import torch
 
 from manyhands.core import Table, TableStore, Tensors
 from manyhands.errors import PeerLost, ServerLost, StoreError
-from manyhands.server import process
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.clock import Clock
 from manyhands.server.local_store import LocalStore
+from manyhands.server.network.tls import tls_contexts
 from manyhands.server.process import Server
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SLOTS
@@ -375,7 +375,7 @@ def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
             with joined(server) as store:
                 store.close()
         coordinator = server.coordinator
-        for thread in list(server._threads):
+        for thread in list(server._listener.threads):
             if thread.name == "manyhands-connection":
                 thread.join(10)
         assert (
@@ -388,9 +388,9 @@ def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
 
 ARENAS = """
 import ctypes, sys, threading
-from manyhands.server.protocol import arena
+from manyhands.server.malloc_arenas import limit_malloc_arenas
 libc = ctypes.CDLL(None)
-arena.few_arenas()
+limit_malloc_arenas()
 started = threading.Barrier(12)
 def body():
     libc.malloc(5000)
@@ -510,7 +510,7 @@ def test_everything_goes_through_tls_too(alone: list[Tensors], tmp_path: Path) -
         check=True,
         capture_output=True,
     )
-    ours, theirs = process.contexts(str(cert), str(key), str(cert))
+    ours, theirs = tls_contexts(str(cert), str(key), str(cert))
     with Server(shards=2, token=TOKEN, servers=2, tls=ours) as root:
         with (
             Server(token=TOKEN, coordinator=root.address, tls=ours, client_tls=theirs),

@@ -25,7 +25,9 @@ from manyhands.server.protocol import (
     messages,
     row_encoding,
 )
+from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.protocol.frame import Channel, Malformed
+from manyhands.server.protocol.key_lists import KeyLists
 from manyhands.server.protocol.messages import (
     Done,
     Exchange,
@@ -33,7 +35,6 @@ from manyhands.server.protocol.messages import (
     PushMessage,
     TableRequest,
 )
-from manyhands.server.request_loop import KeyLists, pack, unpack
 
 
 @pytest.fixture
@@ -140,9 +141,9 @@ def test_what_is_no_header_of_ours_is_refused_by_name(raw: bytes, reason: str, w
 def test_a_stranger_may_say_less_than_a_friend() -> None:
     frame.header(head(size=1 << 16, more=1 << 20))
     with pytest.raises(Malformed):
-        frame.header(head(size=1 << 16), stranger=True)
+        frame.header(head(size=1 << 16), authenticated=False)
     with pytest.raises(Malformed):
-        frame.header(head(more=1), stranger=True)
+        frame.header(head(more=1), authenticated=False)
 
 
 def test_a_message_that_is_none_is_garbage() -> None:
@@ -167,7 +168,7 @@ def shake(token: str, other: str) -> tuple[object, object]:
     server.start()
     try:
         client: object = handshake.prove(b, other, proof(), time.monotonic() + 5)
-    except handshake.Unwelcome as e:
+    except handshake.HandshakeRefused as e:
         client = str(e)
     b.close()
     server.join()
@@ -194,7 +195,7 @@ def test_an_impostor_who_says_welcome_without_the_token_is_not_believed() -> Non
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(handshake.Unwelcome, match="does not know the token"):
+    with pytest.raises(handshake.HandshakeRefused, match="does not know the token"):
         handshake.prove(b, "secret", proof(), time.monotonic() + 5)
     thread.join()
     a.close()

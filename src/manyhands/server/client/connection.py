@@ -33,7 +33,7 @@ from manyhands.server.protocol import handshake
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arena import Arena
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
-from manyhands.server.request_loop import KeyLists
+from manyhands.server.protocol.key_lists import KeyLists
 
 WINDOW = 16  # requests under way at once
 SLICE_S = 0.5  # longest wait between two checks of a deadline
@@ -255,7 +255,7 @@ class Connection:
             self._break(e)
             return
         if isinstance(message, m.Refused):
-            self._break(handshake.Unwelcome(f"refused ({message.reason}): {message.text}"))
+            self._break(handshake.HandshakeRefused(f"refused ({message.reason}): {message.text}"))
             return
         with self._changed:
             if isinstance(message, m.Resend):
@@ -322,7 +322,7 @@ class Connection:
                     self.where, self._token, self._proof(), pending.deadline, self.local, self._tls
                 )
                 break
-            except handshake.Unwelcome as e:
+            except handshake.HandshakeRefused as e:
                 raise StoreError(f"server {self.where}: {e}") from e
             except OSError as e:
                 trouble = e if str(e) else trouble or e

@@ -41,7 +41,7 @@ class Heartbeat:
         while True:
             try:
                 return self._connect()
-            except handshake.Unwelcome as e:
+            except handshake.HandshakeRefused as e:
                 raise StoreError(f"server {self._where}: {e}") from e
             except OSError as e:
                 if time.monotonic() > deadline:
@@ -61,7 +61,7 @@ class Heartbeat:
                 if self._channel is None:
                     self._channel = self._connect()
                 self._channel.send(Ping())
-            except (OSError, handshake.Unwelcome):
+            except (OSError, handshake.HandshakeRefused):
                 if self._channel is not None:
                     self._channel.close()
                 self._channel = None

@@ -34,7 +34,7 @@ from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.counters import since, together
 from manyhands.server.protocol import messages as m
-from manyhands.server.request_loop import pack, unpack
+from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.slots import SlotMap
 from manyhands.server.table_content import Arrays, arrays_of, first_values, join, slice_of
 from manyhands.server.validate import dtype_of, ids_of

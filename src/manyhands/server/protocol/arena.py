@@ -8,12 +8,9 @@ memory that is gone. When a request does not fit, a larger segment is made, and 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
-import sys
 import threading
 import weakref
 from bisect import insort
@@ -26,7 +23,6 @@ from manyhands.server.protocol.frame import ALIGN, aligned
 
 SMALLEST = 1 << 20
 LARGEST = 1 << 36  # of a segment that a server will map
-M_ARENA_MAX = -8  # of mallopt
 
 
 def possible() -> bool:
@@ -182,13 +178,3 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray:
         mmap, "MAP_POPULATE", 0
     )  # page faults now, not in the first requests
     return np.frombuffer(mmap.mmap(descriptor, nbytes, flags=flags), np.uint8)
-
-
-def few_arenas() -> None:
-    """glibc gives threads arenas of their own, up to 8 a core, and each keeps what its threads freed: a server whose connections
-    come and go would look as if it leaked. Large buffers are used again here and small objects are Python's, so 2 suffice.
-    It also keeps stacks of threads that ended; of 1 MiB each, none is backed by a huge page of 2."""
-    threading.stack_size(1 << 20)
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError, OSError):  # another C library
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)

@@ -29,7 +29,7 @@ _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 MESSAGE_BYTES = 1 << 20  # at most
 PAYLOAD_BYTES = 1 << 34  # at most; 16 GiB
-STRANGER_BYTES = 1 << 12  # at most, message and payload of one who has not proved anything yet
+UNAUTHENTICATED_BYTES = 1 << 12  # at most, of a message before the handshake is over; no payload
 ALIGN = 64  # where arrays of a payload begin: a cache line
 _PADDING = bytes(ALIGN)
 _PARTS = 512  # buffers that the kernel takes at once
@@ -71,7 +71,7 @@ def encode(
     return head + _CHECK.pack(zlib.crc32(head)) + body
 
 
-def header(raw: Buffer, stranger: bool = False) -> Header:
+def header(raw: Buffer, authenticated: bool = True) -> Header:
     """What a header says, if it is one; sizes are within bounds then."""
     magic, version, kind, message_bytes, payload_bytes, number = _HEADER.unpack_from(raw)
     if magic != MAGIC:
@@ -91,8 +91,8 @@ def header(raw: Buffer, stranger: bool = False) -> Header:
         )
     if kind not in KINDS:
         raise Malformed("garbage", f"there is no kind {kind} of frame")
-    most = STRANGER_BYTES if stranger else MESSAGE_BYTES
-    if message_bytes > most or payload_bytes > (0 if stranger else PAYLOAD_BYTES):
+    most = MESSAGE_BYTES if authenticated else UNAUTHENTICATED_BYTES
+    if message_bytes > most or payload_bytes > (PAYLOAD_BYTES if authenticated else 0):
         raise Malformed(
             "size",
             f"a frame of {message_bytes} + {payload_bytes} bytes was announced, more than is allowed here",
@@ -215,10 +215,12 @@ class Channel:
             got += n
             self.received_bytes += n
 
-    def receive(self, stranger: bool = False, deadline: float | None = None) -> tuple[Header, Any]:
+    def receive(
+        self, authenticated: bool = True, deadline: float | None = None
+    ) -> tuple[Header, Any]:
         """The next frame up to its payload, which the caller has to `fill`."""
         self.fill(self._head, deadline)
-        head = header(self._head, stranger)
+        head = header(self._head, authenticated)
         if head.message_bytes > len(self._room):
             self._room = memoryview(bytearray(head.message_bytes))
         view = self._room[: head.message_bytes]

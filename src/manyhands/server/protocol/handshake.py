@@ -32,7 +32,7 @@ HANDSHAKE_S = 5.0
 LINGER_S = 0.3  # for a refusal to be read before the connection goes
 
 
-class Unwelcome(Exception):
+class HandshakeRefused(Exception):
     """The other side refused us, or is not who we want."""
 
 
@@ -47,7 +47,7 @@ def challenge(channel: Channel, token: str, instance: int, deadline: float) -> P
     channel.limit(HANDSHAKE_S, HANDSHAKE_S)
     channel.send(hello)
     try:
-        _, proof = channel.receive(stranger=True, deadline=deadline)
+        _, proof = channel.receive(authenticated=False, deadline=deadline)
     except TimeoutError as e:
         raise Malformed("slow", f"no proof came within {HANDSHAKE_S:g} s") from e
     if not isinstance(proof, Proof):
@@ -62,25 +62,27 @@ def challenge(channel: Channel, token: str, instance: int, deadline: float) -> P
 def prove(channel: Channel, token: str, proof: Proof, deadline: float) -> Welcome:
     """The client's side."""
     try:
-        _, hello = channel.receive(stranger=True, deadline=deadline)
+        _, hello = channel.receive(authenticated=False, deadline=deadline)
         if isinstance(hello, Refused):
-            raise Unwelcome(f"refused ({hello.reason}): {hello.text}")
+            raise HandshakeRefused(f"refused ({hello.reason}): {hello.text}")
         if not isinstance(hello, Hello):
-            raise Unwelcome(
+            raise HandshakeRefused(
                 f"it does not greet as a manyhands server does, but with a {type(hello).__name__}"
             )
         proof.nonce = secrets.token_bytes(16)
         proof.code = _code(token, "client", hello, proof)
         channel.send(proof)
-        _, answer = channel.receive(stranger=True, deadline=deadline)
+        _, answer = channel.receive(authenticated=False, deadline=deadline)
     except Malformed as e:
-        raise Unwelcome(str(e)) from e
+        raise HandshakeRefused(str(e)) from e
     if isinstance(answer, Refused):
-        raise Unwelcome(f"refused ({answer.reason}): {answer.text}")
+        raise HandshakeRefused(f"refused ({answer.reason}): {answer.text}")
     if not isinstance(answer, Welcome) or not hmac.compare_digest(
         answer.code, _code(token, "server", hello, proof)
     ):
-        raise Unwelcome("it does not know the token itself: somebody else answers at this address")
+        raise HandshakeRefused(
+            "it does not know the token itself: somebody else answers at this address"
+        )
     channel.limit(None)
     return answer
 

@@ -1,14 +1,14 @@
-"""How a shard's requests are answered: the loop of one connection, between its socket (or shared memory) and the tables.
+"""Request loop: receives the requests of one connection to a shard, applies and answers them.
 
-A pull that goes through a socket is answered in pieces, read into a buffer that stays in the cache and sent while the worker already
-reads the ones before. A push is received whole: all of it is checked before any of it is applied.
+A pull over a socket is answered in chunks: each is read into a buffer that stays in the cache, and
+sent while the worker already reads the chunks before. A push is received whole: all of it is
+checked before any of it is applied.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,114 +17,37 @@ from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
-from manyhands.server.protocol.frame import (
-    Channel,
-    Closed,
-    Cursor,
-    Malformed,
-    encode,
-)
-from manyhands.server.shard import Shard
+from manyhands.server.protocol.arrays import pack, unpack
+from manyhands.server.protocol.frame import Channel, Closed, Cursor, Malformed, encode
+from manyhands.server.protocol.key_lists import KeyLists
 from manyhands.server.updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
-    from manyhands.server.process import Server
+    from manyhands.server.network.shard_endpoint import ShardEndpoint
 
-PIECE_BYTES = 1 << 21  # of a pull, read and sent at a time
-KEPT_LISTS, KEPT_IDS = 16, 1 << 22  # key lists that both ends of a connection remember
-SEGMENTS = 8  # of shared memory that one connection may have at a time
-
-
-class KeyLists:
-    """Lists of ids that both ends know, by table and hash. Both ends do the same to it in the same order, so both forget the same."""
-
-    def __init__(self) -> None:
-        self._lists: OrderedDict[tuple[str, int], tuple[int, np.ndarray | None]] = OrderedDict()
-        self._ids = 0
-
-    def know(self, table: str, key: int, count: int) -> tuple[int, np.ndarray | None] | None:
-        found = self._lists.get((table, key))
-        if found is None or found[0] != count:
-            return None
-        self._lists.move_to_end((table, key))
-        return found
-
-    def learn(self, table: str, key: int, count: int, ids: np.ndarray | None = None) -> None:
-        if count > KEPT_IDS // 2:
-            return
-        if (old := self._lists.pop((table, key), None)) is not None:
-            self._ids -= old[0]
-        self._lists[table, key] = count, ids
-        self._ids += count
-        while len(self._lists) > KEPT_LISTS or self._ids > KEPT_IDS:
-            _, (gone, _) = self._lists.popitem(last=False)
-            self._ids -= gone
+CHUNK_BYTES = 1 << 21  # of a pull, read and sent at a time
+MAX_SEGMENTS = 8  # of shared memory that one connection may have
 
 
-class _Unknown(Exception):
-    """A list of ids was named by its hash, and it is not known here (any more)."""
+class _UnknownKeys(Exception):
+    """A request names a key list by its hash, and this end does not have it (any more)."""
 
 
-class Desk:
-    """One shard and those who ask it."""
+class RequestLoop:
+    """One connection of a worker to a shard."""
 
-    def __init__(self, server: Server, shard: Shard):
-        self.server, self.shard = server, shard
-        self.specs: dict[
-            str, tuple[Table, int]
-        ] = {}  # with the elements that are here of a dense one
-        self._lock = threading.Lock()
-        self._conversations: set[_Conversation] = set()
-        self._ended: Counter[str] = Counter()  # what was counted in others
-
-    def attend(self, channel: Channel, proof: m.Proof) -> None:
-        conversation = _Conversation(self, channel, proof)
-        with self._lock:
-            self._conversations.add(conversation)
-        try:
-            conversation.run()
-        finally:
-            with self._lock:
-                self._conversations.remove(conversation)
-                self._ended.update(conversation.counted())
-
-    def create(
-        self,
-        table: Table,
-        part: tuple[int, int] | None,
-        values: np.ndarray | None,
-        state: dict[str, np.ndarray] | None,
-    ) -> None:
-        self.shard.create(table, part, values, state)
-        self.specs[table.name] = table, part[1] - part[0] if part is not None else table.length or 0
-
-    def stats(self) -> dict[str, float]:
-        found = self.shard.stats()
-        with self._lock:
-            counted = self._ended.copy()
-            for conversation in self._conversations:
-                counted.update(conversation.counted())
-            found |= counted
-            found["now/queue"] = max(
-                0, sum(conversation.busy for conversation in self._conversations) - 1
-            )
-        if self.shard.index == 0:
-            found |= {f"refused/{reason}": n for reason, n in list(self.server.refused.items())}
-        return found
-
-
-class _Conversation:
-    def __init__(self, desk: Desk, channel: Channel, proof: m.Proof):
-        self._desk, self._shard, self._channel = desk, desk.shard, channel
+    def __init__(self, endpoint: ShardEndpoint, channel: Channel, proof: m.Proof):
+        self._endpoint, self._shard, self._channel = endpoint, endpoint.shard, channel
+        self._status = endpoint.status
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
         self._keys = KeyLists()
-        self._in = self._out = self._piece = self._plain = np.empty(0, np.uint8)
-        self._used = 0  # of `_plain`
-        self._ignoring = False  # what was sent before the other side heard that one must come again
+        self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
+        self._scratch_used = 0
+        self._ignoring = False  # requests sent before the worker got our Resend
         self._requests, self.busy = 0, False
 
-    def counted(self) -> Counter[str]:
+    def counters(self) -> Counter[str]:
         channel = self._channel
         return Counter(
             server_requests=self._requests,
@@ -149,8 +72,8 @@ class _Conversation:
             self.busy = True
             try:
                 self._answer(head.number, message, memory)
-            except _Unknown:
-                self._keys = KeyLists()  # as the other side does when it hears this
+            except _UnknownKeys:
+                self._keys = KeyLists()  # as the worker does when it gets this
                 self._ask_to_resend(head.number, m.Resend("keys"))
             except StoreError as e:
                 channel.send(
@@ -158,7 +81,7 @@ class _Conversation:
                 )
             except (Malformed, OSError):
                 raise
-            except Exception as e:  # a fault of ours, or no memory: the one who asked must hear of it, the others must not
+            except Exception as e:  # a fault of ours, or no memory: only this worker gets an error
                 channel.send(m.Failed("internal", f"{type(e).__name__}: {e}"), head.number)
             finally:
                 self.busy = False
@@ -184,7 +107,9 @@ class _Conversation:
                 state = {
                     name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
                 }
-                self._desk.create(message.table, message.part, arrays.get("values"), state or None)
+                self._endpoint.create(
+                    message.table, message.part, arrays.get("values"), state or None
+                )
                 self._channel.send(m.Done(), number)
             case m.DumpTable():
                 content = self._shard.dump(message.name)
@@ -196,23 +121,23 @@ class _Conversation:
                 self._shard.load(message.name, unpack(message.arrays, memory))
                 self._channel.send(m.Done(), number)
             case m.GetStats():
-                self._channel.send(m.Stats(self._desk.stats()), number)
+                self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
 
     # -- push and pull --
 
     def _exchange(self, number: int, x: m.Exchange, memory: np.ndarray) -> None:
-        if x.epoch != self._desk.server.epoch:
-            self._ask_to_resend(number, m.Resend("epoch", self._desk.server.epoch))
+        if x.epoch != self._status.epoch:
+            self._ask_to_resend(number, m.Resend("epoch", self._status.epoch))
             return
-        answer, self._used = None, 0
-        if x.arena is not None:  # both are looked at before anything is applied
-            memory = self._piece_of(x.arena.segment, x.arena.at, x.arena.nbytes)
-            answer = self._piece_of(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
+        answer, self._scratch_used = None, 0
+        if x.arena is not None:  # both are checked before anything is applied
+            memory = self._arena_view(x.arena.segment, x.arena.at, x.arena.nbytes)
+            answer = self._arena_view(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
         cursor = Cursor(memory)
-        parts = [self._part(request, x.codec, cursor) for request in x.push]
-        wants = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
+        parts = [self._update(request, x.codec, cursor) for request in x.push]
+        pulls = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
         for version, members in x.commits:
             self._shard.commit(version, members)
         applied = True
@@ -220,16 +145,15 @@ class _Conversation:
             applied = self._shard.push(
                 self._worker, self._incarnation, x.sequence, parts, x.options
             )
-        if not wants:
+        if not pulls:
             self._channel.send(m.RowsReply(0, applied), number)
         else:
-            self._rows(number, x, wants, applied, answer)
+            self._send_rows(number, x, pulls, applied, answer)
 
     def _spec(self, name: str) -> tuple[Table, int]:
-        found = self._desk.specs.get(name)
-        return (
-            (self._shard.spec(name), 0) if found is None else found
-        )  # the shard says what is wrong with the name
+        found = self._endpoint.specs.get(name)
+        # for an unknown table the shard raises
+        return (self._shard.spec(name), 0) if found is None else found
 
     def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
         if request.mode == m.DENSE:
@@ -237,36 +161,36 @@ class _Conversation:
         if request.mode == m.IDS_KNOWN:
             known = self._keys.know(request.table, request.key, request.count)
             if known is None or known[1] is None:
-                raise _Unknown
+                raise _UnknownKeys
             return known[1]
         ids = cursor.take(request.count, np.int64)
         if request.key:
             self._keys.learn(request.table, request.key, request.count, ids.copy())
         return ids
 
-    def _numbers(self, request: m.TableRequest) -> tuple[np.dtype, int, int, tuple[int, ...]]:
-        """Of a part: dtype, how many, how many with one scale, and their shape."""
+    def _layout(self, request: m.TableRequest) -> tuple[np.dtype, int, int, tuple[int, ...]]:
+        """Of one table's part: dtype, count of numbers, how many share one scale, and shape."""
         spec, here = self._spec(request.table)
         if (request.mode == m.DENSE) != (spec.length is not None):
-            raise StoreError(
-                f"table {request.table!r} is {'sparse: give ids' if spec.length is None else 'dense: give no ids'}"
-            )
+            kind = "sparse: give ids" if spec.length is None else "dense: give no ids"
+            raise StoreError(f"table {request.table!r} is {kind}")
         if spec.length is not None and request.count != here:
             raise StoreError(
-                f"table {request.table!r}: {request.count} numbers were given for the {here} that are on this shard"
+                f"table {request.table!r}: {request.count} numbers were given, but this shard "
+                f"stores {here} of it"
             )
         if spec.length is not None:
             return np.dtype(spec.dtype), here, row_encoding.BLOCK, (here,)
         return np.dtype(spec.dtype), request.count * spec.dim, spec.dim, (request.count, spec.dim)
 
-    def _part(self, request: m.TableRequest, codec: m.RowCodec, cursor: Cursor) -> TableUpdate:
-        dtype, count, width, shape = self._numbers(request)
+    def _update(self, request: m.TableRequest, codec: m.RowCodec, cursor: Cursor) -> TableUpdate:
+        dtype, count, width, shape = self._layout(request)
         ids = self._ids(request, cursor)
         nbytes = row_encoding.nbytes(codec, count, dtype.itemsize, width)
         raw = (
             cursor.take(nbytes, np.uint8)
             if request.updates_at is None
-            else self._piece_of(*request.updates_at, nbytes)
+            else self._arena_view(*request.updates_at, nbytes)
         )
         if codec == "none":
             return TableUpdate(request.table, ids, raw.view(dtype).reshape(shape))
@@ -275,28 +199,30 @@ class _Conversation:
         return TableUpdate(request.table, ids, values.reshape(shape))
 
     def _scratch(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """Memory for this request: fresh memory would cost more than what is done to it."""
+        """Memory for this request, reused: fresh memory would cost more than the work on it."""
         nbytes = arena.aligned(count * dtype.itemsize)
-        if self._used + nbytes > self._plain.size:
-            self._plain, self._used = np.empty(2 * (self._used + nbytes), np.uint8), 0
-        self._used += nbytes
-        return self._plain[self._used - nbytes :][: count * dtype.itemsize].view(dtype)
+        if self._scratch_used + nbytes > self._scratch_bytes.size:
+            self._scratch_bytes = np.empty(2 * (self._scratch_used + nbytes), np.uint8)
+            self._scratch_used = 0
+        at = self._scratch_used
+        self._scratch_used += nbytes
+        return self._scratch_bytes[at : at + count * dtype.itemsize].view(dtype)
 
-    def _rows(
+    def _send_rows(
         self,
         number: int,
         x: m.Exchange,
-        wants: list[TablePull],
+        pulls: list[TablePull],
         applied: bool,
         answer: np.ndarray | None,
     ) -> None:
-        shapes = [self._numbers(request) for request in x.pull]
+        shapes = [self._layout(request) for request in x.pull]
         sizes = [
             row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        if answer is None and x.codec == "none" and not x.remember and sum(sizes) > 2 * PIECE_BYTES:
-            self._rows_in_pieces(number, wants, shapes, applied)
+        if answer is None and x.codec == "none" and not x.remember and sum(sizes) > 2 * CHUNK_BYTES:
+            self._send_rows_in_chunks(number, pulls, shapes, applied)
             return
         if answer is None:
             total = sum(map(arena.aligned, sizes))
@@ -312,7 +238,7 @@ class _Conversation:
             ]
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
-        version = self._shard.pull(self._worker, wants, outs, remember=x.remember)
+        version = self._shard.pull(self._worker, pulls, outs, remember=x.remember)
         if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
@@ -321,28 +247,28 @@ class _Conversation:
         else:
             self._channel.send(m.RowsReply(version, applied), number, raws)
 
-    def _rows_in_pieces(
-        self, number: int, wants: list[TablePull], shapes: list[Any], applied: bool
+    def _send_rows_in_chunks(
+        self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool
     ) -> None:
-        """The rows of a pull are of one moment each, not all of the same: others may push between two pieces."""
-        if self._piece.size == 0:
-            self._piece = np.empty(2 * PIECE_BYTES, np.uint8)
+        """Rows of different chunks may be of different versions: others may push in between."""
+        if self._chunk.size == 0:
+            self._chunk = np.empty(2 * CHUNK_BYTES, np.uint8)
         total = sum(arena.aligned(count * dtype.itemsize) for dtype, count, _, _ in shapes)
         begun = False
-        for want, (dtype, count, width, shape) in zip(wants, shapes, strict=True):
+        for pull, (dtype, count, width, shape) in zip(pulls, shapes, strict=True):
             row_bytes = width * dtype.itemsize
-            step = max(1, PIECE_BYTES // row_bytes) if want.ids is not None else shape[0]
+            step = max(1, CHUNK_BYTES // row_bytes) if pull.ids is not None else shape[0]
             for first in range(0, shape[0], step):
                 n = min(step, shape[0] - first)
-                nbytes = n * (row_bytes if want.ids is not None else dtype.itemsize)
-                room = self._piece if nbytes <= self._piece.size else np.empty(nbytes, np.uint8)
+                nbytes = n * (row_bytes if pull.ids is not None else dtype.itemsize)
+                room = self._chunk if nbytes <= self._chunk.size else np.empty(nbytes, np.uint8)
                 raw = room[:nbytes]
-                ids = None if want.ids is None else want.ids[first : first + n]
+                ids = None if pull.ids is None else pull.ids[first : first + n]
                 out = raw.view(dtype).reshape((n, width) if ids is not None else (n,))
                 try:
-                    version = self._shard.pull(self._worker, [TablePull(want.table, ids)], [out])
+                    version = self._shard.pull(self._worker, [TablePull(pull.table, ids)], [out])
                 except StoreError as e:
-                    if begun:  # too late for a word: the frame has begun
+                    if begun:  # too late for an error message: the frame has begun
                         raise Closed(str(e)) from e
                     raise
                 views = [raw.data]
@@ -367,7 +293,7 @@ class _Conversation:
         _, descriptors, _, _ = socket.recv_fds(self._channel.sock, 1, 1)
         for gone in message.drop:
             self._segments.pop(gone, None)
-        if len(descriptors) != 1 or len(self._segments) >= SEGMENTS:
+        if len(descriptors) != 1 or len(self._segments) >= MAX_SEGMENTS:
             raise Malformed(
                 "garbage",
                 f"{len(descriptors)} descriptors came with {len(self._segments)} segments here",
@@ -380,30 +306,10 @@ class _Conversation:
             raise Malformed("garbage", str(e)) from e
         self._channel.send(m.Done(), number)
 
-    def _piece_of(self, number: int, at: int, nbytes: int) -> np.ndarray:
+    def _arena_view(self, number: int, at: int, nbytes: int) -> np.ndarray:
         segment = self._segments.get(number)
         if segment is None:
             raise Malformed("garbage", f"segment {number} was never attached")
         if at < 0 or nbytes < 0 or at + nbytes > segment.memory.size or at % arena.ALIGN:
             raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {segment.memory.size}")
         return segment.memory[at : at + nbytes]
-
-
-def pack(arrays: dict[str, np.ndarray]) -> tuple[list[m.ArraySpec], list[np.ndarray]]:
-    whole = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    return [m.ArraySpec(name, x.dtype.str, list(x.shape)) for name, x in whole.items()], list(
-        whole.values()
-    )
-
-
-def unpack(described: list[m.ArraySpec], memory: np.ndarray) -> dict[str, np.ndarray]:
-    """Views of the payload."""
-    cursor, found = Cursor(memory), {}
-    for array in described:
-        if array.dtype not in ("<f4", "<f8", "<i8", "<i4", "<u8", "|u1"):
-            raise Malformed("garbage", f"an array of {array.dtype!r}")
-        if any(n < 0 for n in array.shape):
-            raise Malformed("size", f"an array of shape {array.shape}")
-        count = int(np.prod(array.shape, dtype=np.int64)) if array.shape else 1
-        found[array.name] = cursor.take(count, np.dtype(array.dtype)).reshape(array.shape)
-    return found

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from manyhands.core import Table
+from manyhands.server.network.request_loop import RequestLoop
+from manyhands.server.network.shard_endpoint import ServerStatus, ShardEndpoint
 from manyhands.server.protocol import arena
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Malformed
-from manyhands.server.request_loop import Desk, _Conversation
 from manyhands.server.shard import Shard
 from manyhands.server.updates import TablePull
 
@@ -26,25 +25,25 @@ PAYLOAD = 64 + 64  # ids and updates, each at a multiple of 64
 )
 def test_a_push_is_applied_only_where_there_is_room_for_the_answer(answer_at: int) -> None:
     shard = Shard()
-    desk = Desk(SimpleNamespace(epoch=1, refused=Counter()), shard)  # type: ignore[arg-type]
-    desk.create(Table("rows", dim=DIM, optimizer="sum", init="zeros"), None, None, None)
+    endpoint = ShardEndpoint(ServerStatus(epoch=1), shard)
+    endpoint.create(Table("rows", dim=DIM, optimizer="sum", init="zeros"), None, None, None)
     here, there = socket.socketpair()
     with here, there:
-        conversation = _Conversation(desk, Channel(here), m.Proof(b"", "data", 0, 0, 0, b""))
+        loop = RequestLoop(endpoint, Channel(here), m.Proof(b"", "data", 0, 0, 0, b""))
         memory = np.zeros(1 << 12, np.uint8)
         memory[: 8 * IDS].view(np.int64)[:] = np.arange(IDS)
         memory[64 : 64 + 4 * IDS * DIM].view(np.float32)[:] = 1
-        conversation._segments[1] = arena.ArenaSegment(1, memory)
+        loop._segments[1] = arena.ArenaSegment(1, memory)
         keyed = [m.TableRequest("rows", IDS, m.IDS_SENT)]
         wanted = m.Exchange(
             1, 0, keyed, [], m.PushMessage(), arena=m.ArenaRange(1, 0, PAYLOAD, answer_at, 64)
         )
         good = answer_at == 64
         if good:
-            conversation._exchange(0, wanted, memory[:0])
+            loop._exchange(0, wanted, memory[:0])
         else:
             with pytest.raises(Malformed):
-                conversation._exchange(0, wanted, memory[:0])
+                loop._exchange(0, wanted, memory[:0])
     out = np.empty((IDS, DIM), np.float32)
     shard.pull(0, [TablePull("rows", np.arange(IDS))], [out])
     assert (out == (1 if good else 0)).all()

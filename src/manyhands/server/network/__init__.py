@@ -1,0 +1,1 @@
+"""Network side of a server: listener, request loops of shards, registration, TLS."""
