@@ -86,7 +86,7 @@ def trained(
         allocate=memory,
         common=in_common,
         bucket_bytes=40_000,
-        unit_bytes=10**6,
+        block_bytes=10**6,
     )
 
     def next_loss() -> Micro:

@@ -116,7 +116,9 @@ def spread(
 ) -> ModuleReplica:
     memory, common = shard_memory(group)
     layout = {
-        k: options.pop(k) for k in ("bucket_bytes", "unit_bytes", "short", "ahead") if k in options
+        k: options.pop(k)
+        for k in ("bucket_bytes", "block_bytes", "gather_dtype", "lookahead")
+        if k in options
     }
     made = optimizer(model.parameters())
     flat = ShardedParameters(
@@ -125,7 +127,7 @@ def spread(
         stage,
         allocate=memory,
         common=common,
-        **{"bucket_bytes": 2000, "unit_bytes": 4000, **layout},
+        **{"bucket_bytes": 2000, "block_bytes": 4000, **layout},
     )
     update = ShardUpdate(flat, made)
     more = {} if schedule is None else {"schedule": schedule(made)}
@@ -208,7 +210,7 @@ def assert_same_as_alone(
     alone_options = {
         k: v
         for k, v in options.items()
-        if k not in ("bucket_bytes", "unit_bytes", "ahead", "look", "prepare")
+        if k not in ("bucket_bytes", "block_bytes", "lookahead", "look", "prepare")
     }
     losses, _ = alone(one, data, loss, **alone_options)
     got = together(size, stage, make, steps, loss, **options)

@@ -44,7 +44,7 @@ def lay_out(
             allocate=memory,
             common=common,
             bucket_bytes=bucket_bytes,
-            short=short,
+            gather_dtype=short,
         )
         return spread, ShardUpdate(spread, optimizer)
     if not updates_parts(context, plan, agree, optimizer):

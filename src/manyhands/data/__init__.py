@@ -2,9 +2,9 @@
 
 The way of one batch:
 
-    split.data         which offsets of the epoch's order this rank computes at a step
-    step_claims.py     the same for asynchronous ranks, which claim their steps from a shared counter
-    batches.py         the batch iterator: offsets -> indices -> `source.fetch`, micro-batch by micro-batch
-    sources.py         the user's tensors, Dataset or stream: gathers or collates samples, moves them to the device
-    prefetch.py        wraps the iterator where embedding rows are pulled before their batch is computed
+    split.data       which offsets of the epoch's order this rank computes at a step
+    step_claims.py   the same for asynchronous ranks, which claim steps from a shared counter
+    batches.py       the batch iterator: offsets -> indices -> `source.fetch`, by micro-batch
+    sources.py       the user's data: gathers or collates samples, moves them to the device
+    prefetch.py      wraps the iterator where embedding rows are pulled before their batch
 """

@@ -1,7 +1,8 @@
 """Batch iterators: this rank's batches, micro-batch by micro-batch, from any position on.
 
-`IndexedBatches` reads sources with an index (tensors, arrays, map-style Datasets). `StreamedBatches` reads streams: every
-rank reads the whole stream and keeps its samples of each global batch, so no sample is lost or used twice.
+`IndexedBatches` reads sources with an index (tensors, arrays, map-style Datasets).
+`StreamedBatches` reads streams: every rank reads the whole stream and keeps its samples of each
+global batch, so no sample is lost or used twice.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class BatchIterator(Protocol):
 
 
 class IndexedBatches:
-    """Batches of a source with an index: `order(epoch)` lists the epoch's indices, `split` (or the steps that `claims`
-    claims) says which offsets of it this rank computes at each step. With `borrow`, a rank without samples, which must
-    still run the model, gets one sample that does not count."""
+    """Batches of a source with an index: `order(epoch)` lists the epoch's indices, `split` (or the
+    steps that `claims` claims) says which offsets of it this rank computes at each step. With
+    `borrow`, a rank without samples, which must still run the model, gets one sample that does not
+    count."""
 
     def __init__(
         self,
@@ -161,7 +163,8 @@ class IndexedBatches:
 
 
 class StreamedBatches:
-    """Batches of a stream, of which every rank reads all: of n rows of a global batch this rank keeps `keep(n)`."""
+    """Batches of a stream, of which every rank reads all: of n rows of a global batch this rank
+    keeps `keep(n)`."""
 
     def __init__(
         self,
@@ -223,8 +226,8 @@ class StreamedBatches:
 
 
 def _wanted(steps: Iterator[StepSamples], order: EpochOrder) -> Iterator[list[int]]:
-    """The indices of every micro-batch, each with the order of its own epoch: loader processes prefetch across the end
-    of an epoch."""
+    """The indices of every micro-batch, each with the order of its own epoch: loader processes
+    prefetch across the end of an epoch."""
     epoch, indices = -1, torch.empty(0)
     for step in steps:
         if step.position.epoch != epoch:

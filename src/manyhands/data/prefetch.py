@@ -1,6 +1,7 @@
-"""Prefetched batches: the embedding rows that the next batches look up are pulled while the current batch computes.
+"""Prefetched batches: embedding rows of the next batches are pulled while one computes.
 
-Position, samples of the step and whether they count are those of the current batch, as if nothing were prefetched.
+Position, samples of the step and whether they count are those of the current batch, as if nothing
+were prefetched.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class _Prefetched:
 
 
 class PrefetchedBatches:
-    """A batch iterator that is `depth` batches early; with 0, the rows of a batch are pulled, all together, when it is current."""
+    """A batch iterator that is `depth` batches early; with 0, the rows of a batch are pulled, all
+    together, when it is current."""
 
     def __init__(self, batches: IndexedBatches | StreamedBatches, rows: RowPrefetcher, depth: int):
         self.batches, self.source = batches, batches.source

@@ -1,4 +1,4 @@
-"""Data sources: training or test data in the form the user brought it, read by index or as a stream.
+"""Data sources: the user's training or test data, read by index or as a stream.
 
     tensors, arrays              TensorSource     on the device; a batch is one gather per tensor
     map-style Dataset            DatasetSource    samples are collated here or in loader processes
@@ -56,7 +56,8 @@ class TensorSource:
 
 
 class DatasetSource:
-    """A map-style Dataset. Samples are collated in this process, or early by `loaders` processes."""
+    """A map-style Dataset. Samples are collated in this process, or early by `loaders`
+    processes."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Step claims for asynchronous ranks: each rank claims its next step from a shared counter; all stop at sync points.
+"""Step claims: asynchronous ranks claim steps from a shared counter and stop at sync points.
 
     step n  ->  the samples from  offset + (n - steps) * global_batch  on
                 epoch, offset, steps: the position at the last sync point
 
-Between two sync points no rank knows which rank computes which step, only that every step below the limit is claimed
-exactly once. A limit is never beyond the end of an epoch. At a sync point all claimed steps are computed, so that all
-ranks have one position again.
+Between two sync points no rank knows which rank computes which step, only that every step below the
+limit is claimed exactly once. A limit is never beyond the end of an epoch. At a sync point all
+claimed steps are computed, so that all ranks have one position again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from manyhands.split.data import DataSplit, StepSamples
 
 
 class StepClaims:
-    """The steps that this rank claims. `claim_step(limit)` returns the next number of the shared counter, which starts
-    at 0 with the run, or None: go to the sync point. `request_sync()` makes it return None for every rank."""
+    """The steps that this rank claims. `claim_step(limit)` returns the next number of the shared
+    counter, which starts at 0 with the run, or None: go to the sync point. `request_sync()` makes
+    it return None for every rank."""
 
     def __init__(
         self,
@@ -70,13 +71,15 @@ class StepClaims:
         self._claimed_steps, self._must_sync = steps, False
 
     def stop_claiming(self) -> None:
-        """Compute no more before the next sync point: a step that is claimed and not begun is left out."""
+        """Compute no more before the next sync point: a step that is claimed and not begun is left
+        out."""
         self._claimed = None
         # a limit of 0 claims nothing, but the counter no longer waits for this rank
         self.claim(self._first)
 
     def steps_to(self, epochs: float) -> float:
-        """The number of steps after which so many epochs are over; at most to the end of the current one."""
+        """The number of steps after which so many epochs are over; at most to the end of the
+        current one."""
         if math.isinf(epochs):
             return math.inf
         samples = (epochs - self.position.epoch) * self._split.samples - self.position.offset

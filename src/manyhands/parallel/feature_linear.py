@@ -34,8 +34,8 @@ def first(module: nn.Module, total: int) -> str:
     name, linear = linears[0]
     if sum(p is linear.weight for _, p in module.named_parameters(remove_duplicate=False)) > 1:
         raise TaskError(
-            f"split=by_feature cuts {name}.weight by columns, but another layer has the same weight; "
-            "untie them"
+            f"split=by_feature cuts {name}.weight by columns, but another layer has the same "
+            "weight; untie them"
         )
     return f"{name}.weight" if name else "weight"
 
@@ -59,7 +59,7 @@ def apply(module: nn.Module, weight: str, spec: ShardSpec, reduce: Reduce) -> No
 
 
 class SummedLinear(nn.Linear):
-    """Linear layer on this rank's columns: scores are summed over ranks, and the bias added once."""
+    """Linear layer on this rank's columns: outputs are summed over ranks, the bias is added once."""
 
     def forward(self, input: Tensor) -> Tensor:
         given = self.__dict__["_given"]

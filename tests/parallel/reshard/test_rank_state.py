@@ -82,7 +82,7 @@ def held(group: Group, stage: int) -> tuple[SlicedState, Resharding]:
     module = model()
     parts = {n: ShardSpec(n, tuple(v.shape)) for n, v in module.state_dict().items()}
     allocate, common = shard_memory(group)
-    flat = ShardedParameters(module, group, stage, allocate=allocate, common=common, unit_bytes=1)
+    flat = ShardedParameters(module, group, stage, allocate=allocate, common=common, block_bytes=1)
     slices = SlicedState(
         flat, ShardUpdate(flat, adam(p for p in module.parameters() if p.requires_grad))
     )
@@ -93,7 +93,7 @@ def stepped(slices: SlicedState) -> None:
     for _ in range(2):
         for piece in slices.flat.views:
             shape = dict(model().named_parameters())[piece.name]
-            start, stop = slices.flat.runs()[piece.name]
+            start, stop = slices.flat.owned()[piece.name]
             piece.parameter.grad = (
                 gradient(piece.name, shape).view(-1)[start:stop] if stop > start else None
             )

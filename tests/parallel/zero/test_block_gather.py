@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
+from manyhands.parallel.zero.blocks import find_blocks
 from manyhands.parallel.zero.full_state import model_state
-from manyhands.parallel.zero.spans import blocks
 from manyhands.replica import state
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.recompute import recompute
@@ -152,17 +152,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-AHEAD = [
+LOOKAHEAD = [
     pytest.param(
-        name, ahead, marks=() if ahead or name in ("stack", "again") else (pytest.mark.slow,)
+        name,
+        lookahead,
+        marks=() if lookahead or name in ("stack", "again") else (pytest.mark.slow,),
     )
     for name in MODELS
-    for ahead in (0, 1)
+    for lookahead in (0, 1)
 ]
 
 
-@pytest.mark.parametrize(("name", "ahead"), AHEAD)
-def test_whatever_a_model_does_with_its_blocks(name: str, ahead: int) -> None:
+@pytest.mark.parametrize(("name", "lookahead"), LOOKAHEAD)
+def test_whatever_a_model_does_with_its_blocks(name: str, lookahead: int) -> None:
     assert_same_as_alone(
         3,
         3,
@@ -171,9 +173,9 @@ def test_whatever_a_model_does_with_its_blocks(name: str, ahead: int) -> None:
         LOSS,
         even(3, 9, 3),
         optimizer=OPTIMIZERS["adam"],
-        unit_bytes=10**9,
+        block_bytes=10**9,
         micros=3,
-        ahead=ahead,
+        lookahead=lookahead,
     )
 
 
@@ -253,11 +255,11 @@ def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
         model = Stack()
         walk = Walk(model, [[cut(b, [4, 4])[group.rank]] for b in data_of("mlp", 3, 8)], LOSS, True)
         mine = spread(
-            group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], unit_bytes=10**9
+            group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], block_bytes=10**9
         )
         flat = mine.flat
         assert flat is not None and flat.gathering is not None
-        units = flat.gathering.units
+        units = flat.gathering.blocks
         assert [u.name for u in units] == ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
         flat.watch = lambda: most.append(
             sum(any(s.full.untyped_storage().nbytes() for s in u.spans) for u in units[1:])
@@ -291,7 +293,7 @@ def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
         [[[b]] for b in data],
         half,
         optimizer=OPTIMIZERS["sgd"],
-        short=torch.bfloat16,
+        gather_dtype=torch.bfloat16,
     )
     assert got == losses
     assert_tensors_close(model, state.model_state(one), rtol=1e-6)
@@ -302,15 +304,15 @@ def test_matrix_work_in_bf16_is_that_of_autocast_to_the_bit(stage: int) -> None:
         [[[m] for m in cut(b, [2, 2])] for b in data],
         half,
         optimizer=OPTIMIZERS["sgd"],
-        short=torch.bfloat16,
+        gather_dtype=torch.bfloat16,
     )
     assert two[0][0] == pytest.approx(losses, rel=2e-2)
 
 
 def test_blocks_are_the_members_of_lists_and_what_is_large_beside_them() -> None:
     gpt = model_of("gpt")
-    assert [n for n, _ in blocks(gpt, 10**9)] == ["h.0", "h.1", "h.2", "h.3"]
-    assert [n for n, _ in blocks(gpt, 1)] == [
+    assert [n for n, _ in find_blocks(gpt, 10**9)] == ["h.0", "h.1", "h.2", "h.3"]
+    assert [n for n, _ in find_blocks(gpt, 1)] == [
         "wte",
         "wpe",
         "h.0",
@@ -320,8 +322,8 @@ def test_blocks_are_the_members_of_lists_and_what_is_large_beside_them() -> None
         "ln_f",
         "lm_head",
     ]
-    assert [n for n, _ in blocks(model_of("mlp"), 10**9)] == ["0", "2", "4", "6"]
-    assert [n for n, _ in blocks(model_of("seq2seq"), 10**9)] == [
+    assert [n for n, _ in find_blocks(model_of("mlp"), 10**9)] == ["0", "2", "4", "6"]
+    assert [n for n, _ in find_blocks(model_of("seq2seq"), 10**9)] == [
         "encoders.0",
         "encoders.1",
         "decoders.0",

@@ -291,14 +291,16 @@ def peak_cases() -> list[Any]:
     rest of the product is slow.
     """
     found = []
-    for stage, size, ahead in itertools.product(STAGES, [2, 4], [0, 1]):
-        quick = (size, ahead) == (2, 1) or (stage, size, ahead) == (3, 4, 0)
-        found.append(pytest.param(stage, size, ahead, marks=() if quick else (pytest.mark.slow,)))
+    for stage, size, lookahead in itertools.product(STAGES, [2, 4], [0, 1]):
+        quick = (size, lookahead) == (2, 1) or (stage, size, lookahead) == (3, 4, 0)
+        found.append(
+            pytest.param(stage, size, lookahead, marks=() if quick else (pytest.mark.slow,))
+        )
     return found
 
 
-@pytest.mark.parametrize(("stage", "size", "ahead"), peak_cases())
-def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: int) -> None:
+@pytest.mark.parametrize(("stage", "size", "lookahead"), peak_cases())
+def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, lookahead: int) -> None:
     gpt = zoo("gpt")["GPT"]
 
     def main(group: Group) -> tuple[int, int, int, int]:
@@ -321,7 +323,7 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
             nominal=2 * size,
             optimizer=torch.optim.AdamW,
             bucket_bytes=100_000,
-            ahead=ahead,
+            lookahead=lookahead,
         )
         peak = Peak(mine.flat, mine.optimizer)
         for _ in range(2):
@@ -331,7 +333,7 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, ahead: i
         return peak.nbytes, parameters, unit, max(s.length * 4 for s in mine.flat.spans)
 
     for measured, p, unit, bucket in World(size).run(main):
-        g, o, here = p, 2 * p, 1 + ahead  # at work, and ahead of it
+        g, o, here = p, 2 * p, 1 + lookahead  # at work, and beside it
         formula = {
             1: p + g + o / size,
             2: p + (g + o) / size + here * bucket,

@@ -2,10 +2,10 @@
 
 The way of one model, then of one step:
 
-    common_subexpressions.py    drops nodes that compute what an earlier node has computed
-    graph_nodes.py              groups traced nodes that may not be separated, and measures their costs
-    partition.py                places graph nodes on ranks (split.graph_placement) and makes each rank's module
-    segment_programs.py         cuts each rank's nodes into segments, with the edges between them
-    graph_executor.py           runs a step: this rank's segments in their order, forward and backward
-    peer_transfers.py           sends values and gradients along the edges
+    common_subexpressions.py   drops nodes that compute what an earlier node has computed
+    graph_nodes.py             groups traced nodes that may not be separated; measures their costs
+    partition.py               places graph nodes on ranks (split) and makes each rank's module
+    segment_programs.py        cuts each rank's nodes into segments, with edges between them
+    graph_executor.py          runs a step: this rank's segments, forward and backward
+    peer_transfers.py          sends values and gradients along the edges
 """

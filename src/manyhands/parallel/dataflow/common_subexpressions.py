@@ -1,7 +1,9 @@
-"""Common subexpression elimination: nodes of a traced model that compute what an earlier node has computed are left out.
+"""Common subexpression elimination in a traced model.
 
-Only nodes that are known to do nothing but compute: none that draws random numbers, changes a value in place, keeps a state or
-has hooks. Gradients stay right, since all users of either result now use the one.
+Nodes that compute what an earlier node has computed are left out.
+Only nodes that are known to do nothing but compute: none that draws random numbers, changes a value
+in place, keeps a state or has hooks. Gradients stay right, since all users of either result now use
+the one.
 """
 
 from __future__ import annotations
@@ -57,10 +59,34 @@ CHANGES = (
 )
 # modules that do nothing but compute: two calls with the same arguments give the same
 STATELESS = (
-    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.Identity, nn.ReLU, nn.GELU,
-    nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Flatten, nn.Unflatten,
-    nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
-)  # fmt: skip
+    nn.Linear,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.Embedding,
+    nn.Identity,
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.ELU,
+    nn.LeakyReLU,
+    nn.Softplus,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+)
 
 
 def without_common_subexpressions(traced: TracedProgram) -> TracedProgram:
@@ -93,7 +119,8 @@ def without_common_subexpressions(traced: TracedProgram) -> TracedProgram:
 
 
 def _calls(traced: TracedProgram, mode: bool) -> list[tuple[Hashable | None, list[int]]]:
-    """By node: a key of what it computes, None where it may not be left out; and the nodes whose results it uses."""
+    """By node: a key of what it computes, None where it may not be left out; and the nodes whose
+    results it uses."""
     nodes, states = traced.nodes[mode], changed_in_forward(traced)
     at = {s.name: i for i, s in enumerate(nodes)}
     # values that are changed in place before or after, and outputs, which the loss may change

@@ -1,11 +1,17 @@
-"""Graph executor: one step of a model whose graph is partitioned over ranks; independent branches run at the same time.
+"""Graph executor: one step of a model whose graph is partitioned over ranks.
 
-    rank 0   F0 stem, F0 left, F1 stem ...  F0 join, loss, B0 join, B0 left, B0 stem      F: receive values of other segments,
-    rank 1          F0 right       F1 right                B0 right                       compute, send to each that needs them
+Branches that do not need each other run at the same time.
 
-A segment (`dataflow.partition`) is to a graph what a stage is to a pipeline: between its forward and its backward pass it keeps
-its own autograd graph. Gradients of the values that it sent come from every segment that received them, and are added. A
-rank's actions follow from `split.graph_schedule`: they are its share of one order of all actions, so that no ranks wait for
+    rank 0   F0 stem, F0 left, F1 stem ...  F0 join, loss, B0 join, B0 left, B0 stem
+    rank 1          F0 right       F1 right                B0 right
+
+    F   receive values of other segments, compute, send to each segment that needs them
+    B   receive gradients from each of those, backward, send gradients
+
+A segment (`dataflow.partition`) is to a graph what a stage is to a pipeline: between its forward
+and its backward pass it keeps its own autograd graph. Gradients of the values that it sent come
+from every segment that received them, and are added. A rank's actions follow from
+`split.graph_schedule`: they are its share of one order of all actions, so that no ranks wait for
 each other in a circle.
 """
 
@@ -70,8 +76,9 @@ class _GraphState(StepState):
 
 
 class GraphExecutor(StepExecutor):
-    """Runs this rank's segments of `partition`. The last rank has the model's output. `axis`: the ranks that hold each segment
-    together with this one, where tensors are sharded too. `options`: those of a `StepExecutor`."""
+    """Runs this rank's segments of `partition`. The last rank has the model's output. `axis`: the
+    ranks that hold each segment together with this one, where tensors are sharded too. `options`:
+    those of a `StepExecutor`."""
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""Graph nodes: a traced model as a graph whose nodes may be placed on different ranks, with their costs.
+"""Graph nodes: a traced model as a graph whose nodes can be placed on ranks, with their costs.
 
-Traced nodes are separated freely, with two exceptions: those between which a value is changed in place, and all uses of what
-keeps a state (running statistics). Each of these is one graph node, in its order. Traced nodes that follow from the batch alone
-belong to no graph node: every segment that needs them computes them.
+Traced nodes are separated freely, with two exceptions: those between which a value is changed in
+place, and all uses of what keeps a state (running statistics). Each of these is one graph node, in
+its order. Traced nodes that follow from the batch alone belong to no graph node: every segment that
+needs them computes them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ FIELDS = 3
 def trace_finely(
     model: nn.Module, example: tuple[Any, ...], ranks: int, call: Callable[..., Any] | None = None
 ) -> TracedProgram:
-    """Trace down to the smallest modules, so that branches inside of blocks are seen; down to blocks where that fails."""
+    """Trace down to the smallest modules, so that branches inside of blocks are seen; down to
+    blocks where that fails."""
     try:
         return trace_modes(model, example, smallest(model), call)
     except Untraceable:
@@ -54,7 +56,8 @@ def trace_finely(
 
 
 def measure_costs(traced: TracedProgram, example: tuple[Any, ...], repeats: int = 5) -> list[int]:
-    """FIELDS ints for every traced node of training. One rank measures and broadcasts them: times differ from rank to rank."""
+    """FIELDS ints for every traced node of training. One rank measures and broadcasts them: times
+    differ from rank to rank."""
     costs, model = measure(traced, example, repeats), traced.model
     buffers = [(b, b.clone()) for b in model.buffers()]
     numbers: list[int] = []
@@ -77,7 +80,8 @@ def measure_costs(traced: TracedProgram, example: tuple[Any, ...], repeats: int 
 
 
 def group_nodes(traced: TracedProgram) -> list[list[int]]:
-    """By graph node, in order: its traced nodes of training. The last one is the output and has none."""
+    """By graph node, in order: its traced nodes of training. The last one is the output and has
+    none."""
     nodes, states = traced.nodes[True], changed_in_forward(traced)
     spans = [(max(a, 0), b) for a, b in traced.inseparable]
     users: dict[int, list[int]] = {}
@@ -110,7 +114,8 @@ def group_nodes(traced: TracedProgram) -> list[list[int]]:
 
 
 def evaluation_groups(traced: TracedProgram, groups: list[list[int]]) -> list[list[int]]:
-    """The same graph nodes with the traced nodes of evaluation. What only evaluation does belongs to the node before it."""
+    """The same graph nodes with the traced nodes of evaluation. What only evaluation does belongs
+    to the node before it."""
     train, test = ([(s.op, str(s.target)) for s in traced.nodes[mode]] for mode in (True, False))
     same = (
         {b: a for a, b in zip(range(len(train)), range(len(test)), strict=False)}

@@ -1,7 +1,7 @@
 """Graph partition: the computation graph of a traced model, placed on ranks and cut into segments.
 
 traced = without_common_subexpressions(trace_finely(...))    the same on every rank
-costs = measure_costs(traced, example)                       on one rank, which broadcasts them: plain ints
+costs = measure_costs(traced, example)                       on one rank, which broadcasts them
 made = partition(traced, costs, ranks, micros)               the same on every rank again
 GraphExecutor(made, group, ...)
 """
@@ -60,8 +60,8 @@ def partition(
     state: float = 1.0,
     link: TransferCost | None = None,
 ) -> GraphPartition:
-    """`costs`: of `measure_costs`. `limit`: bytes that a rank may hold; `state`: how many times its bytes a parameter takes, with
-    its gradient and its optimizer state."""
+    """`costs`: of `measure_costs`. `limit`: bytes that a rank may hold; `state`: how many times its
+    bytes a parameter takes, with its gradient and its optimizer state."""
     link, groups = link or TransferCost(), group_nodes(traced)
     nodes = graph_nodes(traced, groups, costs, ranks, state)
     placement = place_nodes(nodes, ranks, micros, limit=limit, link=link)

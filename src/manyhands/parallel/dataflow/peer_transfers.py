@@ -1,7 +1,7 @@
 """Peer transfers: the messages between segments, with one `StageTransfers` for every peer.
 
-In a pipeline a rank has one peer a direction. In a graph it may have any number, and both ends of each pair must remember and
-forget the same message formats; so each pair keeps its own.
+In a pipeline a rank has one peer a direction. In a graph it may have any number, and both ends of
+each pair must remember and forget the same message formats; so each pair keeps its own.
 """
 
 from __future__ import annotations

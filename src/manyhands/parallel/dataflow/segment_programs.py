@@ -23,7 +23,8 @@ class SegmentProgram:
 
 @dataclass(frozen=True)
 class Flow:
-    """A forward pass in one mode, over all ranks: segments, and the values that go from one to another."""
+    """A forward pass in one mode, over all ranks: segments, and the values that go from one to
+    another."""
 
     segments: list[SegmentProgram]
     edges: list[SegmentEdge]
@@ -47,7 +48,8 @@ def flow(
     link: TransferCost,
     sizes: dict[str, float],
 ) -> Flow:
-    """The segments of one mode. `groups`: traced nodes by graph node; `where`: rank of each; `sizes`: bytes of values by name."""
+    """The segments of one mode. `groups`: traced nodes by graph node; `where`: rank of each;
+    `sizes`: bytes of values by name."""
     nodes, output = traced.nodes[mode], traced.output[mode]
     inputs = inputs_of_groups(nodes, output, groups)
     own = [replace(n, inputs=t) for n, t in zip(graph, inputs, strict=True)]

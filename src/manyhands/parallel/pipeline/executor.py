@@ -1,12 +1,17 @@
-"""Pipeline executor: one step of a model that is cut into stages over the ranks of a pipeline, by a schedule.
+"""Pipeline executor: one step of a model cut into stages over ranks, by a schedule.
 
-    rank 0   F0 F1 F2 F3          B0 B1 B2 B3          F: receive values from the stage before, compute, send to the next
-    rank 1      F0 F1 F2 F3    B0 B1 B2 B3             B: receive gradients from the next, backward, send to the stage before
-    rank 2         F0 F1 F2 F3 B0 B1 B2 ...            W: gradients of weights that B left out (split_backward)
+    rank 0   F0 F1 F2 F3          B0 B1 B2 B3
+    rank 1      F0 F1 F2 F3    B0 B1 B2 B3
+    rank 2         F0 F1 F2 F3 B0 B1 B2 ...
 
-Every rank executes its list of actions, and so keeps no more activations than the schedule promises: a micro-batch's graph is
-freed after its backward pass, and of the values that a stage sends only the graph is kept. The last stage computes the loss.
-What a stage computes does not depend on the schedule, so gradients are those of one process that accumulates the same
+    F   receive values from the stage before, compute, send to the next
+    B   receive gradients from the next stage, backward, send to the stage before
+    W   gradients of weights that B left out (split_backward)
+
+Every rank executes its list of actions, and so keeps no more activations than the schedule
+promises: a micro-batch's graph is freed after its backward pass, and of the values that a stage
+sends only the graph is kept. The last stage computes the loss. What a stage computes does not
+depend on the schedule, so gradients are those of one process that accumulates the same
 micro-batches.
 """
 
@@ -74,8 +79,9 @@ class _PipelineState(StepState):
 
 
 class PipelineExecutor(StepExecutor):
-    """Runs the stages of this rank, by chunk: stage k is on rank k mod p as its chunk k // p, p being the group's size. `axis`: the
-    ranks that hold each stage together with this one, where tensors are sharded too. `options`: those of a `StepExecutor`."""
+    """Runs the stages of this rank, by chunk: stage k is on rank k mod p as its chunk k // p, p
+    being the group's size. `axis`: the ranks that hold each stage together with this one, where
+    tensors are sharded too. `options`: those of a `StepExecutor`."""
 
     def __init__(
         self,

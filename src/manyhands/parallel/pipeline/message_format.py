@@ -1,11 +1,14 @@
 """Message format between stages: the values of a micro-batch as one buffer of bytes.
 
-    forward     header | tensor | tensor ...     header: 0 = the format is known; n = it is new: a message of n bytes describes
-                                                 it, and the tensors follow in a third message
-    backward    header | gradient ...            header: a byte a gradient, 1 where there is one; a value that needs no gradient
-                                                 has no place in the message
+    forward     header | tensor | tensor ...
+    backward    header | gradient ...
 
-Nothing is pickled: a format is JSON, tensors are raw bytes. Every tensor begins at a multiple of 64 bytes.
+The forward header is 0 where the receiver knows the format. Else it is n: a message of n bytes
+describes the format, and the tensors follow in a third message. The backward header has a byte a
+gradient, 1 where there is one; a value that needs no gradient is not in the message.
+
+Nothing is pickled: a format is JSON, tensors are raw bytes. Every tensor begins at a multiple of 64
+bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class MessageFormat:
 
 @dataclass
 class ReceivedValues:
-    """Values as they were sent. `tensors`: those among them, and for each whether a gradient is to go back."""
+    """Values as they were sent. `tensors`: those among them, and for each whether a gradient is to
+    go back."""
 
     tree: Any
     tensors: list[Tensor]
@@ -99,7 +103,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def encode(value: Any, tensors: list[Tensor], stage: int) -> Any:
-    """`value` as JSON; appends its tensors to `tensors`. `stage`: the receiver, for the error message."""
+    """`value` as JSON; appends its tensors to `tensors`. `stage`: the receiver, for the error
+    message."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TaskError(
@@ -125,8 +130,8 @@ def encode(value: Any, tensors: list[Tensor], stage: int) -> Any:
         pairs = value.items()
         return {"dict": [[encode(k, tensors, stage), encode(v, tensors, stage)] for k, v in pairs]}
     raise TaskError(
-        f"a {type(value).__name__} goes to stage {stage}; tensors, numbers, strings, and lists, tuples "
-        "and dicts of them can be sent: cut the model elsewhere (cut=)"
+        f"a {type(value).__name__} goes to stage {stage}; tensors, numbers, strings, and lists, "
+        "tuples and dicts of them can be sent: cut the model elsewhere (cut=)"
     )
 
 

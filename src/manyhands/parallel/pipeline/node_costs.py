@@ -41,8 +41,9 @@ def measure(
     repeats: int = 5,
     clock: Callable[[], float] = perf_counter,
 ) -> list[NodeCost]:
-    """Run each node of training, forward and backward, on `example`, `repeats` times after a first time. The shortest time
-    counts, since other work on the machine only adds. Parameters, buffers, gradients and random numbers stay as they were."""
+    """Run each node of training, forward and backward, on `example`, `repeats` times after a first
+    time. The shortest time counts, since other work on the machine only adds. Parameters, buffers,
+    gradients and random numbers stay as they were."""
     model, nodes = traced.model, traced.nodes[True]
     buffers = [(b, b.clone()) for b in model.buffers()]
     device = next(t.device for t in (*tensors(example), *model.parameters()))
@@ -76,7 +77,8 @@ def _measured(
     device: torch.device,
     clock: Callable[[], float],
 ) -> tuple[dict[str, Any], list[int], list[float]]:
-    """One run of all nodes: their values, the bytes that each keeps for its backward pass, and its seconds of both passes."""
+    """One run of all nodes: their values, the bytes that each keeps for its backward pass, and its
+    seconds of both passes."""
     model, changes = traced.model, {j for _, j in traced.inseparable}
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     known: dict[str, Any] = {}

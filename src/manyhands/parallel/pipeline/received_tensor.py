@@ -1,7 +1,8 @@
-"""Received tensors: values of another rank as nodes of this rank's autograd graph, and their gradients.
+"""Received tensors: values of another rank as part of this rank's autograd graph.
 
-A leaf would not do: a stage may change in place what it receives, as it could in the whole model, and autograd does not allow
-that of a leaf. So a received tensor enters the graph as the output of a function.
+A leaf would not do: a stage may change in place what it receives, as it could in the whole model,
+and autograd does not allow that of a leaf. So a received tensor enters the graph as the output of a
+function.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class ReceivedTensor:
     grad: Tensor | None = None
 
     def enter_graph(self, anchor: Tensor) -> Tensor:
-        """The value, computed from `anchor`, a scalar that requires a gradient; this object keeps no reference to it."""
+        """The value, computed from `anchor`, a scalar that requires a gradient; this object keeps
+        no reference to it."""
         return cast(Tensor, _EnterGraph.apply(anchor, self))
 
 

@@ -1,18 +1,20 @@
-"""Split backward: first the gradients of the inputs, which another stage waits for, later those of the weights.
+"""Split backward: first the gradients of the inputs, later those of the weights.
+
+Another stage waits for the gradients of the inputs; no stage waits for those of the weights.
 
     y = f(x, w)      now: dx = dy . df/dx        later: dw = dy . df/dw
 
-The first part runs the graph from the outputs to the inputs only. Where the path of a weight leaves that path, at a *fork*,
-the gradient that arrives there is kept. The second part runs from the forks to the weights, and runs no node of the first
-part again:
+The first part runs the graph from the outputs to the inputs only. Where the path of a weight leaves
+that path, at a *fork*, the gradient that arrives there is kept. The second part runs from the forks
+to the weights, and runs no node of the first part again:
 
     y <- fork <- ... <- fork <- x
            \\ w2          \\ w1
 
-A weight may have several forks (it is used twice) and a fork several weights (a Linear's weight and bias): weights and forks
-that are connected run together. There the path from one fork of a weight to its next one runs again, and the kept gradient
-replaces the one that arrives, which would count twice. A weight may also reach an output past all inputs: then its path
-starts at that output.
+A weight may have several forks (it is used twice) and a fork several weights (a Linear's weight and
+bias): weights and forks that are connected run together. There the path from one fork of a weight
+to its next one runs again, and the kept gradient replaces the one that arrives, which would count
+twice. A weight may also reach an output past all inputs: then its path starts at that output.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def _above(nodes: Iterable[Node], after: dict[Node, set[Node]]) -> set[Node]:
 def _forks(
     leaf: Node, after: dict[Node, set[Node]], toward: set[Node], roots: set[Node]
 ) -> tuple[frozenset[Node], frozenset[Node]]:
-    """The nodes where paths to `leaf` leave those toward the inputs; and the outputs whose paths to `leaf` never were on those."""
+    """The nodes where paths to `leaf` leave those toward the inputs; and the outputs whose paths to
+    `leaf` never were on those."""
     seen, todo, forks = {leaf}, [leaf], set()
     while todo:
         for node in after[todo.pop()] - seen:
@@ -133,7 +136,8 @@ def _forks(
 
 
 def _connected(begins: dict[Node, frozenset[Node]]) -> list[list[Node]]:
-    """Leaves in groups that share a node at which their paths begin, directly or over other leaves."""
+    """Leaves in groups that share a node at which their paths begin, directly or over other
+    leaves."""
     group_of: dict[Node, list[Node]] = {}  # by node at which a path begins
     groups: dict[int, list[Node]] = {}
     for leaf, mine in begins.items():

@@ -1,8 +1,8 @@
-"""Pipeline stages: a traced model cut into parts, each a module with the parameters it uses under their own names.
+"""Pipeline stages: a traced model cut into parts, each a module with the parameters it uses.
 
 stages = cut(traced, balance_stages([c.seconds for c in measure(traced, inputs)], 4))
 values = {}
-for stage in stages:          # in a pipeline each is on its rank, and `values` are sent from one to the next
+for stage in stages:  # in a pipeline each is on its rank, and `values` are sent to the next
     values = stage.forward(inputs, values)
 output = values["output"]
 """
@@ -34,9 +34,10 @@ from manyhands.parallel.trace.program import (
 class Stage:
     """Stage `index` of `of` of a model. What `forward` returns goes to the next stage as it is.
 
-    `module` holds the parameters and buffers that this stage uses, under their names in the whole model. A weight that is used
-    under several names has the first of them, and `tied` says which stages hold it too: their gradients are to be summed.
-    `module.train()` and `module.eval()` mean what they mean to the whole model.
+    `module` holds the parameters and buffers that this stage uses, under their names in the whole
+    model. A weight that is used under several names has the first of them, and `tied` says which
+    stages hold it too: their gradients are to be summed. `module.train()` and `module.eval()` mean
+    what they mean to the whole model.
     """
 
     module: nn.Module
@@ -53,8 +54,9 @@ class Stage:
         return self.index == self.of - 1
 
     def forward(self, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-        """`inputs`: the batch's own, as the model gets them; `values`: what the stage before returned. Values are tensors and small
-        non-tensors (ints, None, tuples of both). The last stage returns {"output": what the model returns}."""
+        """`inputs`: the batch's own, as the model gets them; `values`: what the stage before
+        returned. Values are tensors and small non-tensors (ints, None, tuples of both). The last
+        stage returns {"output": what the model returns}."""
         got: dict[str, Any] = self.module(inputs, values)
         return got
 
@@ -119,7 +121,8 @@ def _last_use(nodes: Sequence[TraceNode], output: Any) -> dict[str, int]:
 def values_across(
     nodes: Sequence[TraceNode], output: Any, begins: Sequence[int]
 ) -> list[tuple[str, ...]]:
-    """By cut: the names of values made before it and used after it, without those that later stages compute again."""
+    """By cut: the names of values made before it and used after it, without those that later stages
+    compute again."""
     last_use = _last_use(nodes, output)
     return [
         tuple(s.name for s in nodes[:begin] if last_use[s.name] >= begin and not s.recomputable)
@@ -130,7 +133,8 @@ def values_across(
 def _recomputed(
     nodes: Sequence[TraceNode], output: Any, begin: int, end: int, last: bool
 ) -> list[TraceNode]:
-    """The earlier nodes that a stage computes again rather than receives: masks and positions, which follow from the batch."""
+    """The earlier nodes that a stage computes again rather than receives: masks and positions,
+    which follow from the batch."""
     wanted = {name for node in nodes[begin:end] for name in ref_names(node)} | (
         {*ref_names(output)} if last else set()
     )

@@ -1,7 +1,8 @@
-"""Stage program: the nodes of a traced model that one rank runs, and the module that holds their parameters.
+"""Stage program: the traced nodes that one rank runs, and the module with their parameters.
 
-Pipeline stages and the segments of a dataflow graph are both stage programs. Their modules hold parameters and leaf modules at
-the paths that these have in the whole model, so that names in checkpoints stay the same.
+Pipeline stages and the segments of a dataflow graph are both stage programs. Their modules hold
+parameters and leaf modules at the paths that these have in the whole model, so that names in
+checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StageProgram:
 
 
 class StageModule(nn.Module):
-    """Parameters and leaf modules at their paths in the whole model, and the programs that use them, by mode."""
+    """Parameters and leaf modules at their paths in the whole model, and the programs that use
+    them, by mode."""
 
     def __init__(self, programs: dict[bool, StageProgram]):
         super().__init__()
@@ -58,8 +60,8 @@ class StageModule(nn.Module):
 
 
 class StageModuleBuilder:
-    """Puts what a program uses into a module, in the order of the whole model, so that `named_parameters` gives a tied weight its
-    first name."""
+    """Puts what a program uses into a module, in the order of the whole model, so that
+    `named_parameters` gives a tied weight its first name."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -122,7 +124,8 @@ def _holder(root: nn.Module, path: str) -> nn.Module:
 
 
 def refuse_shared_statistics(modules: Sequence[nn.Module]) -> None:
-    """Refuse BatchNorm modules that two stages update: the running statistics of each would see half of the batches."""
+    """Refuse BatchNorm modules that two stages update: the running statistics of each would see
+    half of the batches."""
     seen: dict[int, int] = {}
     for k, module in enumerate(modules):
         for name, part in module.named_modules():
@@ -131,14 +134,15 @@ def refuse_shared_statistics(modules: Sequence[nn.Module]) -> None:
                 and seen.setdefault(id(part), k) != k
             ):
                 raise PlanError(
-                    f"{name} keeps running statistics and is used in stages {seen[id(part)]} and {k}; "
-                    "a cut may not run between two uses of it: name the modules at which stages "
-                    "begin (cut=...), or use fewer stages"
+                    f"{name} keeps running statistics and is used in stages {seen[id(part)]} and "
+                    f"{k}; a cut may not run between two uses of it: name the modules at which "
+                    "stages begin (cut=...), or use fewer stages"
                 )
 
 
 def tied_parameters(modules: Sequence[nn.Module]) -> list[dict[str, list[int]]]:
-    """By module: the names of its parameters that other modules hold too -> the indices of all that do."""
+    """By module: the names of its parameters that other modules hold too -> the indices of all that
+    do."""
     names = [{name for name, _ in m.named_parameters()} for m in modules]
     holders = [
         {name: [i for i, other in enumerate(names) if name in other] for name in sorted(mine)}

@@ -1,9 +1,10 @@
-"""Step executor: one training step of a model that is cut over the ranks of a group, called by all of them together.
+"""Step executor: one training step of a model that is cut over the ranks of a group.
 
-    batches -> micro-batches of the step -> _run: forward and backward of each -> tied weights -> sum of the loss
+    batches -> micro-batches -> _run: forward, backward of each -> tied weights -> sum of the loss
 
-`PipelineExecutor` and `GraphExecutor` differ in `_run`: a pipeline runs stages by a schedule, a graph runs segments in the order
-that its partition gives. What they share is here: the loss, recomputation, tied weights and the events of a step.
+`PipelineExecutor` and `GraphExecutor` differ in `_run`: a pipeline runs stages by a schedule, a
+graph runs segments in the order that its partition gives. What they share is here: the loss,
+recomputation, tied weights and the events of a step.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class StepState:
 
 
 class StepExecutor(ABC):
-    """`held`: the modules of this rank with their tied parameters (`TiedWeights`). `loss` or `step` is computed by the rank with
-    the model's output. Called once a step by every rank of `group`, each with its own batch iterator over the same batches, so
-    that inputs and targets are never sent. `infer` runs forward only."""
+    """`held`: the modules of this rank with their tied parameters (`TiedWeights`). `loss` or `step`
+    is computed by the rank with the model's output. Called once a step by every rank of `group`,
+    each with its own batch iterator over the same batches, so that inputs and targets are never
+    sent. `infer` runs forward only."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class StepExecutor(ABC):
         self._zero = torch.zeros((), dtype=torch.float64, device=where)
 
     def __call__(self, scaled: Scaled, batches: BatchIterator) -> tuple[Tensor, int]:
-        """One step: adds gradients to `.grad` of this rank's parameters. Returns the sum of losses over all samples of the step,
-        and their number, on every rank."""
+        """One step: adds gradients to `.grad` of this rank's parameters. Returns the sum of losses
+        over all samples of the step, and their number, on every rank."""
         micros = [batches.next()]
         while not micros[-1].last:
             micros.append(batches.next())
@@ -102,7 +104,8 @@ class StepExecutor(ABC):
 
     @torch.no_grad()
     def infer(self, values: Any) -> Any:
-        """The model's output for a batch, on the rank that computes it; None elsewhere. Every rank of the group calls it."""
+        """The model's output for a batch, on the rank that computes it; None elsewhere. Every rank
+        of the group calls it."""
         return self._run([Batch(values, 1, True)], lambda loss, count: loss, INFERRED).output
 
     @abstractmethod
@@ -130,7 +133,8 @@ class StepExecutor(ABC):
     def _compute_loss(
         self, state: StepState, micro: int, module: nn.Module, model: Callable[..., Any]
     ) -> tuple[GradientEdge, Tensor] | None:
-        """Add up the loss of a micro-batch. Returns where backward begins, with a gradient of 1; None: nothing requires one."""
+        """Add up the loss of a micro-batch. Returns where backward begins, with a gradient of 1;
+        None: nothing requires one."""
         batch = state.batches[micro]
         whole = cast(nn.Module, _ModelProxy(module, model))
         task = TaskLoss(
@@ -163,7 +167,8 @@ class StepExecutor(ABC):
 
 
 class _ModelProxy:
-    """The whole model in a step of the user's, which may call it once: no rank holds all of the model."""
+    """The whole model in a step of the user's, which may call it once: no rank holds all of the
+    model."""
 
     def __init__(self, module: nn.Module, call: Callable[[tuple[Any, ...]], Any]):
         self._module, self._call, self._called = module, call, False

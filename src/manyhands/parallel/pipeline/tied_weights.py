@@ -16,8 +16,8 @@ from manyhands.core import Group
 
 
 class TiedWeights:
-    """`held`: the modules of this rank, each with the names of its tied parameters and the stages that hold them. Stage k is on
-    rank k mod the group's size."""
+    """`held`: the modules of this rank, each with the names of its tied parameters and the stages
+    that hold them. Stage k is on rank k mod the group's size."""
 
     def __init__(self, held: Sequence[tuple[nn.Module, Mapping[str, Sequence[int]]]], group: Group):
         self._held, self._group = held, group
@@ -38,7 +38,8 @@ class TiedWeights:
 
     @cached_property
     def _weights(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """Weights of this rank that other ranks hold too, and all ranks that do, in the same order everywhere."""
+        """Weights of this rank that other ranks hold too, and all ranks that do, in the same order
+        everywhere."""
         found: dict[str, tuple[nn.Parameter, list[int]]] = {}
         for module, tied in self._held:
             own = dict(module.named_parameters(remove_duplicate=False)) if tied else {}

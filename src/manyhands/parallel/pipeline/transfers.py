@@ -1,12 +1,14 @@
 """Stage transfers: the messages between the stages of a pipeline, one a micro-batch and direction.
 
-A message is as long as its format says, so both ends must hold the same format. They do: a format belongs to a stage and to
-the shapes of a micro-batch, which all ranks of a pipeline read for themselves, and messages arrive in order. The sender
-describes a format when a shape is new, and when something has changed that the batch does not show.
+A message is as long as its format says, so both ends must hold the same format. They do: a format
+belongs to a stage and to the shapes of a micro-batch, which all ranks of a pipeline read for
+themselves, and messages arrive in order. The sender describes a format when a shape is new, and
+when something has changed that the batch does not show.
 
-A group need not buffer. So no rank waits for a message that it sends: the message is over when something comes that the peer
-sent after it had read it (the lists of actions say so), or at the end of the step. And one receive from every peer is always
-posted before it is needed, so that messages travel while stages compute.
+A group need not buffer. So no rank waits for a message that it sends: the message is over when
+something comes that the peer sent after it had read it (the lists of actions say so), or at the end
+of the step. And one receive from every peer is always posted before it is needed, so that messages
+travel while stages compute.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ BatchKey = tuple[Any, ...]  # what both ends know of a micro-batch: the shapes o
 
 
 class ExpectedMessage(NamedTuple):
-    """A message that this rank will receive: for which of its stages, and which of the peer's actions sends it."""
+    """A message that this rank will receive: for which of its stages, and which of the peer's
+    actions sends it."""
 
     kind: Literal["F", "B"]
     stage: int
@@ -56,7 +59,8 @@ class Transfers(Protocol):
     def start_step(
         self, expected: Mapping[int, Sequence[ExpectedMessage]], keys: Sequence[BatchKey]
     ) -> None:
-        """`expected`: by peer, all that it sends to this rank in this step; `keys`: of every micro-batch."""
+        """`expected`: by peer, all that it sends to this rank in this step; `keys`: of every
+        micro-batch."""
         ...
 
     def end_step(self) -> None: ...
@@ -64,7 +68,8 @@ class Transfers(Protocol):
     def send_values(
         self, peer: int, stage: int, micro: int, values: Values, read: int
     ) -> list[Tensor]:
-        """Send what `stage` of `peer` needs, which reads it in its action `read`. Returns the tensors that get a gradient."""
+        """Send what `stage` of `peer` needs, which reads it in its action `read`. Returns the
+        tensors that get a gradient."""
         ...
 
     def receive_values(self, peer: int, stage: int, micro: int) -> ReceivedValues: ...
@@ -78,7 +83,8 @@ class Transfers(Protocol):
         metas: Sequence[TensorMeta],
         read: int,
     ) -> None:
-        """Send `stage` of `peer` the gradients of the values that it sent and wants gradients for; None where there is none."""
+        """Send `stage` of `peer` the gradients of the values that it sent and wants gradients for;
+        None where there is none."""
         ...
 
     def receive_grads(self, peer: int, stage: int, micro: int) -> list[Tensor | None]:
@@ -88,7 +94,8 @@ class Transfers(Protocol):
 
 @dataclass
 class _PeerQueue:
-    """What one peer sends in this step, in order, and what was sent to it and may not have arrived."""
+    """What one peer sends in this step, in order, and what was sent to it and may not have
+    arrived."""
 
     expected: deque[ExpectedMessage]
     posted: tuple[Tensor, Work] | None = None  # the receive of expected[0], once it has begun
@@ -97,7 +104,8 @@ class _PeerQueue:
 
 
 class StageTransfers:
-    """`Transfers` over a group. Where both ends are on one rank, values are handed over as they are."""
+    """`Transfers` over a group. Where both ends are on one rank, values are handed over as they
+    are."""
 
     def __init__(self, group: Group, device: torch.device, axis: TensorAxis | None = None):
         self._group, self._device, self._axis = group, device, axis
@@ -160,7 +168,8 @@ class StageTransfers:
     def _send_format(
         self, peer: int, known: MessageFormat | None, now: MessageFormat, read: int
     ) -> None:
-        """Two messages: one as long as the peer expects, whose header announces the second, the format."""
+        """Two messages: one as long as the peer expects, whose header announces the second, the
+        format."""
         text = torch.frombuffer(bytearray(now.text.encode()), dtype=torch.uint8).to(self._device)
         expected_bytes = HEADER_BYTES if known is None else message_bytes(known.metas)
         notice = torch.empty(expected_bytes, dtype=torch.uint8, device=self._device)

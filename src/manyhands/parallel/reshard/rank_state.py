@@ -118,7 +118,7 @@ class SlicedState:
 
     def shard_specs(self, specs: Mapping[str, ShardSpec]) -> dict[str, AnyShardSpec]:
         """The slices that this rank holds of the shards `specs` of its shard axis."""
-        sliced, whole = self.flat.runs(), self._whole()
+        sliced, whole = self.flat.owned(), self._whole()
         parameters = {n for n, _ in self.flat.module.named_parameters(remove_duplicate=False)}
         found: dict[str, AnyShardSpec] = {}
         for name, spec in specs.items():
@@ -131,7 +131,7 @@ class SlicedState:
     def _whole(self) -> set[str]:
         """Parameters that are not sharded: frozen ones, where nothing is gathered."""
         first = {id(p): n for n, p in self.flat.module.named_parameters()}
-        sliced = self.flat.runs()
+        sliced = self.flat.owned()
         return {
             n
             for n, p in self.flat.module.named_parameters(remove_duplicate=False)
@@ -141,10 +141,8 @@ class SlicedState:
     def _slices(self) -> Tensors:
         found: Tensors = {}
         for span in (*self.flat.spans, *self.flat.frozen):
-            for place in span.places:
-                start, stop = span.run(place)
-                lo = place.start + start - span.own.start if start < stop else 0
-                found[place.name] = span.value[lo : lo + stop - start]
+            for entry in span.entries:
+                found[entry.name] = span.value[span.own_slice(entry)]
         return found
 
 

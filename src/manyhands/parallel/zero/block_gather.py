@@ -1,13 +1,15 @@
-"""Parameters that are here only while their block runs: gathered before its forward and its backward pass, let go after each.
+"""Block gather: a block's parameters are gathered before each of its passes, and released after.
 
-    forward     gather(k); gather(k + 1) begins; run k; let k go
-    backward    gather(k); gather(k - 1) begins; run k; let k go, and its gradient is on its way to the owners
+    forward     gather(k); start gather(k + 1); run k; release k
+    backward    gather(k); start gather(k - 1); run k; release k; its gradient is sent to the owners
 
-A parameter is the same object all the time; only its memory comes and goes, and views of it that autograd keeps come back with it.
-While its memory is away it reads as NaN, in its shape. When the next gather begins follows from the order of the last forward
-pass, and when a gradient leaves from where the block's inputs get theirs: alike on all ranks, whatever parameters each has used.
-Who looks at a parameter outside its block (a functional use, a call that goes around the model's own forward) gets its block
-gathered there and then, until the pass is over. The root's parameters stay from its forward pass to the end of the backward pass.
+A parameter is the same object all the time. Only its memory comes and goes, and views of it that
+autograd keeps come back with it; without memory it reads as NaN, in its shape. The order of the
+last forward pass says which gather starts next, and the gradients of the block's inputs say when
+its own gradients are complete: the same on all ranks, whatever parameters each has used. Code that
+reads a parameter outside its block (a functional use, a call that goes around the model's own
+forward) gets the block gathered at that moment, until the pass is over. The root's parameters stay
+from its forward pass to the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -21,226 +23,235 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from manyhands.core import Group, Work
-from manyhands.parallel.zero.spans import Span, Unit
+from manyhands.parallel.zero.blocks import Block
+from manyhands.parallel.zero.spans import Span
 
 
-class Gathering:
-    """`send` hands over a span whose gradients are complete; `watch` is told when memory has come."""
+class BlockGather:
+    """Gathers and releases `blocks`, the root first. `send` gets a span whose gradients are
+    complete; `at_peak` is called when memory was allocated. `prefetch`: start the gather of the
+    next block while one runs."""
 
     def __init__(
         self,
         module: nn.Module,
-        units: list[Unit],
+        blocks: list[Block],
         group: Group,
         send: Callable[[Span], None],
-        watch: Callable[[], None],
-        ahead: bool = True,
+        at_peak: Callable[[], None],
+        prefetch: bool = True,
     ):
-        self.module, self.units, self.group = module, units, group
-        self._send, self._watch, self._ahead = send, watch, ahead
-        self.open = False  # whether a look at a parameter may gather: all ranks run the model
-        self._coming: dict[Unit, list[Work]] = {}
-        self._trail: list[Unit] = []  # units in the order of this forward pass
-        self._next: dict[Unit, Unit] = {}  # of the last one
-        self._before: dict[Unit, Unit] = {}
-        self._last: Unit | None = None
-        self._backward = False  # a backward pass is under way
-        self._views: dict[int, Tensor] = {}
-        self._away: dict[int, Tensor] = {}
+        self.module, self.blocks, self.group = module, blocks, group
+        self._send, self._at_peak, self._prefetch = send, at_peak, prefetch
+        self.on_read = False  # reading a parameter may gather its block: all ranks run the model
+        self._pending: dict[Block, list[Work]] = {}
+        self._order: list[Block] = []  # blocks in the order of this forward pass
+        self._next: dict[Block, Block] = {}  # of the last forward pass
+        self._previous: dict[Block, Block] = {}
+        self._last: Block | None = None
+        self._backward = False  # a backward pass is running
+        self._views: dict[int, Tensor] = {}  # parameter -> its view of the gathered span
+        self._released: dict[int, Tensor] = {}  # parameter -> its value without memory
         self._hooks: list[Any] = []
-        self._watched: list[tuple[nn.Module, dict[str, Any]]] = []
-        for unit in units:
-            self._cut(unit)
+        self._plain: list[tuple[nn.Module, dict[str, Any]]] = []
+        for block in blocks:
+            self._shard(block)
             self._hooks += [
-                unit.module.register_forward_pre_hook(self._before_forward(unit), with_kwargs=True),
-                unit.module.register_forward_hook(
-                    self._after_forward(unit), with_kwargs=True, always_call=False
+                block.module.register_forward_pre_hook(
+                    self._before_forward(block), with_kwargs=True
+                ),
+                block.module.register_forward_hook(
+                    self._after_forward(block), with_kwargs=True, always_call=False
                 ),
             ]
-        of = {id(p.parameter): unit for unit in units for s in unit.spans for p in s.places}
+        of = {id(e.parameter): block for block in blocks for s in block.spans for e in s.entries}
         for part in module.modules():
             mine = {
                 n: of[id(p)] for n, p in part._parameters.items() if p is not None and id(p) in of
             }
             if mine:
-                self._watched.append((part, part._parameters))
-                part.__dict__["_parameters"] = _Looked(part._parameters, mine, self)
+                self._plain.append((part, part._parameters))
+                part.__dict__["_parameters"] = _ParametersOnRead(part._parameters, mine, self)
 
     def close(self) -> None:
-        """Leave the module as a plain one, with all parameters away."""
+        """Leave the module as a plain one, with all parameters released."""
         self.release_all()
         for hook in self._hooks:
             hook.remove()
-        for part, plain in self._watched:
+        for part, plain in self._plain:
             part.__dict__["_parameters"] = plain
 
-    def _cut(self, unit: Unit) -> None:
-        """From whole parameters to this rank's slices, span by span, so that memory never holds more than one block twice."""
-        for span in unit.spans:
+    def _shard(self, block: Block) -> None:
+        """From whole parameters to this rank's slices, span by span: memory never holds more than
+        one span twice."""
+        for span in block.spans:
             span.full = torch.zeros(
-                span.length, dtype=span.dtype, device=span.places[0].parameter.device
+                span.length, dtype=span.dtype, device=span.entries[0].parameter.device
             )
-            for place in span.places:
-                span.view(span.full, place).copy_(place.parameter.data)
+            for entry in span.entries:
+                span.view(span.full, entry).copy_(entry.parameter.data)
             span.value.copy_(span.full[span.own])
-            span.full = torch.empty(span.length, dtype=span.wire, device=span.full.device)
-            for place in span.places:
-                nothing = float("nan") if span.wire.is_floating_point else 0
-                self._away[id(place.parameter)] = torch.full(
-                    (), nothing, dtype=span.wire, device=span.full.device
-                ).expand(place.shape)
-                self._views[id(place.parameter)] = span.view(span.full, place)
-                place.parameter.data = self._away[id(place.parameter)]
+            span.full = torch.empty(span.length, dtype=span.gather_dtype, device=span.full.device)
+            for entry in span.entries:
+                nothing = float("nan") if span.gather_dtype.is_floating_point else 0
+                self._released[id(entry.parameter)] = torch.full(
+                    (), nothing, dtype=span.gather_dtype, device=span.full.device
+                ).expand(entry.shape)
+                self._views[id(entry.parameter)] = span.view(span.full, entry)
+                entry.parameter.data = self._released[id(entry.parameter)]
             span.full.untyped_storage().resize_(0)
 
-    # -- memory that comes and goes --
+    # -- gather and release --
 
-    def begin(self, unit: Unit) -> None:
-        if unit.here or unit in self._coming:
+    def start_gather(self, block: Block) -> None:
+        if block.gathered or block in self._pending:
             return
         works = []
-        for span in unit.spans:
+        for span in block.spans:
             span.full.untyped_storage().resize_(span.full.nbytes)
             span.full[span.own].copy_(span.value)
             works.append(self.group.all_gather({span.key: span.full}))
-        self._coming[unit] = works
-        self._watch()
+        self._pending[block] = works
+        self._at_peak()
 
-    def need(self, unit: Unit) -> None:
-        if unit.here:
+    def gather(self, block: Block) -> None:
+        if block.gathered:
             return
-        self.begin(unit)
-        for work in self._coming.pop(unit):
+        self.start_gather(block)
+        for work in self._pending.pop(block):
             work.wait()
-        for span in unit.spans:
-            for place in span.places:
-                place.parameter.data = self._views[id(place.parameter)]
-        unit.here = True
-        if not self._backward and (not self._trail or self._trail[-1] is not unit):
-            self._trail.append(unit)
+        for span in block.spans:
+            for entry in span.entries:
+                entry.parameter.data = self._views[id(entry.parameter)]
+        block.gathered = True
+        if not self._backward and (not self._order or self._order[-1] is not block):
+            self._order.append(block)
 
-    def release(self, unit: Unit) -> None:
-        for work in self._coming.pop(unit, ()):
+    def release(self, block: Block) -> None:
+        for work in self._pending.pop(block, ()):
             work.wait()
-        for span in unit.spans:
-            for place in span.places:
-                place.parameter.data = self._away[id(place.parameter)]
+        for span in block.spans:
+            for entry in span.entries:
+                entry.parameter.data = self._released[id(entry.parameter)]
             span.full.untyped_storage().resize_(0)
-        unit.here = False
+        block.gathered = False
 
     def release_all(self) -> None:
-        for unit in self.units:
-            if unit.here or unit in self._coming:
-                self.release(unit)
+        for block in self.blocks:
+            if block.gathered or block in self._pending:
+                self.release(block)
 
     def start(self) -> None:
-        """A new step: nothing is left of the one before, not even where a backward pass never came."""
+        """Begin a step: release what the one before has left, also where its backward pass never
+        came."""
         self.release_all()
         self._backward = False
-        for unit in self.units:
-            unit.uses, unit.in_backward = 0, False
-        self._trail = []
+        for block in self.blocks:
+            block.uses, block.in_backward = 0, False
+        self._order = []
 
     def finish(self) -> None:
-        """A backward pass is over: what did not leave by itself leaves now, the last block first."""
-        for unit in reversed(self.units):
-            for span in unit.spans:
+        """End a backward pass: send the spans that are not sent yet, the last block first."""
+        for block in reversed(self.blocks):
+            for span in block.spans:
                 if span.trains and (
-                    not span.sent or any(p.parameter.grad is not None for p in span.places)
+                    not span.sent or any(e.parameter.grad is not None for e in span.entries)
                 ):
                     self._send(span)
         self.start()
 
     # -- hooks --
 
-    def _before_forward(self, unit: Unit) -> Callable[..., Any]:
+    def _before_forward(self, block: Block) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if unit is self.units[0] and not self._backward:
-                self._trail = []
-            self.need(unit)
-            if self._ahead and not self._backward and unit in self._next:
-                self.begin(self._next[unit])
-            if self._backward or not torch.is_grad_enabled() or unit is self.units[0]:
+            if block is self.blocks[0] and not self._backward:
+                self._order = []
+            self.gather(block)
+            if self._prefetch and not self._backward and block in self._next:
+                self.start_gather(self._next[block])
+            if self._backward or not torch.is_grad_enabled() or block is self.blocks[0]:
                 return None
-            return self._marked(unit, args, kwargs)
+            return self._with_hooks(block, args, kwargs)
 
         return hook
 
-    def _marked(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        """The same inputs, with a mark in the graph: when backward passes it, the block is over."""
+    def _with_hooks(self, block: Block, args: Any, kwargs: Any) -> Any:
+        """The same inputs, with a hook in the graph: when backward reaches it, the block's
+        gradients are complete."""
         flat, shape = pytree.tree_flatten((args, kwargs))
         waiting = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
         if not waiting:
             return None
-        unit.uses += 1
+        block.uses += 1
         left = set(waiting)
 
-        def over(i: int) -> None:
+        def reached(i: int) -> None:
             left.discard(i)
             if not left:
-                self._leave(unit)
+                self._leave_backward(block)
 
         for i in waiting:
             flat[i] = flat[i].view_as(flat[i])
-            flat[i].grad_fn.register_hook(lambda *_, i=i: over(i))
+            flat[i].grad_fn.register_hook(lambda *_, i=i: reached(i))
         return pytree.tree_unflatten(flat, shape)
 
-    def _after_forward(self, unit: Unit) -> Callable[..., Any]:
+    def _after_forward(self, block: Block) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             trains = torch.is_grad_enabled()
-            if unit is self.units[0]:
+            if block is self.blocks[0]:
                 if not self._backward:
                     self._note_order()
                     if not trains:
                         self.release_all()
                 return
-            if trains:  # also where it is computed once more: a reentrant checkpoint goes back through what that made
+            # also where it is recomputed: a reentrant checkpoint runs backward through that
+            if trains:
                 for x in pytree.tree_leaves(outputs):
                     if isinstance(x, Tensor) and x.requires_grad:
-                        x.register_hook(lambda grad: self._enter(unit))
-                if unit is self._last and not self._backward:
+                        x.register_hook(lambda grad: self._enter_backward(block))
+                if block is self._last and not self._backward:
                     return  # backward begins with it
-            if not unit.in_backward:  # else it was only computed once more
-                self.release(unit)
+            if not block.in_backward:  # else it was only recomputed
+                self.release(block)
 
         return hook
 
     def _note_order(self) -> None:
-        order = [u for u in self._trail if u is not self.units[0]]
+        order = [b for b in self._order if b is not self.blocks[0]]
         pairs = [(a, b) for a, b in itertools.pairwise(order) if a is not b]
-        self._next, self._before = dict(pairs), {b: a for a, b in pairs}
+        self._next, self._previous = dict(pairs), {b: a for a, b in pairs}
         if order:
-            self._next[self.units[0]] = order[0]
+            self._next[self.blocks[0]] = order[0]
             self._last = order[-1]
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter_backward(self, block: Block) -> None:
         self._backward = True
-        if unit.in_backward and unit.here:
+        if block.in_backward and block.gathered:
             return
-        unit.in_backward = True
-        self.need(unit)
-        if self._ahead and unit in self._before:
-            self.begin(self._before[unit])
+        block.in_backward = True
+        self.gather(block)
+        if self._prefetch and block in self._previous:
+            self.start_gather(self._previous[block])
 
-    def _leave(self, unit: Unit) -> None:
-        unit.uses -= 1
-        unit.in_backward = False
-        self.release(unit)
-        if unit.uses == 0:
-            for span in unit.spans:
+    def _leave_backward(self, block: Block) -> None:
+        block.uses -= 1
+        block.in_backward = False
+        self.release(block)
+        if block.uses == 0:
+            for span in block.spans:
                 if span.trains:
                     self._send(span)
 
 
-class _Looked(dict[str, Any]):
-    """A module's parameters: to look at one is to need it."""
+class _ParametersOnRead(dict[str, Any]):
+    """A module's parameters; reading one gathers its block."""
 
-    def __init__(self, plain: dict[str, Any], units: dict[str, Unit], gathering: Gathering):
+    def __init__(self, plain: dict[str, Any], blocks: dict[str, Block], gather: BlockGather):
         super().__init__(plain)
-        self._units, self._gathering = units, gathering
+        self._blocks, self._gather = blocks, gather
 
     def __getitem__(self, name: str) -> Any:
-        unit = self._units.get(name)
-        if unit is not None and not unit.here and self._gathering.open:
-            self._gathering.need(unit)
+        block = self._blocks.get(name)
+        if block is not None and not block.gathered and self._gather.on_read:
+            self._gather.gather(block)
         return super().__getitem__(name)

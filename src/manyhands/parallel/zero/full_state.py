@@ -1,4 +1,7 @@
-"""Whole tensors out of a spread replica, by name, and back: all ranks of the shard axis call each of these together."""
+"""Full state: whole tensors of a sharded replica, by name, and back.
+
+All ranks of the shard axis call each function together.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from manyhands.replica import state
 def whole(
     flat: ShardedParameters, own: Callable[[Span], Tensor], spans: list[Span] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Of what each rank has a slice of, `own(span)`: all of it, parameter by parameter, holding one span at a time."""
+    """The whole of what each rank has a slice of, `own(span)`, parameter by parameter. Memory holds
+    one span at a time."""
     rank, size = flat.group.rank, flat.group.size
     for s in flat.spans if spans is None else spans:
         mine = own(s).contiguous()
@@ -26,22 +30,22 @@ def whole(
         others = [r for r in range(size) if r != rank]
         into = {r: full[s.length * r // size : s.length * (r + 1) // size] for r in others}
         flat.group.transfer(dict.fromkeys(others, mine), into).wait()
-        for place in s.places:
-            yield place.name, s.view(full, place).clone()
+        for entry in s.entries:
+            yield entry.name, s.view(full, entry).clone()
 
 
 def gradient_state(flat: ShardedParameters) -> Tensors:
-    """The summed gradient, whole."""
+    """The summed gradient of all parameters."""
     return dict(whole(flat, lambda s: s.grad))
 
 
 def parameter_state(flat: ShardedParameters) -> Tensors:
-    """All that trains, whole."""
+    """All parameters that train."""
     return dict(whole(flat, lambda s: s.value))
 
 
 def model_state(flat: ShardedParameters) -> Tensors:
-    """As the module's own state_dict would be, on the CPU, if all of it were here."""
+    """The state_dict of the whole module, on the CPU."""
     found = {
         **dict(whole(flat, lambda s: s.value)),
         **dict(whole(flat, lambda s: s.value, flat.frozen)),
@@ -56,10 +60,10 @@ def model_state(flat: ShardedParameters) -> Tensors:
 
 
 def load_model(flat: ShardedParameters, saved: Tensors) -> None:
-    """Each rank takes its slices out of the whole; buffers as they are."""
+    """Load whole tensors: each rank copies its slices, and buffers as they are."""
     if not flat.gathers:
         if flat.common_bytes:
-            flat.refresh(always=True)  # somebody may still read
+            flat.refresh(always=True)  # another rank may still read
         state.load_model(flat.module, saved)
         flat.refresh(always=True)
         return
@@ -71,16 +75,14 @@ def load_model(flat: ShardedParameters, saved: Tensors) -> None:
     ]
     if odd:
         raise CheckpointError(
-            f"the checkpoint is of another model: {', '.join(sorted(odd))}; resume with the model it is of"
+            f"the checkpoint is of another model: {', '.join(sorted(odd))}; "
+            "resume with the model it is of"
         )
-    places = {id(p.parameter): (s, p) for s in (*flat.spans, *flat.frozen) for p in s.places}
+    entries = {id(e.parameter): (s, e) for s in (*flat.spans, *flat.frozen) for e in s.entries}
     with torch.no_grad():
         for k, v in saved.items():
-            if (found := places.get(id(ours[k]))) is None:
+            if (found := entries.get(id(ours[k]))) is None:
                 ours[k].copy_(v)
                 continue
-            s, place = found
-            start, stop = s.run(place)
-            if start < stop:
-                lo = place.start + start - s.own.start
-                s.value[lo : lo + stop - start].copy_(v.reshape(-1)[start:stop])
+            s, entry = found
+            s.value[s.own_slice(entry)].copy_(v.reshape(-1)[slice(*s.owned(entry))])

@@ -1,4 +1,7 @@
-"""What a rank of a spread replica really holds, counted on its tensors: for tests, and for the forecast to be compared with."""
+"""Memory use: the bytes that a rank of a sharded replica holds, counted on its tensors.
+
+Tests compare it with the memory forecast.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 
 
 def held_bytes(flat: ShardedParameters, optimizer: Optimizer) -> int:
-    """Bytes of parameters, gradients and optimizer state that this rank has now, each memory once; of what is common its share."""
+    """Bytes of parameters, gradients and optimizer state on this rank, each memory once; of common
+    memory 1/n."""
     seen: dict[int, int] = {}
     for tensor in held(flat, optimizer):
         if nbytes := tensor.untyped_storage().nbytes():
@@ -23,18 +27,19 @@ def held_bytes(flat: ShardedParameters, optimizer: Optimizer) -> int:
 
 
 class Peak:
-    """The most that `held_bytes` has been while training; it looks whenever memory comes."""
+    """The maximum of `held_bytes` while training, measured whenever memory is at a local peak."""
 
     def __init__(self, flat: ShardedParameters, optimizer: Optimizer):
         self._flat, self._optimizer, self.nbytes = flat, optimizer, 0
-        flat.watch = self.look
+        flat.watch = self.measure
 
-    def look(self) -> None:
+    def measure(self) -> None:
         self.nbytes = max(self.nbytes, held_bytes(self._flat, self._optimizer))
 
 
 def held(flat: ShardedParameters, optimizer: Optimizer) -> Iterator[Tensor]:
-    """All of it; looking changes nothing."""
+    """All tensors of parameters, gradients and optimizer state on this rank; reading them gathers
+    nothing."""
     for p in flat.module.parameters():
         yield p.data
         if p.grad is not None:
@@ -43,7 +48,7 @@ def held(flat: ShardedParameters, optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (s.full, s.value, s.grad)
         if s.buffer is not None:
             yield s.buffer
-    for free in flat.pool.values():
+    for free in flat.reduce.pool.values():
         yield from free
     for kept in optimizer.state.values():
         yield from (v for v in kept.values() if isinstance(v, Tensor))
