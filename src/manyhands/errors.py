@@ -1,17 +1,19 @@
-"""Everything manyhands raises on purpose. Each message says what was given, what is needed, what to do.
+"""Errors: everything manyhands raises on purpose.
 
-ManyhandsError
-+-- PlanError            a plan word that is unknown, impossible or without effect     (also ValueError)
-+-- TaskError            the user's task cannot be trained as it stands                (also ValueError)
-+-- PeerLost             another rank died or never came; the round did not happen
-+-- ServerLost           a parameter server died, is not there or does not answer in time
-+-- StoreError           a server refused a request: wrong ids, memory limit           (also ValueError)
-|   +-- NotFinite        ... because updates in it are NaN or infinite
-+-- Deadlock             ranks wait for each other for ever, or exchange different things
-+-- Diverged             loss or parameters are NaN or infinite
-+-- CheckpointError      a checkpoint is damaged, or of another model
-+-- RunBusy              the run directory belongs to a live run
-+-- LaunchError          processes could not be started, or one of them failed
+    ManyhandsError
+    +-- PlanError        a plan word that is unknown, impossible or without effect (also ValueError)
+    +-- TaskError        the user's task cannot be trained as it stands            (also ValueError)
+    +-- PeerLost         another rank died or never came; the round did not happen
+    +-- ServerLost       a parameter server died, is not there or does not answer in time
+    +-- StoreError       a server refused a request: wrong ids, memory limit       (also ValueError)
+    |   +-- NotFinite    ... because updates in it are NaN or infinite
+    +-- Deadlock         ranks wait for each other for ever, or exchange different things
+    +-- Diverged         loss or parameters are NaN or infinite
+    +-- CheckpointError  a checkpoint is damaged, or of another model
+    +-- RunBusy          the run directory belongs to a live run
+    +-- LaunchError      processes could not be started, or one of them failed
+
+Each message says what was given, what is needed and what to do.
 """
 
 
@@ -28,7 +30,10 @@ class TaskError(ManyhandsError, ValueError):
 
 
 class PeerLost(ManyhandsError):
-    """Another rank died or did not come in time. `ranks` are the guilty ones, as far as this rank can tell."""
+    """Another rank died or did not come in time.
+
+    `ranks` are the guilty ones, as far as this rank can tell.
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
         super().__init__(message)
@@ -36,7 +41,10 @@ class PeerLost(ManyhandsError):
 
 
 class ServerLost(ManyhandsError):
-    """A parameter server died, is not there or did not answer in time; the message names it, the table and the operation."""
+    """A parameter server died, is not there or did not answer in time.
+
+    The message names it, the table and the operation.
+    """
 
 
 class StoreError(ManyhandsError, ValueError):
@@ -64,7 +72,10 @@ class RunBusy(ManyhandsError):
 
 
 class LaunchError(ManyhandsError):
-    """Processes could not be started, or one of them failed; `exit_code` is what the command should exit with."""
+    """Processes could not be started, or one of them failed.
+
+    `exit_code` is what the command should exit with.
+    """
 
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
