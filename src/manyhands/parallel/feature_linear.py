@@ -51,7 +51,7 @@ def apply(module: nn.Module, weight: str, spec: ShardSpec, reduce: Reduce) -> No
     linear.__dict__["_reduce"], linear.__dict__["_given"] = reduce, None
     linear.__class__ = SummedLinear
 
-    def remember(whole: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def remember(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         linear.__dict__["_given"] = inputs[0]
 
     if linear is not module:
@@ -59,7 +59,7 @@ def apply(module: nn.Module, weight: str, spec: ShardSpec, reduce: Reduce) -> No
 
 
 class SummedLinear(nn.Linear):
-    """Linear layer on this rank's columns: outputs are summed over ranks, the bias is added once."""
+    """Linear layer on this rank's columns: it sums scores over ranks and adds the bias once."""
 
     def forward(self, input: Tensor) -> Tensor:
         given = self.__dict__["_given"]

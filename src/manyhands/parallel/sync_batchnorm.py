@@ -1,7 +1,7 @@
 """Synchronized BatchNorm: statistics over the union of all ranks' batches, with unequal counts.
 
-Forward, with m_i, M_i, n_i mean, sum of squares about it and count of rank i, and s the running mean,
-the same on all ranks:
+Forward, with m_i, M_i, n_i mean, sum of squares about it and count of rank i, and s the running
+mean, the same on all ranks:
 
     n, A, B = sum over ranks of  (n_i, n_i (m_i - s), M_i + n_i (m_i - s)^2)
     mean = s + A / n;   var = B / n - (A / n)^2

@@ -1,9 +1,9 @@
 """Data split: which samples each rank computes at each step.
 
-An epoch is an order of indices, the same on every rank (it follows from seed and epoch). A step uses
-the next `global_batch` of them; each rank computes a near-equal, contiguous range of that. So the
-union over ranks is exactly one process's batch, every sample is used once per epoch without padding or
-duplicates, and the position (epoch, offset) means the same for any number of ranks.
+An epoch is an order of indices, the same on every rank (it follows from seed and epoch). A step
+uses the next `global_batch` of them; each rank computes a near-equal, contiguous range of that. So
+the union over ranks is exactly one process's batch, every sample is used once per epoch without
+padding or duplicates, and the position (epoch, offset) means the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ class DataSplit:
 
     def step_samples(self, at: Position) -> StepSamples:
         total = min(self.global_batch, self.samples - at.offset)
-        # First into micro-batches, then over ranks: every rank has the same number of them, and the
-        # union of the ranks' k-th ones is the k-th of one process, as BatchNorm over ranks needs it.
+        # First into micro-batches, then over ranks: every rank has the same number of them, and
+        # the union of the ranks' k-th ones is the k-th of one process, as BatchNorm over ranks
+        # needs it.
         rounds = max(1, math.ceil(math.ceil(total / self.size) / self.micro))
         micros = []
         for block in (rank_range(total, k, rounds) for k in range(rounds)):

@@ -3,9 +3,9 @@
     X = [X_1 ... X_K],  W = [W_1 ... W_K]
     scores = sum_k X_k W_k' + b;     dW_k = dscores' X_k
 
-For linear models, and others that begin with a Linear, on data with very many columns: no rank holds
-all of them, and each rank sees all samples. Everything behind the first scores is the same on all
-ranks, so only the scores travel, whatever the number of columns.
+For linear models, and others that begin with a Linear, on data with very many columns: no rank
+holds all of them, and each rank sees all samples. Everything behind the first scores is the same
+on all ranks, so only the scores travel, whatever the number of columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Computation graph over ranks: its nodes with their costs, its segments, and the edges between them.
+"""Computation graph over ranks: nodes with their costs, segments, and the edges between segments.
 
     common_calls     calls that compute the same are computed once
     graph_placement  a rank for every node
@@ -66,8 +66,8 @@ def priorities(
 ) -> list[int]:
     """All nodes by the longest path from them to the end, the longest first.
 
-    In this order each node comes after its inputs. Without `where`, every value is taken to be sent,
-    at half the cost."""
+    In this order each node comes after its inputs. Without `where`, every value is taken to be
+    sent, at half the cost."""
     path = [n.seconds for n in nodes]
     for u in range(len(nodes) - 1, -1, -1):
         for t in nodes[u].inputs:
@@ -89,7 +89,8 @@ def segments(
 ) -> list[GraphSegment]:
     """The segments, in an order in which each comes after those it receives from.
 
-    A segment receives at its beginning and sends at its end, so no two segments wait for each other."""
+    A segment receives at its beginning and sends at its end, so no two segments wait for each
+    other."""
     sends = {t for u, n in enumerate(nodes) for t in n.inputs if where[t] != where[u]}
     made: list[tuple[int, list[int]]] = []
     current: dict[int, list[int]] = {}
@@ -117,7 +118,7 @@ class SegmentEdge(NamedTuple):
 def segment_edges(
     ranks: Sequence[int], makes: Sequence[Sequence[str]], needs: Sequence[Sequence[str]]
 ) -> list[SegmentEdge]:
-    """The edges between segments in order, given the rank of each, what it makes and what it needs."""
+    """The edges between segments in order, given the rank, outputs and inputs of each."""
     maker = {name: s for s, some in enumerate(makes) for name in some}
     first: dict[tuple[str, int], int] = {}  # (value, rank) -> the rank's first segment with it
     found: dict[tuple[int, int], list[str]] = {}

@@ -42,7 +42,8 @@ def place_nodes(
 ) -> Placement:
     """The last node, the output, goes to the last rank. Every rank gets weights to train.
 
-    `limit`: bytes of a rank at the most; where they are short, fewer micro-batches are in flight."""
+    `limit`: bytes of a rank at the most; where they are short, fewer micro-batches are in
+    flight."""
     search = _Search(nodes, ranks, micros, link or TransferCost())
     able = sum(any(nodes[u].trainable for u in g) for g in search.groups)
     if able < ranks:

@@ -1,7 +1,8 @@
 """Graph schedule: when every rank computes which segment of which micro-batch, and its simulator.
 
-One global order of all actions is made. A rank computes its own actions in that order, so that ranks
-never wait for each other in a circle. At most `window` micro-batches are in flight on a rank.
+One global order of all actions is made. A rank computes its own actions in that order, so that
+ranks never wait for each other in a circle. At most `window` micro-batches are in flight on a
+rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def schedule(
     link: TransferCost | None = None,
     backward: bool = True,
 ) -> GraphSchedule:
-    """The schedule of segments, given the rank and time of each and the edges (source, sink, bytes).
+    """The schedule of segments, given each one's rank and time, and edges (source, sink, bytes).
 
     The action that can begin first is next. Of those, a rank prefers backward passes, which free
     memory, then the oldest micro-batch. A segment sees micro-batches in their order."""
@@ -82,7 +83,7 @@ class _Scheduler:
     def run(self) -> GraphSchedule:
         lists: list[list[SegmentAction]] = [[] for _ in range(self.ranks)]
         starts: list[list[float]] = [[] for _ in range(self.ranks)]
-        share = {"F": 1 - BACKWARD if self.backward else 1.0, "B": BACKWARD}
+        fraction = {"F": 1 - BACKWARD if self.backward else 1.0, "B": BACKWARD}
         for s in range(len(self.where)):
             self._check_ready(SegmentAction("F", 0, s))
         total = len(self.where) * self.micros * (2 if self.backward else 1)
@@ -91,7 +92,7 @@ class _Scheduler:
             del self.ready[r][action]
             lists[r].append(action)
             starts[r].append(start)
-            end = start + self.seconds[action.segment] * share[action.kind]
+            end = start + self.seconds[action.segment] * fraction[action.kind]
             self.free[r] = self.ends[action] = end
             self._count(r, action)
             for later in self._followers(action):
@@ -169,17 +170,17 @@ def simulate(
     link: TransferCost | None = None,
 ) -> GraphSchedule:
     """Simulate a step of `nodes`, node u on rank `where[u]`."""
-    parts = segments(nodes, where, link)
-    segment_of = {u: s for s, part in enumerate(parts) for u in part.nodes}
+    found = segments(nodes, where, link)
+    segment_of = {u: s for s, segment in enumerate(found) for u in segment.nodes}
     needs = [
         list(dict.fromkeys(str(t) for u in p.nodes for t in nodes[u].inputs if segment_of[t] != s))
-        for s, p in enumerate(parts)
+        for s, p in enumerate(found)
     ]
-    found = segment_edges(
-        [p.rank for p in parts], [[str(u) for u in p.nodes] for p in parts], needs
+    between = segment_edges(
+        [p.rank for p in found], [[str(u) for u in p.nodes] for p in found], needs
     )
     edges = [
-        (e.source, e.sink, sum(nodes[int(name)].output_bytes for name in e.names)) for e in found
+        (e.source, e.sink, sum(nodes[int(name)].output_bytes for name in e.names)) for e in between
     ]
-    seconds = [sum(nodes[u].seconds for u in p.nodes) for p in parts]
-    return schedule(ranks, [p.rank for p in parts], seconds, edges, micros, window or ranks, link)
+    seconds = [sum(nodes[u].seconds for u in p.nodes) for p in found]
+    return schedule(ranks, [p.rank for p in found], seconds, edges, micros, window or ranks, link)

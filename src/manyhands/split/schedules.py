@@ -9,9 +9,9 @@
     interleaved    (p-1)(tF+tB+tW)/v           min(v m, (v+1)p - 2s - 1), each 1/v as large
     zero_bubble    (p-1)(tF+max(0, tB-tW))     min(m, p)
 
-A micro-batch is in flight on a rank from its forward pass to the end of its backward pass: the rank
-keeps its activations. Virtual stage k of p v is chunk k // p of rank k mod p. `interleaved` needs m to
-be a multiple of p.
+A micro-batch is in flight on a rank from its forward pass to the end of its backward pass: the
+rank keeps its activations. Virtual stage k of p v is chunk k // p of rank k mod p. `interleaved`
+needs m to be a multiple of p.
 
 Papers: gpipe: Huang et al. 2019, "GPipe" (arXiv:1811.06965). 1f1b: Narayanan et al. 2019,
 "PipeDream" (arXiv:1806.03377). interleaved: Narayanan et al. 2021, "Efficient large-scale language
@@ -34,8 +34,8 @@ class StageAction(NamedTuple):
     """One action of a rank: the forward (F) or backward pass of a micro-batch through a chunk.
 
     B is the whole backward pass where the schedule has no W (all but zero_bubble). Where it has, B
-    computes the gradients of the stage's inputs, which the stage before waits for, and W later those
-    of its weights.
+    computes the gradients of the stage's inputs, which the stage before waits for, and W later
+    those of its weights.
     """
 
     kind: Kind

@@ -48,7 +48,7 @@ class ShardSlice:
         return self.spec.extract(full).reshape(-1)[self.start : self.stop].clone()
 
     def insert(self, local: Tensor, full: Tensor) -> None:
-        """Write the local tensor into its elements of the global tensor `full`, a contiguous one."""
+        """Write the local tensor into its elements of the contiguous global tensor `full`."""
         flat, at = full.view(-1), 0
         for start, length in runs(self):
             flat[start : start + length].copy_(local[at : at + length])
@@ -73,7 +73,8 @@ def numel(spec: AnyShardSpec) -> int:
 def cut_key(spec: AnyShardSpec) -> tuple[Any, ...]:
     """Equal for the specs of one cut.
 
-    The specs of one cut cover the global tensor, and two of them overlap only where they are equal."""
+    The specs of one cut cover the global tensor, and two of them overlap only where they are
+    equal."""
     inner, sliced = (spec.spec, True) if isinstance(spec, ShardSlice) else (spec, False)
     return (sliced, inner.dim, inner.size, inner.groups)
 

@@ -1,10 +1,7 @@
 """Shard spec: which slice of a global tensor a rank holds.
 
-    dimension of the global tensor, cut for `size` ranks in `groups` blocks (here 2 ranks, 3 groups):
-
-        [ q0 q1 | k0 k1 | v0 v1 ]
-
-    the local tensor of rank 1:     [ q1 k1 v1 ]
+    a dimension cut for 2 ranks in 3 groups:     [ q0 q1 | k0 k1 | v0 v1 ]
+    the local tensor of rank 1:                  [ q1 k1 v1 ]
 
 A fused matrix (q, k and v in one) is cut block by block, so that each rank holds a slice of every
 block. Where a length does not divide, slices differ by one element at the most, larger ones first.

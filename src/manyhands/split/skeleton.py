@@ -1,4 +1,4 @@
-"""Random split with a skeleton: which units of a network every rank holds, and which one rank holds.
+"""Random split with a skeleton: which units of a network all ranks hold, and which one rank holds.
 
     I(u) = sum over edges e at u of |w_e| + c |g_e|
     S    = the q_s most important units of each layer, on all ranks
@@ -7,9 +7,9 @@
     a held unit is multiplied by 1 / P(held): 1 in S, (n - |S|) / |R_k| in R_k,
     so that in the mean the network is complete
 
-A unit is an output of a layer whose readers are all known (`replica.units` finds them). Its edges are
-a row of that layer, a column of each reader, and the parameters between them. An edge is held where
-both of its ends are. Inputs and outputs of the network are no units: they are always held.
+A unit is an output of a layer whose readers are all known (`replica.units` finds them). Its edges
+are a row of that layer, a column of each reader, and the parameters between them. An edge is held
+where both of its ends are. Inputs and outputs of the network are no units: they are always held.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Units:
         return chosen
 
     def explorers(self, core: Tensor, share: float, seed: int, draw: int, ranks: int) -> Tensor:
-        """(ranks, units): a `share` of each layer, drawn for each rank from the units not in `core`.
+        """(ranks, units): a `share` of each layer, drawn for each rank from units not in `core`.
 
         At least one where there is one: a layer of which nothing is held would cut the network."""
         drawn = torch.zeros(ranks, self.total, dtype=torch.bool)

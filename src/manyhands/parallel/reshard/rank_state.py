@@ -25,7 +25,7 @@ from manyhands.split.shard_spec import ShardSpec
 
 
 class RankState(Protocol):
-    """Rank state. It returns the tensors themselves, not copies: they change when training goes on."""
+    """Rank state. It returns the tensors themselves, not copies: training changes them."""
 
     def model(self) -> Tensors: ...
     def load_model(self, local: Tensors) -> None: ...

@@ -3,9 +3,10 @@
     every rank  ->  rank 0       the tensors I hold: name, dtype, shard spec
     rank 0      ->  every rank   the global tensors that exist; which of your tensors you send
 
-Each slice of a global tensor is sent once, by the first rank that holds it: copies on other replicas
-and tied weights are not sent again. Optimizer state of a parameter's shape ("<parameter>/<key>") is
-cut as its parameter is. Anything smaller (a step count) is complete on every rank.
+Each slice of a global tensor is sent once, by the first rank that holds it: copies on other
+replicas and tied weights are not sent again. Optimizer state of a parameter's shape
+("<parameter>/<key>") is cut as its parameter is. Anything smaller (a step count) is complete on
+every rank.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Resharding:
     def signature(self, names: Iterable[str]) -> str:
         """Hash of the shard specs of the tensors `names`, in order.
 
-        Ranks, and runs, of equal signatures hold the same slices in the same order: vectors that one
-        of them keeps fit another."""
+        Ranks, and runs, of equal signatures hold the same slices in the same order: vectors that
+        one of them keeps fit another."""
         listed = [
             [name, *to_plain(spec)] for name in names if (spec := self._spec(name)) is not None
         ]
@@ -147,8 +148,8 @@ class Resharding:
         if not self._has_spec(key, tensor):
             raise CheckpointError(
                 f"optimizer state {key} has shape {shape}, its parameter {spec.local_shape} of "
-                f"{spec.shape}: which slice of a global tensor it is, is not known; use an optimizer "
-                "that keeps state of the parameter's shape (SGD, Adam, AdamW)"
+                f"{spec.shape}: which slice of a global tensor it is, is not known; use an "
+                "optimizer that keeps state of the parameter's shape (SGD, Adam, AdamW)"
             )
         global_name = f"{spec.name}/{entry}"
         if shape == spec.local_shape and shape:
@@ -158,13 +159,14 @@ class Resharding:
     def survey(self, held: Sequence[LocalTensor], note: Any = None) -> Survey:
         """What all ranks hold. Every rank calls it.
 
-        Raises on all ranks where ranks contradict each other, or where no rank holds some elements."""
+        Raises on all ranks where ranks contradict each other, or where no rank holds some
+        elements."""
         listed = [[h.name, _dtype_name(h.tensor.dtype), to_plain(h.spec)] for h in held]
-        told = self._to_first(json.dumps({"held": listed, "note": note}).encode())
+        received = self._to_first(json.dumps({"held": listed, "note": note}).encode())
         owners: Owners = {}
         replies: list[bytes] = []
         if self.world.rank == 0:
-            everyone = [json.loads(raw) for raw in told]
+            everyone = [json.loads(raw) for raw in received]
             tensors, owners, wrong = _choose_owners([one["held"] for one in everyone])
             mine: list[list[str]] = [[] for _ in everyone]
             for name, specs in owners.items():
@@ -220,8 +222,8 @@ class Resharding:
     ) -> dict[str, AnyShardSpec]:
         """The slices that this rank needs of global tensors of these names and shapes.
 
-        By the rank's own names: those of `specs` and further `names`; `spec.name` is the name of the
-        global tensor. Tensors that this rank holds and `shapes` does not have are left out."""
+        By the rank's own names: those of `specs` and further `names`; `spec.name` is the name of
+        the global tensor. Tensors that this rank holds and `shapes` does not have are left out."""
         found: dict[str, AnyShardSpec] = {}
         state: dict[str, list[str]] = {}
         for name in shapes:
@@ -308,7 +310,8 @@ def _choose_owners(everyone: list[Listed]) -> tuple[dict[str, Any], Owners, list
     for name, kinds in cuts.items():
         size = math.prod(tensors[name][1])
         complete = [kind for kind in kinds.values() if sum(map(numel, kind)) == size]
-        # a tied weight may be complete on one stage and cut on another: the first complete set is taken
+        # a tied weight may be complete on one stage and cut on another: the first complete set is
+        # taken
         if complete:
             owners[name] = [(rank, spec) for spec, rank in complete[0].items()]
         else:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's own code runs on sharded values, each operator by its sharding rule.
+"""Tensor parallelism: a model runs on sharded values, each operator by its sharding rule.
 
 How a model is cut, once:
 
@@ -11,7 +11,7 @@ One forward pass, then:
 
     x @ self.weight           self.weight is a ShardedValue (sharded_value)
     -> __torch_function__     looks up the operator in SHARDING_RULES (sharding_rules)
-    -> linear.matmul          works on the local tensors; elementwise, views, attention, loss likewise
+    -> linear.matmul          works on local tensors; so do elementwise, views, attention, loss
     -> collectives.reduce     exchanges where it must, with its own backward pass
     -> a Tensor again, or the next ShardedValue
 """

@@ -29,8 +29,8 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if given.get("enable_gqa") and back == 3:
         if not isinstance(q, ShardedValue):
             return NotImplemented
-        # Heads of k and v that all ranks hold: each query head gets its own copy, and each rank takes
-        # those of its heads.
+        # Heads of k and v that all ranks hold: each query head gets its own copy, and each rank
+        # takes those of its heads.
         times = q.shape[-3] // k.shape[-3]
         k, v = (x.repeat_interleave(times, -3) if isinstance(x, Tensor) else x for x in (k, v))
         if (

@@ -9,12 +9,13 @@
     collect   sharded -> replicated         all-gather        reduce-scatter     } parallel
 
 A replicated tensor has the same value on all ranks of the axis, and so has its gradient. A sharded
-one is different on each rank, and its gradient is that of the slice. `enter` and `collect` stand
-before local work, whose gradients are partial sums. So a replicated parameter gets equal gradients on
-all ranks without an exchange of its own.
+one is different on each rank, and its gradient is that of the slice. `enter` and `collect` come
+before local work, whose gradients are partial sums. So a replicated parameter gets equal gradients
+on all ranks without an exchange of its own.
 
-`enter` and `reduce` are f and g of Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053); `collect`
-and `spread` those of Korthikanti et al. 2022, "Reducing activation recomputation" (arXiv:2205.05198).
+`enter` and `reduce` are f and g of Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053);
+`collect` and `spread` those of Korthikanti et al. 2022, "Reducing activation recomputation"
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def starts(length: int, size: int) -> tuple[int, ...]:
 class TensorAxis:
     """Tensor axis: the ranks that hold one model together, and this rank's index among them.
 
-    Without a group nothing is exchanged: shapes are right and values are not, as a dry run needs it.
-    `gathers` counts by name the functions that got a gathered tensor, since no sharding rule fits.
+    Without a group nothing is exchanged: shapes are right and values are not, as a dry run needs
+    it. `gathers` counts by name the functions that got a gathered tensor, since no sharding rule
+    fits.
     """
 
     def __init__(self, group: Group | None, index: int, size: int, sequence: bool = False):
@@ -54,8 +56,7 @@ class TensorAxis:
     def reuse(
         self, what: str, x: Tensor, how: tuple[int, ...], make: Callable[[], Tensor]
     ) -> Tensor:
-        """The last result for x, again: q, k and v read one input, which enters or is collected once
-        for all of them."""
+        """The last result for x, again: q, k and v read one input, which enters once for all."""
         if x.is_inference():
             return make()
         how = (*how, x._version, x.data_ptr(), torch.is_grad_enabled())
@@ -165,8 +166,8 @@ class TensorAxis:
     def had_to_gather(self, name: str, value: Any) -> None:
         if not self.gathers[name]:
             warnings.warn(
-                f"tensor={self.size}: {name} has no sharding rule for this operand, so the operand is "
-                "gathered first: right, but slower. To avoid it keep the module whole: "
+                f"tensor={self.size}: {name} has no sharding rule for this operand, so the operand "
+                "is gathered first: right, but slower. To avoid it keep the module whole: "
                 "Task(tensor={'its.name': 'replicate'})",
                 stacklevel=6,
             )
@@ -175,7 +176,7 @@ class TensorAxis:
     # -- for dry runs, which override these --
 
     def had_to_scatter(self, plain: Tensor, dim: int, value: Any, name: str) -> None:
-        """`name` has a replicated and a sharded operand; each rank takes its slice of the former."""
+        """`name` has a replicated operand beside a sharded one; each rank takes its slice of it."""
 
     def could_not_view(self, value: Any, shape: tuple[int, ...]) -> None:
         """A view after which no single dimension would be cut."""

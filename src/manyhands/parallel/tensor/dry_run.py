@@ -1,4 +1,4 @@
-"""Dry run: a forward pass on a copy of the model and an axis without a group, to see what can be cut.
+"""Dry run: a forward pass on a copy of the model, without a group, to see what can be cut.
 
 It runs on fake tensors (device "meta"), or on real ones where those are few: that is faster, and a
 model may then depend on its values. `dry_run_mode` makes the decisions, `split.tensor` repeats dry
@@ -71,8 +71,8 @@ def prepare_dry_run(
             except Exception as e:
                 trouble = trouble or e
         raise TaskError(
-            f"the model does not run on an example of its data, so tensor={size} cannot be derived: "
-            f"{trouble}"
+            "the model does not run on an example of its data, so "
+            f"tensor={size} cannot be derived: {trouble}"
         ) from trouble
 
     return dry_run
@@ -82,7 +82,8 @@ def prepare_dry_run(
 def _autograd_functions_gather() -> Iterator[None]:
     """Gather sharded values that go into an autograd.Function, and note it.
 
-    An autograd.Function does not dispatch on its arguments: what it returns would have no gradient."""
+    An autograd.Function does not dispatch on its arguments: what it returns would have no
+    gradient."""
     apply = torch.autograd.Function.__dict__["apply"]
 
     def gathering(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +94,8 @@ def _autograd_functions_gather() -> Iterator[None]:
             *(v.gather() if isinstance(v, ShardedValue) else v for v in args), **kwargs
         )
 
-    torch.autograd.Function.apply = classmethod(gathering)  # type: ignore[assignment, method-assign]
+    patched: Any = classmethod(gathering)
+    torch.autograd.Function.apply = patched  # type: ignore[method-assign]
     try:
         yield
     finally:

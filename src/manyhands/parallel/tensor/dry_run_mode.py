@@ -60,8 +60,8 @@ class DryRunAxis(TensorAxis):
             mode.consumer = name
         if self.sequence and not mode.sources_of(value) and name.endswith(".apply"):
             raise PlanError(
-                f"sequence=true splits what goes into {name} along the sequence, and a function with "
-                "a backward of its own cannot see that; use sequence=false"
+                f"sequence=true splits what goes into {name} along the sequence, and a function "
+                "with a backward of its own cannot see that; use sequence=false"
             )
         mode.fail(
             value,
@@ -118,7 +118,7 @@ class DryRunMode(ShardedValueMode):
             self.names.setdefault(id(value), name)
             self._kept.append(value)
         self._total = sum(p.numel() for p in module.parameters())
-        self._consumed: set[str] = set()  # cut parameters whose sharded outputs a row layer summed
+        self._consumed: set[str] = set()  # cut parameters whose outputs a row layer has summed
         # of the call that runs:
         self._sources: frozenset[str] = frozenset()  # parameters that its operands come from
         self.consumer = ""  # its layer
@@ -145,7 +145,8 @@ class DryRunMode(ShardedValueMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return inlined_multi_head(*args, **kwargs)
-        # what a row layer returns comes from no cut parameter, also where it is cut over the sequence
+        # what a row layer returns comes from no cut parameter, also where it is cut over the
+        # sequence
         sums = self._sums
         out = (
             ShardedValue.__torch_function__(func, (), args, kwargs)
@@ -205,8 +206,8 @@ class DryRunMode(ShardedValueMode):
     def _cut_weight(
         self, x: Any, w: Any, bias: Any, outputs: int, features: int, conv_groups: int = 1
     ) -> frozenset[str]:
-        """A product of x, over its dimension `features`, with w, whose dimension `outputs` is that of
-        the outputs."""
+        """A product of x, over its dimension `features`, with w, whose dimension of outputs is
+        `outputs`."""
         name = self.names.get(id(w))
         if name is None:
             return frozenset()

@@ -1,4 +1,4 @@
-"""Sharding rules of elementwise functions, reductions, norms, random functions and concatenation."""
+"""Sharding rules of elementwise functions, reductions, norms, dropout and concatenation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ UNARY = (
     "hardswish hardsigmoid logsigmoid tanhshrink threshold hardshrink softshrink sin cos tan asin "
     "acos atan sinh cosh erf erfc erfinv sign sgn floor ceil round trunc frac isnan isinf isfinite "
     "logical_not bitwise_not nan_to_num clone contiguous detach to type float double half bfloat16 "
-    "int long bool type_as cpu cuda zeros_like ones_like full_like empty_like relu_ neg_ exp_ sqrt_ "
-    "sigmoid_ tanh_ abs_ zero_ fill_ leaky_relu_ requires_grad_ detach_ digamma lgamma logit "
+    "int long bool type_as cpu cuda zeros_like ones_like full_like empty_like relu_ neg_ exp_ "
+    "sqrt_ sigmoid_ tanh_ abs_ zero_ fill_ leaky_relu_ requires_grad_ detach_ digamma lgamma logit "
     "positive alias_copy dequantize"
 ).split()
 BROADCAST = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow rsub "
     "maximum minimum fmax fmin atan2 eq ne lt le gt ge greater less greater_equal less_equal "
     "not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where "
-    "masked_fill addcmul addcdiv lerp clamp clip clamp_min clamp_max xlogy hypot prelu float_power "
-    "add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ pow_ lerp_ copy_"
+    "masked_fill addcmul addcdiv lerp clamp clip clamp_min clamp_max xlogy hypot prelu "
+    "float_power add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ "
+    "pow_ lerp_ copy_"
 ).split()
 
 

@@ -1,4 +1,4 @@
-"""Sharding rules of layers with weights: linear layers, embeddings, convolutions, BatchNorm, pooling.
+"""Sharding rules of layers with weights: linear, embedding, convolution, BatchNorm; and pooling.
 
 column   W cut on its outputs    Y_k = X W_k         X enters (its gradient is summed over ranks);
                                                      Y is sharded
@@ -27,7 +27,7 @@ from manyhands.parallel.tensor.sharded_value import ShardedValue, sharding_rule
 
 
 def summed(partial: Tensor, p: ShardedValue) -> Any:
-    """Partial sums, summed over ranks: replicated, or, under sequence=true, sharded over the rows."""
+    """The sum of partial sums over ranks: replicated, or sharded over the rows (sequence=true)."""
     axis = p.axis
     if axis.sequence and partial.ndim >= 3 and partial.shape[-2] >= axis.size:
         dim = partial.ndim - 2
@@ -51,12 +51,13 @@ def product(
     w: Any,
     bias: Any,
     multiply: Callable[[Tensor, Tensor, Any], Tensor],
-    gives: int,
+    outputs: int,
     name: str,
 ) -> Any:
-    """`multiply(x, w, bias)` sums over the last dimension of x and the one of w that is not `gives`."""
+    """`multiply(x, w, bias)` sums over the last dimension of x and over that of w that is not
+    `outputs`, its dimension of outputs."""
     last = x.ndim - 1
-    if isinstance(w, ShardedValue) and w.shard_dim == gives:
+    if isinstance(w, ShardedValue) and w.shard_dim == outputs:
         if isinstance(x, ShardedValue) and x.shard_dim == last:
             return NotImplemented
         if isinstance(bias, ShardedValue) and bias.groups != w.groups:

@@ -3,7 +3,9 @@
     m = max over ranks;   Z = sum over ranks of sum_j exp(l_j - m)
     loss = ln Z - (l_y - m);   d loss / d l = softmax - onehot
 
-With label smoothing e over V classes: loss = (1 - e) (ln Z - (l_y - m)) + e (ln Z - mean_j (l_j - m))
+With label smoothing e over V classes:
+
+    loss = (1 - e) (ln Z - (l_y - m)) + e (ln Z - mean_j (l_j - m))
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from manyhands.parallel.tensor.sharded_value import ShardedValue, norm_dim, shar
 
 
 class _Rows(torch.autograd.Function):
-    """The loss of every row; `logits` are (rows, local classes), `target` (rows,) of class indices."""
+    """The loss of every row; `logits` are (rows, local classes), `target` has class indices."""
 
     @staticmethod
     def forward(
@@ -128,15 +130,15 @@ def _mean(
     reduction: str,
     target: Tensor,
 ) -> Tensor:
-    share = (
+    weights = (
         (~skipped).to(rows.dtype)
         if weight is None
         else weight[flat.masked_fill(skipped, 0)].masked_fill(skipped, 0)
     )
-    rows = torch.where(skipped, 0, rows * share)
+    rows = torch.where(skipped, 0, rows * weights)
     if reduction == "none":
         return rows.view(target.shape)
-    return rows.sum() if reduction == "sum" else rows.sum() / share.sum()
+    return rows.sum() if reduction == "sum" else rows.sum() / weights.sum()
 
 
 def _over_rows(p: ShardedValue, given: dict[str, Any]) -> Any:
@@ -160,12 +162,12 @@ def _over_rows(p: ShardedValue, given: dict[str, Any]) -> Any:
     if reduction == "sum":
         return total
     counted = target != given.get("ignore_index", -100)
-    share = (
+    weights = (
         counted.to(rows.dtype)
         if weight is None
         else weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0)
     )
-    return total / p.axis.all_reduce(share.sum())
+    return total / p.axis.all_reduce(weights.sum())
 
 
 @sharding_rule("softmax", "log_softmax")

@@ -1,7 +1,7 @@
 """Sharded module: keeps this rank's slices of a module's parameters, in place.
 
-The module's own code then reads sharded values, while parameters() and state_dict() return the local
-tensors.
+The module's own code then reads sharded values, while parameters() and state_dict() return the
+local tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from manyhands.split.shard_spec import ShardSpec
 def apply(
     module: nn.Module, specs: Mapping[str, ShardSpec], group: Group, sequence: bool = False
 ) -> TensorAxis:
-    """Keep this rank's slice of every parameter and buffer that `specs` cuts, by its name in the model.
+    """Keep this rank's slice of every parameter and buffer that `specs` cuts.
 
-    The module may be a stage, which has only some of them."""
+    `specs` has them by their names in the whole model; `module` may be a stage of it."""
     axis = TensorAxis(group, group.rank, group.size, sequence)
     cut: set[int] = set()
     for prefix, m in module.named_modules():

@@ -1,10 +1,10 @@
 """Sharded value: a global tensor of which every rank of an axis holds a slice of one dimension.
 
-It is not a Tensor, but torch's functions dispatch on it (`__torch_function__`). So a model's own code
-runs unchanged on local tensors: `shape`, `size()` and `view(B, T, heads, -1)` are those of the global
-tensor. Each function has a sharding rule in `SHARDING_RULES`. A function without one, or whose rule
-returns NotImplemented, gets the gathered tensor: the result is right, only slower, and `axis.gathers`
-counts it.
+It is not a Tensor, but torch's functions dispatch on it (`__torch_function__`). So a model's own
+code runs unchanged on local tensors: `shape`, `size()` and `view(B, T, heads, -1)` are those of
+the global tensor. Each function has a sharding rule in `SHARDING_RULES`. A function without one,
+or whose rule returns NotImplemented, gets the gathered tensor: the result is right, only slower,
+and `axis.gathers` counts it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ SHARDING_RULES: dict[Any, ShardingRule] = {}
 
 
 class ShardedValue:
-    """Sharded value: `local` is this rank's slice of dimension `shard_dim`, which has `length` elements
-    in the global tensor and is cut in `groups` blocks."""
+    """Sharded value: `local` is this rank's slice of the global tensor.
+
+    The global tensor has `length` elements in dimension `shard_dim`, cut in `groups` blocks."""
 
     __slots__ = ("axis", "groups", "lead", "length", "local", "shard_dim", "sources")
 
@@ -70,7 +71,7 @@ class ShardedValue:
         )
 
     def shard_of(self, plain: Tensor, dim: int, name: str) -> Tensor:
-        """This rank's slice of a replicated tensor, along `dim`, that goes with the local tensor."""
+        """This rank's slice, along `dim`, of a replicated tensor that is used with this one."""
         self.axis.had_to_scatter(plain, dim, self, name)
         return collectives.scatter(plain, self.axis, dim, self.groups)
 
@@ -171,9 +172,9 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     changed = args[0] if args and is_inplace(name) else kwargs.get("out")
     if isinstance(changed, ShardedValue):
         raise TaskError(
-            f"{name} changes in place a tensor that tensor={changed.axis.size} cuts over ranks, and "
-            "it has no sharding rule; write the line so that it makes a new tensor, or keep the module "
-            "whole: Task(tensor={'its.name': 'replicate'})"
+            f"{name} changes in place a tensor that tensor={changed.axis.size} cuts over ranks, "
+            "and it has no sharding rule; write the line so that it makes a new tensor, or keep "
+            "the module whole: Task(tensor={'its.name': 'replicate'})"
         )
 
     def full(value: Any) -> Any:

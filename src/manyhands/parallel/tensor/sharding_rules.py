@@ -1,8 +1,8 @@
 """Sharding rules of all operators: importing this module registers them.
 
-`sharded_value` is the value, `collectives` the exchanges with their backward passes. The rules are in
-one module per kind of operator: `elementwise`, `views`, `linear` (layers with weights), `attention`,
-`loss`.
+`sharded_value` is the value, `collectives` the exchanges with their backward passes. The rules are
+in one module per kind of operator: `elementwise`, `views`, `linear` (layers with weights),
+`attention`, `loss`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Sharding rules of views: which dimension is sharded after the view, and when no dimension is.
 
-A view takes a run of old dimensions to a run of new ones. Within it the sharded dimension is G blocks
-(the dimensions before it, times its groups) of m units, cut over ranks, each unit `after` elements:
+A view takes a run of old dimensions to a run of new ones. Within it the sharded dimension is G
+blocks (the dimensions before it, times its groups) of m units, cut over ranks, each unit `after`
+elements:
 
     old  [ before | groups x m | after ]
     new  [ p | groups' x m' | q ]               with p groups' = G,  m' q = m after
 
-The new sharded dimension is the first one for which the slices of m' units of q elements are those of
-m units.
+The new sharded dimension is the first one for which the slices of m' units of q elements are those
+of m units.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ _T = _tensor.T.__get__
 
 
 def cut_after_view(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(sharded dimension, its length, its groups) after a view of the global tensor as `shape`; None:
-    no single dimension is sharded then."""
+    """(sharded dimension, its length, its groups) after a view of the global tensor as `shape`.
+
+    None: no single dimension is sharded then."""
     old, new = p.shape, shape
     i = j = 0
-    # the smallest runs of old and new dimensions with equal numbers of elements, up to the sharded one
+    # the smallest runs of old and new dimensions with equal numbers of elements, up to the
+    # sharded one
     while True:
         a, b, begin, start = old[i] if i < len(old) else 1, new[j] if j < len(new) else 1, i, j
         i, j = i + 1, j + 1

@@ -1,6 +1,6 @@
 """Tracing: the forward pass of a model as a program that can be cut and run in parts.
 
-    trace_model      trace(model, example): chooses leaf modules, traces both modes, explains failures
+    trace_model      trace(model, example): chooses leaf modules, traces both modes
     tracer           runs the forward pass on tensors without values and sees every call
     node_writer      turns calls into nodes: references for tensors, formulas for sizes
     program          the traced program, its nodes, and how a node runs

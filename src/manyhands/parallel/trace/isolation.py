@@ -89,7 +89,8 @@ def real_state(module: nn.Module, real: dict[int, Tensor]) -> Iterator[None]:
     fakes = [dict(own) for own in owns]
     try:
         for own in owns:
-            own.update({name: real[id(t)] for name, t in own.items() if t is not None})  # type: ignore[misc]
+            found: Any = {name: real[id(t)] for name, t in own.items() if t is not None}
+            own.update(found)
         yield
     finally:
         for own, fake in zip(owns, fakes, strict=True):

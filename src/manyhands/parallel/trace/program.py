@@ -1,12 +1,12 @@
-"""Traced program: a model's forward pass as a list of calls that can be cut between any two of them.
+"""Traced program: a model's forward pass as a list of calls, which can be cut between any two.
 
     node      one call: a torch function, a tensor method, or a leaf module as a whole
     Ref       argument of a node: the value that an earlier node returned
     Input     argument of a node: a tensor of the batch
     Formula   argument of a node: a number computed from sizes of the batch, such as B * T
 
-The tracer writes a program, `trace_model` chooses its leaf modules, and stages and graph segments run
-parts of it with `run_node`. This module imports none of them.
+The tracer writes a program, `trace_model` chooses its leaf modules, and stages and graph segments
+run parts of it with `run_node`. This module imports none of them.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class SizeGuard:
                 said = ", ".join("any" if isinstance(s, sympy.Symbol) else str(s) for s in shape)
                 raise TaskError(
                     f"input {at.argument} of the batch has shape {tuple(tensor.shape)}, but the "
-                    f"model was cut into stages for ({said}); give batches of one shape, or pad them"
+                    f"model was cut into stages for ({said}); "
+                    "give batches of one shape, or pad them"
                 )
         # The trace has no condition on a size of 1, since torch takes 1 for a constant. Inside of a
         # node torch tests the size again when the node runs.
@@ -92,9 +93,9 @@ def at_sizes(expr: Any, sizes: dict[Any, int]) -> Any:
 class SymbolicSizes(ShapeEnv):
     """Symbols for the sizes of a batch, and the conditions that the trace relies on.
 
-    Conditions of the model's own code must hold for later batches too. torch's conditions inside of a
-    node (which kernel, which strides) are tested again when the node runs: here they are answered for
-    the example and noted, and they make no symbol a constant."""
+    Conditions of the model's own code must hold for later batches too. torch's conditions inside
+    of a node (which kernel, which strides) are tested again when the node runs: here they are
+    answered for the example and noted, and they make no symbol a constant."""
 
     def __init__(self) -> None:
         super().__init__(

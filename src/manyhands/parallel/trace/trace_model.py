@@ -4,9 +4,9 @@
                                2. where that makes too few stages: the smallest modules
                                3. where the tracer fails: the children as a chain, or a TaskError
 
-The forward pass runs once on tensors that have shapes but no values, with the sizes of the batch as
-symbols. Python branches run as written. A branch that depends on a value in a tensor makes its module
-a leaf module; where that is impossible, the error names the line of code.
+The forward pass runs once on tensors that have shapes but no values, with the sizes of the batch
+as symbols. Python branches run as written. A branch that depends on a value in a tensor makes its
+module a leaf module; where that is impossible, the error names the line of code.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def trace(
 ) -> TracedProgram:
     """The traced program of `model(*example)`, or of `call(model, *example)`.
 
-    Modules named in `cut` are leaf modules. Where blocks do not make `pieces` nodes with parameters,
-    the blocks are opened. The model and its state stay as they were.
+    Modules named in `cut` are leaf modules. Where blocks do not make `pieces` nodes with
+    parameters, the blocks are opened. The model and its state stay as they were.
 
     Call it in the precision (autocast) in which the model is going to run."""
     check_names(model, cut)
@@ -129,9 +129,9 @@ def _trace_mode(
 def _forget_harmless_guards(first: Tracer, again: Callable[[tuple[Any, ...]], Tracer]) -> None:
     """Drop the size guards of torch's own code that do not change the program.
 
-    Such a guard is dropped where the tracer writes the same nodes, with the same formulas, for sizes
-    that violate it. The guards that are left refuse a batch, since a size that follows from them may
-    be a constant in some node."""
+    Such a guard is dropped where the tracer writes the same nodes, with the same formulas, for
+    sizes that violate it. The guards that are left refuse a batch, since a size that follows from
+    them may be a constant in some node."""
     needed = first.needed()
     for sizes in other_sizes(
         first.sizes.hints,
@@ -206,8 +206,8 @@ def _untraceable(model: nn.Module, failed: Untraceable, cut: Sequence[str]) -> s
                 f"{name}.{n}" for n, _ in child.named_children()
             ]
     why = (
-        f"the forward pass of {type(model).__name__} cannot be cut into stages by itself: {failed}. "
-        "Move that line into a module of its own"
+        f"the forward pass of {type(model).__name__} cannot be cut into stages by itself: "
+        f"{failed}. Move that line into a module of its own"
     )
     if cut:
         return f"{why}, inside of which no stage begins (cut={','.join(cut)})"

@@ -1,7 +1,7 @@
 """Tracer: writes down what a forward pass calls, by running it on tensors without values.
 
-    FakeTensorMode      shapes, dtypes and aliases of everything, no arithmetic; the sizes of the batch
-                        are symbols (ShapeEnv)
+    FakeTensorMode      shapes, dtypes and aliases of everything, no arithmetic; the sizes of the
+                        batch are symbols (ShapeEnv)
     TorchFunctionMode   sees every torch function and tensor method that the model calls
     subclasses          of the leaf modules' classes, for the time of the run: calls of leaf modules
                         are nodes, what they do inside is not
@@ -82,7 +82,7 @@ class Tracer(TorchFunctionMode):
     def run(
         self, example: tuple[Any, ...], leaves: set[str], call: Callable[..., Any] | None
     ) -> None:
-        """Trace `model(*example)`, or `call(model, *example)`, with the modules `leaves` as nodes."""
+        """Trace `model(*example)`, or `call(model, *example)`, with the leaf modules `leaves`."""
         self.example = example
         inputs = tuple(self._input(i, value) for i, value in enumerate(example))
         restored = list(

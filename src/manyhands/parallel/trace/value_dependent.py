@@ -64,7 +64,7 @@ def _with_values(tensor: Tensor, sizes: dict[Any, int]) -> Tensor:
 
 
 def _without_values(few: Tensor, many: Tensor, rows: Any) -> Tensor:
-    """A tensor without values, of the shape of `few` for the size `rows`, of `many` for one more."""
+    """A tensor without values, whose shape is that of `few` for `rows`, of `many` for one more."""
     base = rows.node.hint if isinstance(rows, torch.SymInt) else rows
     sizes = [
         a if a == b else a + (b - a) * (rows - base)
