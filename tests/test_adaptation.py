@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.core import Goal
+from manyhands.entry import work
 from manyhands.errors import PlanError
 from manyhands.recover.checkpoint import Checkpoints
+from support.pooled import start
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(120, 6, generator=G)
@@ -81,7 +82,7 @@ def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
     notices = [e["value"] for e in events(tmp_path / "run", "notice")]
     assert any("diloco from here on: step:8" in n for n in notices)
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
-    assert saved is not None and saved.meta["rule"] == "diloco" and saved.state
+    assert saved is not None and saved.meta["strategy"] == "diloco" and saved.state
     assert saved.round == 8 + 16 // 4
     result = mh.train(
         task, words.replace("24", "32"), directory=tmp_path / "run", resume=True, quiet=True

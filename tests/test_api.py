@@ -444,9 +444,9 @@ def test_the_time_left_is_that_of_steps_however_many_a_round_has(
 
     class Asks(mh.Callback):
         def on_round(self, run: Any, round: int, loss: Tensor) -> None:
-            trainer = run.trainer
-            if trainer.position().steps == 8:
-                left.append(trainer._eta(trainer._started + 10.0, trainer.position()))
+            at, pace = run.trainer.position, run.trainer._pace
+            if at.steps == 8:
+                left.append(pace.eta_s(pace.started + 10.0, at))
 
     train(tmp_path, f"steps=16 {words}", callbacks=(Asks(),))
     assert left == [pytest.approx(10.0)], "8 of 16 steps took 10 s"
@@ -470,7 +470,7 @@ def test_unused_parameters_are_named_in_one_notice(tmp_path: Path) -> None:
 
 
 def test_a_script_that_defines_no_task_or_cannot_be_read_is_told_apart(tmp_path: Path) -> None:
-    from manyhands.api import defines_task
+    from manyhands.entry import defines_task
 
     for text, expected in (
         ("def task(): ...", True),

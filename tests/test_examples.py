@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands import api as running
-from manyhands import datasets
+from manyhands import datasets, own_loop
+from manyhands import entry as running
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
 from manyhands.split.data import rank_range
@@ -36,7 +36,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path | None)
 
 @pytest.mark.parametrize("name", ["lenet", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_the_example_runs_on_two_processes(name: str, here: Path) -> None:
-    body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [])
+    body = functools.partial(
+        running.work_script, str(EXAMPLES / f"{name}.py"), [], "data=2 steps=5"
+    )
     result = running.start(body, "data=2 steps=5", Options(name, quiet=True))
     assert result.rounds == 5 and result.metrics["train_loss"] > 0
     assert (here / result.directory / "curves.png").exists() and result.checkpoint is not None
@@ -53,7 +55,9 @@ def test_the_example_runs_on_two_processes(name: str, here: Path) -> None:
 )
 def test_the_examples_of_split_models_run_as_they_say(name: str, words: str, here: Path) -> None:
     assert f"examples/{name}.py {words}" in (EXAMPLES / f"{name}.py").read_text()
-    body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [])
+    body = functools.partial(
+        running.work_script, str(EXAMPLES / f"{name}.py"), [], f"{words} steps=2"
+    )
     result = running.start(body, f"{words} steps=2", Options(name, quiet=True))
     assert result.rounds == 2 and result.metrics["train_loss"] > 0 and result.checkpoint is not None
 
@@ -61,7 +65,7 @@ def test_the_examples_of_split_models_run_as_they_say(name: str, words: str, her
 def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None:
     script = EXAMPLES / "lenet_server.py"
     (words,) = re.findall(r'^    mh\.train\(task, "(.*)"\)$', script.read_text(), re.MULTILINE)
-    body = functools.partial(running.work_script, str(script), [])
+    body = functools.partial(running.work_script, str(script), [], f"{words} steps=5")
     result = running.start(body, f"{words} steps=5", Options("lenet_server", quiet=True))
     assert "servers=2" in words and result.rounds == 5 and result.metrics["train_loss"] > 0
 
@@ -113,7 +117,7 @@ def test_own_loop_and_train_end_with_the_same_bits(
     monkeypatch.setattr(datasets, "images", lambda: ("few", few, test))
 
     names = runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="__main__")
-    running._close_joined()
+    own_loop.close_joined()
 
     def task() -> mh.Task:
         return mh.Task(

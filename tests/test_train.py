@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import manyhands as mh
 from manyhands.core import Position, Table
 from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
+from manyhands.limits import Limits
 from manyhands.merge.downpour import Downpour
 from manyhands.recover.checkpoint import Checkpoints, read_manifest
 from manyhands.replica.flat import FlatParameters
@@ -45,32 +47,26 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
             ),
             torch.zeros_like(vector),
         )
-    rule = Downpour()
-    link = ObservedGroup(group, lambda event: None)
-    return Trainer(
-        ActiveStrategy("merge", "downpour", rule, store, rule.init(replica)),
-        replica,
-        link,
-        link,
-        position=Position,
-        epochs=math.inf,
-        steps=math.inf,
-        samples=lambda: None,
-        emit=lambda event: None,
-        flush=lambda: None,
-        evaluate=dict,
-        snapshot=lambda round, rule: None,
-        save=lambda snapshot, metrics: None,
-        last_good=lambda: None,
-        save_every=None,
-        save_evaluated=False,
-        stop_requested=lambda: 0,
-        agree=lambda: None,
-        directory="",
+    strategy = Downpour()
+    group_of_all = ObservedGroup(group, lambda event: None)
+    context = SimpleNamespace(
+        group=group_of_all,
+        data_group=group_of_all,
         device=torch.device("cpu"),
-        serves=True,
-        settle=store.flush,
-    )  # type: ignore[arg-type]
+        recorder=SimpleNamespace(emit=lambda event: None, flush=lambda: None),
+        directory="",
+    )
+    nothing = SimpleNamespace(position=Position(), samples=None)
+    return Trainer(
+        cast(Any, context),
+        ActiveStrategy("merge", "downpour", strategy, store, strategy.init(replica)),
+        replica,
+        Limits(nothing, epochs=math.inf, steps=math.inf),
+        cast(Any, SimpleNamespace(has_data=False, average_buffers=lambda: None)),
+        checkpoints=cast(Any, None),
+        stop=SimpleNamespace(requested=0),
+        tables=cast(Any, SimpleNamespace(flush=store.flush)),
+    )
 
 
 def weight(replica: Any) -> float:

@@ -1,11 +1,6 @@
-"""Many hands make light work: train a plain PyTorch task on many processors, and prove that it equals one."""
+"""Many hands make light work: train a plain PyTorch task on many processors; the result equals one."""
 
-from manyhands.api import (
-    Run,
-    join,
-    load,
-    train,
-)
+from manyhands.api import join, load, train
 from manyhands.assembly.tables import rows_of_this_process
 from manyhands.embedding.modules import Embedding, EmbeddingBag, keep_rows_in
 from manyhands.errors import (
@@ -22,6 +17,7 @@ from manyhands.errors import (
     StoreError,
     TaskError,
 )
+from manyhands.own_loop import Run
 from manyhands.task import Callback, Task, accuracy
 from manyhands.train import Result
 

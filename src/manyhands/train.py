@@ -1,15 +1,17 @@
-"""The loop: split -> compute -> exchange -> merge, round after round. Read this file first.
+"""The training loop: split -> compute -> exchange -> merge, round after round. Read this file first.
 
     while there is work:
-        loss = strategy.round(replica, link, state)       # everything that is distributed happens here
-        now and then, on the same round on every rank:    look (stop asked? loss finite?), evaluate, save, change the rule
+        loss = strategy.round(replica, link, state)       # everything distributed happens here
+        at the same round on every rank: share status, evaluate, save, change the strategy
 
-A round ends on every rank or raises on every rank. All ranks hold the same position in the data, so they agree on
-epochs, evaluations and checkpoints without asking; what only one of them can know (a signal, a NaN) is shared by one
-small all-reduce about four times a second, at a round that all of them know beforehand.
+A round ends on every rank or raises on every rank. All ranks hold the same position in the data,
+so they agree on epochs, evaluations and checkpoints without asking. What only one rank can know (a
+signal, a NaN) is shared by one small all-reduce about four times a second, at a round that all
+ranks know beforehand.
 
-Under a rule over servers ranks keep no step with each other. Each draws the number of its next step from a `StepClaimer`, up to the
-next step where there is something to do together; when none is left, or somebody has called, all meet there.
+Under a strategy over servers ranks are asynchronous. Each claims its next step from a shared
+counter (`StepClaimer`), up to the next sync point: a step at which all ranks evaluate or save, or
+at which one of them has requested a sync.
 """
 
 from __future__ import annotations
@@ -17,27 +19,30 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from manyhands.core import (
-    Event,
-    Goal,
-    Group,
-    LoopReplica,
-    Position,
-    Snapshot,
-)
+from manyhands.core import Event, Goal, Group, LoopReplica, Position
 from manyhands.errors import Diverged, NotFinite
+from manyhands.limits import Limits
+from manyhands.pace import Pace, RecentLosses
 from manyhands.task import Callback
-from manyhands.trainer_parts import ActiveStrategy, MeteredGroup, StepClaimer
+from manyhands.trainer_parts import (
+    ActiveStrategy,
+    CheckpointWriter,
+    Evaluator,
+    LoopContext,
+    PushedTables,
+    StepClaimer,
+    StopFlag,
+    StrategyChange,
+)
 
-LOOK_EVERY_S = 0.25
+STATUS_EVERY_S = 0.25
 
 
 @dataclass
@@ -56,78 +61,48 @@ class Result:
 
 @dataclass
 class Trainer:
-    """One rank's part in a run. `build` puts the parts together; nothing here knows which ones they are."""
+    """Training loop of one rank. `assembly` makes its parts; the loop does not know which they are."""
 
-    rule: ActiveStrategy
+    context: LoopContext
+    active: ActiveStrategy
     replica: LoopReplica
-    link: MeteredGroup  # between all ranks
-    merging: Group  # between replicas: where a model is split over ranks, those that hold the same part of it
-    position: Callable[[], Position]
-    epochs: (
-        float  # stop after this many, or after so many steps, whichever comes first; inf: no limit
-    )
-    steps: float
-    samples: Callable[[], int | None]  # of one epoch; None while a stream has not ended once
-    emit: Callable[[Event], None]
-    flush: Callable[[], None]
-    evaluate: Callable[[], dict[str, float]] | None  # None: there is nothing to evaluate on
-    snapshot: Callable[[int, ActiveStrategy], Snapshot]
-    save: Callable[[Snapshot, dict[str, float]], None]
-    last_good: Callable[[], str | None]
-    save_every: int | None  # rounds; 0: at the end of each epoch; None: never
-    save_evaluated: bool  # also wherever it was evaluated, so that the best can be kept
-    stop_requested: Callable[[], int]  # the number of a signal, or 0
-    agree: Callable[[], None]  # on what is no parameter but is evaluated too: running statistics
-    directory: str
-    device: torch.device
+    limits: Limits
+    evaluator: Evaluator
+    checkpoints: CheckpointWriter
+    stop: StopFlag
     until: Goal | None = None  # stop as soon as an evaluation reaches it
-    evaluate_every: int | None = None  # steps, besides the end of each epoch
-    change_at: Goal | None = None
-    change: Callable[[], ActiveStrategy] | None = None  # to the rule that comes after this one
-    dealer: StepClaimer | None = None
-    serves: bool = False  # there are tables on servers, or in this process
-    settle: Callable[[], None] = lambda: (
-        None
-    )  # come back when what this rank sent to servers has arrived
-    tell: Callable[[int], None] = lambda round: None  # what servers say of themselves
-    measured: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every round
+    change: StrategyChange | None = None
+    tables: PushedTables | None = None
+    measured: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around each round
     callbacks: Sequence[Callback] = ()
+    run: Any = None  # what callbacks are given
     round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    run: Any = None
 
     def __post_init__(self) -> None:
-        self._losses: list[tuple[int, Tensor, int]] = []  # round, mean loss, samples behind it
-        self._folded = [
-            0.0,
-            0.0,
-            0.0,
-        ]  # of losses read already: their sum, samples behind it, the first round that was not finite
-        self._at_look = self.position()
-        self._first_epochs, self._first_steps = self._epochs(self._at_look), self._at_look.steps
-        self._next_look = self.round + 1
-        self._looked = self._started = time.perf_counter()
-        self._looked_at = self._first = self.round
-        self._exchange_before = 0.0
-        self._samples_seen = 0
-        self._rate = 0.0
-        self._loss = math.nan
-        self._stop = self._reached = False
-        self._ending: bool | int = False
-        self._noise = math.nan
-        self._evaluated = self.round
+        self._losses = RecentLosses()
+        self._pace = Pace(self.limits, self.round)
+        self._next_status = self.round + 1
+        self._first = self._evaluated = self.round
+        self._loss = self._noise = math.nan
+        self._stop = False
         self._saved = self.round or -1  # what was resumed is saved already
-        self._reached = (
-            self.round > 0 and self.until is not None and self.until.reached(self._known())
-        )
+        self._reached = self.round > 0 and self._reaches_goal()
+
+    @property
+    def group(self) -> Group:
+        return self.context.group
+
+    @property
+    def position(self) -> Position:
+        return self.limits.data.position
 
     # -- the loop --
 
     def loop(self) -> Result:
         try:
-            if self.finished() and self.link.rank == 0:
-                said = "nothing left to do: this run is at its end already"
-                self.emit(Event(time.time(), 0, self.round, "notice", value=said))
+            if self.finished():
+                self._notice("nothing left to do: this run is at its end already")
             while not self.finished():
                 self.step()
             return self.finish()
@@ -137,374 +112,294 @@ class Trainer:
             raise
 
     def step(self) -> None:
-        self._change_when_due()  # a run may resume right where its rule was to change
-        before = self.position()
-        if self.dealer is None:
+        """One round or one sync point, then what is due: evaluation, change, checkpoint."""
+        self._change_when_due()  # a run may resume right where its strategy was to change
+        before, claims = self.position, self.limits.claims
+        if claims is None:
             self._round()
-            if self.round >= self._next_look:
-                self.look()
-        elif self.claim():
+            if self.round >= self._next_status:
+                self.share_status()
+        elif self.limits.claim():
             self._round()
-            return self._watch(self.dealer)
+            return self._check_between_syncs(claims)
         else:
-            self._meet(self.dealer)
-        at = self.position()
+            self._sync(claims)
+        at, every = self.position, self.limits.evaluate_every
         if at.epoch > before.epoch:
             self._end_epochs(range(before.epoch, at.epoch))
-        elif (
-            self.evaluate_every
-            and at.steps // self.evaluate_every > before.steps // self.evaluate_every
-        ):
-            self.look()
+        elif every and at.steps // every > before.steps // every:
+            self.share_status()
             self._evaluate()
         self._change_when_due()
-        done = (
-            self.round if self.dealer is None else at.steps
-        )  # rounds of ranks that go at their own pace are no measure
-        due = self.save_every and done % self.save_every == 0
-        if (
-            due and self._saved != self.round and not self.finished()
-        ):  # at the end, evaluation comes first
+        done = self.round if claims is None else at.steps  # asynchronous ranks count other rounds
+        due = self.limits.save_every and done % self.limits.save_every == 0
+        if due and self._saved != self.round and not self.finished():  # evaluate first at the end
             self.checkpoint()
 
     def _round(self) -> None:
         started = time.time()
         clock = time.perf_counter()
-        self.link.round = self.round + 1
+        self.context.group.round = self.round + 1
+        active = self.active
         try:
-            with self.measured():
-                loss = self.rule.strategy.round(self.replica, self.rule.link, self.rule.state)
+            with self.measured:
+                loss = active.strategy.round(self.replica, active.link, active.state)
         except NotFinite as e:
             raise self._refused(e, self.round + 1) from e
         self.round += 1
-        self._losses.append((self.round, loss, self.replica.own_count))
-        self.emit(Event(started, self.link.rank, self.round, "round", time.perf_counter() - clock))
+        self._losses.add(self.round, loss, self.replica.own_count)
+        self._emit("round", started, time.perf_counter() - clock)
         for callback in self.callbacks:
             callback.on_round(self.run, self.round, loss)
 
-    # -- at one's own pace --
-
-    def claim(self) -> bool:
-        """Whether there is a step to compute before the next meeting."""
-        assert self.dealer is not None
-        at = self.position()
-        rhythms = [every for every in (self.evaluate_every, self.save_every) if every]
-        limits = [(at.steps // every + 1) * every for every in rhythms]
-        return self.dealer.claim(
-            min(self.steps, self.dealer.steps_to(min(self.epochs, at.epoch + 1)), *limits)
-        )
-
-    def end_here(self) -> None:
-        """What was asked for ends with what is done: a loop of one's own is over. Where ranks go at their own pace, it is over
-        for all of them when it is for the first."""
-        if self.dealer is None:
-            self.steps = self.position().steps
-        else:
-            self._ending = True
-            self.dealer.stop_claiming()
-
-    def block_ends(self) -> bool:
-        """Whether a block of steps that a rule takes without its peers is to end here."""
-        return self.at_end() if self.dealer is None else not self.claim()
-
-    def _watch(self, dealer: StepClaimer) -> None:
-        """Between meetings: is there a reason to call one? And rank 0 tells how far it sees the run to be."""
-        now = time.perf_counter()
-        if now - self._looked < LOOK_EVERY_S:
-            return
-        self._fold()
-        if self.stop_requested() or self._folded[2]:
-            dealer.request_sync()
-        own = self._folded[0] / self._folded[1] if self._folded[1] else self._loss
-        self._loss = own if math.isfinite(own) else self._loss
-        self._progress(now, now - self._looked, dealer.latest)
-
-    def _meet(self, dealer: StepClaimer) -> None:
-        """Everybody comes, with all that was drawn computed: from here on all know the same position and round."""
-        self._settle()
-        reached = torch.tensor(
-            [dealer.claimed_steps(), self.round, int(self._ending)],
-            dtype=torch.int64,
-            device=self.device,
-        )
-        self.link.all_reduce({"meeting": reached}, op="max").wait()
-        steps, self.round, self._ending = reached.tolist()
-        self.link.round = self.round
-        dealer.sync(steps)
-        self.steps = steps if self._ending else self.steps
-        self.look()
-
     def finished(self) -> bool:
-        return self._stop or self._reached or self.at_end()
-
-    def at_end(self) -> bool:
-        """Whether all the steps or epochs that were asked for are done."""
-        at = self.position()
-        return at.steps >= self.steps or self._epochs(at) >= self.epochs - 1e-9
+        return self._stop or self._reached or self.limits.at_end()
 
     def finish(self) -> Result:
-        self.look()
-        if not self._stop and self.round > max(
-            self._first, self._evaluated
-        ):  # steps= may end in the middle of an epoch
+        self.share_status()
+        # steps= may end in the middle of an epoch
+        if not self._stop and self.round > max(self._first, self._evaluated):
             self._evaluate()
-        if self.save_every is not None and self._saved != self.round:
+        if self.limits.save_every is not None and self._saved != self.round:
             self.checkpoint()
-        seconds = time.perf_counter() - self._started
-        at = self.position()
+        seconds = time.perf_counter() - self._pace.started
         result = Result(
-            self.directory, self.round, self._epochs(at), seconds, self._samples_seen / max(seconds, 1e-9), {**self.metrics, "train_loss": self._loss},
-            stopped=(self.stop_requested() or signal.SIGTERM) if self._stop else 0, checkpoint=self.last_good(),
-        )  # fmt: skip
+            str(self.context.directory),
+            self.round,
+            self.limits.epochs_at(self.position),
+            seconds,
+            self._pace.samples / max(seconds, 1e-9),
+            {**self.metrics, "train_loss": self._loss},
+            stopped=(self.stop.requested or signal.SIGTERM) if self._stop else 0,
+            checkpoint=self.checkpoints.last_good(),
+        )
         for callback in self.callbacks:
             callback.on_end(self.run)
-        if self.link.rank == 0:
-            self.emit(
-                Event(
-                    time.time(),
-                    0,
-                    self.round,
-                    "finish",
-                    seconds,
-                    value={**result.metrics, "samples_per_s": result.samples_per_s},
-                )
-            )
-        self.flush()
+        if self.group.rank == 0:
+            value = {**result.metrics, "samples_per_s": result.samples_per_s}
+            self._emit("finish", time.time(), seconds, value)
+        self.context.recorder.flush()
         return result
+
+    # -- asynchronous ranks --
+
+    def _check_between_syncs(self, claims: StepClaimer) -> None:
+        """Request a sync where there is a reason for one; rank 0 reports how far it sees the run."""
+        now = time.perf_counter()
+        if now - self._pace.looked < STATUS_EVERY_S:
+            return
+        losses = self._losses
+        losses.read()
+        if self.stop.requested or losses.bad_round:
+            claims.request_sync()
+        own = losses.mean(self._loss)
+        self._loss = own if math.isfinite(own) else self._loss
+        self._progress(now, now - self._pace.looked, claims.latest)
+
+    def _sync(self, claims: StepClaimer) -> None:
+        """All ranks have computed what they claimed: from here on they know one position and round."""
+        self._flush_pushes()
+        mine = [claims.claimed_steps(), self.round, int(self.limits.ending)]
+        reached = torch.tensor(mine, dtype=torch.int64, device=self.context.device)
+        self.group.all_reduce({"sync": reached}, op="max").wait()
+        steps, self.round, ending = reached.tolist()
+        self.limits.ending = bool(ending)
+        self.context.group.round = self.round
+        claims.sync(steps)
+        self.limits.steps = steps if ending else self.limits.steps
+        self.share_status()
 
     # -- what ranks must agree on --
 
-    def look(self) -> None:
-        """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss over all ranks."""
-        self._settle()
+    def share_status(self) -> None:
+        """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss."""
+        self._flush_pushes()
         now = time.perf_counter()
-        rounds, elapsed = self.round - self._looked_at, now - self._looked
-        self._fold()
-        size, rank = self.link.size, self.link.rank
+        rounds, elapsed = self.round - self._pace.round, now - self._pace.looked
+        losses, noise = self._losses, self.active.noise
+        losses.read()
+        size, rank = self.group.size, self.group.rank
         shared = torch.zeros(4 + size + 5, dtype=torch.float64)
-        shared[0] = float(self.stop_requested() > 0)
-        shared[1], shared[2] = self._folded[:2]
-        shared[3] = (
-            max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9)))) if rank == 0 else 0.0
-        )
-        shared[4 + rank] = self._folded[2]
-        shared = shared.to(self.device) if self.device.type == "cuda" else shared
-        if self.rule.gauge is not None:
-            shared[4 + size :] = self.rule.gauge.take()
-        self.link.all_reduce({"look": shared}).wait()
+        shared[0] = float(self.stop.requested > 0)
+        shared[1], shared[2] = losses.total, losses.count
+        if rank == 0:
+            shared[3] = max(1, min(1000, int(STATUS_EVERY_S * rounds / max(elapsed, 1e-9))))
+        shared[4 + rank] = losses.bad_round
+        shared = shared.to(self.context.device) if self.context.device.type == "cuda" else shared
+        if noise is not None:
+            shared[4 + size :] = noise.take()
+        self.group.all_reduce({"status": shared}).wait()
         stop, total, count, interval, *rest = shared.tolist()
-        diverged = rest[:size]
-        if self.rule.gauge is not None:
-            self._noise = self.rule.gauge.read(rest[size:])
+        if noise is not None:
+            self._noise = noise.read(rest[size:])
         self._stop = self._stop or stop > 0
-        self._next_look = self.round + int(interval)
+        self._next_status = self.round + int(interval)
         self._loss = total / count if count else self._loss
-        self._folded = [0.0, 0.0, 0.0]
-        if any(diverged):
-            self._diverged(diverged)
-        self._progress(now, elapsed, self.position())
+        losses.clear()
+        if any(rest[:size]):
+            self._diverged(rest[:size])
+        self._progress(now, elapsed, self.position)
 
-    def _fold(self) -> None:
-        """Read the losses of the last rounds, all at once: on a GPU that waits for them."""
-        if not self._losses:
-            return
-        losses = torch.stack([loss.detach().float() for _, loss, _ in self._losses]).cpu().double()
-        counts = torch.tensor([count for *_, count in self._losses], dtype=torch.float64)
-        bad = (~losses.isfinite()).nonzero().flatten()
-        self._folded[0] += float((losses * counts).sum())
-        self._folded[1] += float(counts.sum())
-        self._folded[2] = self._folded[2] or (
-            float(self._losses[int(bad[0])][0]) if len(bad) else 0.0
-        )
-        self._losses.clear()
+    def _progress(self, now: float, elapsed: float, at: Position) -> None:
+        advanced = self.round > self._pace.round
+        exchange_s = self.context.group.seconds
+        exchange_share = self._pace.look(now, elapsed, at, self.round, exchange_s)
+        if self.group.rank == 0 and advanced:
+            limits = self.limits
+            value = {
+                "epoch": limits.epochs_at(at),
+                **({"epochs": limits.epochs} if math.isfinite(limits.epochs) else {}),
+                "loss": self._loss,
+                "samples_per_s": self._pace.rate,
+                "exchange_share": exchange_share,
+                "eta_s": self._pace.eta_s(now, at),
+                "step": float(at.steps),
+                **({"noise": self._noise} if math.isfinite(self._noise) else {}),
+            }
+            self._emit("progress", value=value)
+        if self.tables is not None:
+            self.tables.report(self.round)
+        self.context.recorder.flush()
 
     def _diverged(self, rounds: list[float]) -> None:
         rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
-        self.last_good()  # rank 0 waits for a save under way, then all know which one is the last
-        self.link.all_reduce({"saved": torch.zeros(1, device=self.device)}).wait()
+        self.checkpoints.last_good()  # rank 0 waits for a save under way; then all know the last
+        self.group.barrier()
         raise Diverged(
-            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} (epoch {self._epochs(self.position()):.2f}); {self._good()}; "
+            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} "
+            f"(epoch {self.limits.epochs_at(self.position):.2f}); {self._last_good()}; "
             "lower the learning rate, clip gradients (clip=1.0) or look at the data of that rank"
         )
 
     def _refuse_nan(self) -> None:
-        """A gradient can be NaN where the loss was finite; such a model is never saved over a good one."""
+        """A gradient can be NaN though the loss was finite; such a model is never saved."""
         found = [(~v.isfinite()).any().float() for v in self.replica.params.values()]
-        bad = torch.stack([torch.zeros((), device=self.device), *found]).max().view(1)
-        self.link.all_reduce({"bad": bad}, op="max").wait()
+        zero = torch.zeros((), device=self.context.device)
+        bad = torch.stack([zero, *found]).max().view(1)
+        self.group.all_reduce({"bad": bad}, op="max").wait()
         if float(bad) > 0:
             raise Diverged(
-                f"parameters became NaN or infinite by round {self.round} (epoch {self._epochs(self.position()):.2f}), though the loss was "
-                f"finite; {self._good()}; "
+                f"parameters became NaN or infinite by round {self.round} "
+                f"(epoch {self.limits.epochs_at(self.position):.2f}), though the loss was "
+                f"finite; {self._last_good()}; "
                 "clip gradients (clip=1.0) or look for a division by zero in backward"
             )
 
-    def _settle(self) -> None:
-        """What this rank sent has arrived, or the run has diverged: a push may be refused after its round is over."""
+    def _flush_pushes(self) -> None:
+        """Wait until this rank's pushes are applied; a server may refuse one after its round."""
         try:
-            self.settle()
+            if self.tables is not None:
+                self.tables.flush()
         except NotFinite as e:
             raise self._refused(e, self.round) from e
 
     def _refused(self, error: NotFinite, round: int) -> Diverged:
-        return Diverged(f"rank {self.link.rank}, round {round}: {error}; {self._good()}")
+        return Diverged(f"rank {self.group.rank}, round {round}: {error}; {self._last_good()}")
 
-    def _good(self) -> str:
-        good = self.last_good()
+    def _last_good(self) -> str:
+        good = self.checkpoints.last_good()
         return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
 
-    def _progress(self, now: float, elapsed: float, at: Position) -> None:
-        seen = self._seen(at)
-        if elapsed > 0 and self.round > self._looked_at:
-            rate = seen / elapsed
-            self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
-        self._samples_seen += seen
-        waited = self.link.seconds
-        if self.link.rank == 0 and self.round > self._looked_at:
-            value = {
-                "epoch": self._epochs(at),
-                **({"epochs": self.epochs} if math.isfinite(self.epochs) else {}),
-                "loss": self._loss,
-                "samples_per_s": self._rate,
-                "exchange_share": min(1.0, (waited - self._exchange_before) / max(elapsed, 1e-9)),
-                "eta_s": self._eta(now, at),
-                "step": float(at.steps),
-                **({"noise": self._noise} if math.isfinite(self._noise) else {}),
-            }
-            self.emit(Event(time.time(), 0, self.round, "progress", value=value))
-        self.tell(self.round)
-        self._exchange_before, self._looked, self._looked_at, self._at_look = (
-            waited,
-            now,
-            self.round,
-            at,
-        )
-        self.flush()
-
-    # -- evaluation and checkpoints, at rounds that all ranks know --
+    # -- evaluation, checkpoints and changes of strategy, at rounds that all ranks know --
 
     def _end_epochs(self, epochs: range) -> None:
-        """One, or several where a rule's block is longer than an epoch."""
-        self.look()
+        """One epoch, or several where a strategy's block is longer than an epoch."""
+        self.share_status()
         self._evaluate()
         for callback in self.callbacks:
             for epoch in epochs:
                 callback.on_epoch(self.run, epoch, self.metrics)
-        if self.save_every == 0 or (self.save_every and self.save_evaluated):
+        save_every = self.limits.save_every
+        if save_every == 0 or (save_every and self.limits.save_evaluated):
             self.checkpoint()
 
     def _evaluate(self) -> None:
         started, clock = time.time(), time.perf_counter()
         self._evaluated = self.round
-        if self.evaluate is not None:
+        if self.evaluator.has_data:
             with self.merged():
-                self.metrics = self.evaluate() or self.metrics
-        self._reached = self._reached or (
-            self.until is not None and self.until.reached(self._known())
-        )
+                self.metrics = self.evaluator.evaluate() or self.metrics
+        self._reached = self._reached or self._reaches_goal()
         if self.metrics:
-            where = {"epoch": self._epochs(self.position()), "step": float(self.position().steps)}
-            self.emit(
-                Event(
-                    started,
-                    self.link.rank,
-                    self.round,
-                    "evaluate",
-                    time.perf_counter() - clock,
-                    value={**where, **self.metrics},
-                )
-            )
-            self.flush()
+            at = self.position
+            where = {"epoch": self.limits.epochs_at(at), "step": float(at.steps)}
+            seconds = time.perf_counter() - clock
+            self._emit("evaluate", started, seconds, {**where, **self.metrics})
+            self.context.recorder.flush()
 
     def checkpoint(self) -> None:
-        self.look()
+        self.share_status()
         self._refuse_nan()
         self._saved = self.round
         clock = time.perf_counter()
         started = time.time()
-        self.save(
-            self.snapshot(self.round, self.rule),
-            self.metrics if self._evaluated == self.round else {},
-        )
-        self.emit(
-            Event(started, self.link.rank, self.round, "snapshot", time.perf_counter() - clock)
-        )
+        self.evaluator.average_buffers()
+        snapshot = self.checkpoints.take(self.round, self.active, self.metrics)
+        evaluated = self.metrics if self._evaluated == self.round else {}
+        path = self.checkpoints.save(snapshot, evaluated)
+        for callback in self.callbacks:
+            callback.on_checkpoint(self.run, path)
+        self._emit("snapshot", started, time.perf_counter() - clock)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Hold, for a while, the one model that all replicas stand for; what this rank had comes back after it. Rows on servers
-        are what all have pushed, and stay so until all are through."""
-        self._barrier()
+        """For a while the replica holds the one model that all replicas stand for. Rows on servers
+        are what all ranks have pushed, and stay so until all ranks are through."""
+        self._push_barrier()
         with self._holding_merged():
             yield
-        self._barrier()
+        self._push_barrier()
 
-    def _barrier(self) -> None:
-        if self.serves:
-            self._settle()
-            self.link.all_reduce({"settled": torch.zeros(1, device=self.device)}).wait()
+    def _push_barrier(self) -> None:
+        if self.tables is not None:
+            self._flush_pushes()
+            self.group.barrier()
 
     def _holding_merged(self) -> AbstractContextManager[None]:
-        self.agree()
-        model = self.rule.consensus(self.replica, self.merging)
-        if (
-            model is None and self.replica.in_block
-        ):  # asked for by a loop of one's own among steps that ranks take by themselves
+        self.evaluator.average_buffers()
+        model = self.active.consensus(self.replica, self.context.data_group)
+        if model is None and self.replica.in_block:  # asked for in the middle of local steps
             model = {k: v.clone() for k, v in self.replica.params.items()}
-            self.merging.all_reduce(model, op="mean").wait()
+            self.context.data_group.all_reduce(model, op="mean").wait()
         return self.replica.holding(model)
 
     def _change_when_due(self) -> None:
-        if (
-            self.change is not None
-            and self.change_at is not None
-            and self.change_at.reached(self._known())
-        ):
-            self._change_rule()
+        if self.change is not None and self.change.at.reached(self._known()):
+            self._change_strategy(self.change)
 
-    def _change_rule(self) -> None:
-        """All go on from what they together stand for, with the mean of what their optimizers remember."""
-        assert self.change is not None
-        model = self.rule.consensus(self.replica, self.merging)
+    def _change_strategy(self, change: StrategyChange) -> None:
+        """All replicas go on from their consensus, with the mean of their optimizers' moments."""
+        model = self.active.consensus(self.replica, self.context.data_group)
         if model is not None:
             self.replica.load(model)
-        if not self.rule.strategy.replicas_agree:
-            self.merging.all_reduce(self.replica.moments, op="mean").wait()
-        self.look()  # what was measured under the old rule is read before it goes
-        self.rule, self.change = self.change(), None
-        if self.link.rank == 0:
-            said = f"{self.rule.name} from here on: {self.change_at} is reached"
-            self.emit(Event(time.time(), 0, self.round, "notice", value=said))
+        if not self.active.strategy.replicas_agree:
+            self.context.data_group.all_reduce(self.replica.moments, op="mean").wait()
+        self.share_status()  # what was measured under the old strategy is read before it goes
+        self.active, self.change = change.make(), None
+        self._notice(f"{self.active.name} from here on: {change.at} is reached")
 
-    # -- arithmetic --
+    # -- small things --
+
+    def _reaches_goal(self) -> bool:
+        return self.until is not None and self.until.reached(self._known())
 
     def _known(self) -> dict[str, float]:
         """What a goal may name; the same on every rank."""
-        at = self.position()
-        return {
-            **self.metrics,
-            "epoch": self._epochs(at),
-            "step": float(at.steps),
-            "noise": self._noise,
-        }
+        at = self.position
+        run = {"epoch": self.limits.epochs_at(at), "step": float(at.steps), "noise": self._noise}
+        return {**self.metrics, **run}
 
-    def _epochs(self, at: Position) -> float:
-        samples = self.samples()
-        # a stream may give more in one epoch than in the one before: only its end ends the epoch
-        return at.epoch + min(at.offset / samples, 1 - 1e-6) if samples else float(at.epoch)
+    def _notice(self, text: str) -> None:
+        if self.group.rank == 0:
+            self._emit("notice", value=text)
 
-    def _seen(self, at: Position) -> int:
-        before, samples = self._at_look, self.samples() or 0
-        return (at.epoch - before.epoch) * samples + at.offset - before.offset
-
-    def _eta(self, now: float, at: Position) -> float:
-        """Seconds left at the mean pace so far, by whichever limit is nearer."""
-        spent, done, here = now - self._started, at.steps - self._first_steps, self._epochs(at)
-        by_steps = spent * (self.steps - at.steps) / done if done > 0 else math.inf
-        by_epochs = (
-            spent * (self.epochs - here) / (here - self._first_epochs)
-            if here > self._first_epochs
-            else math.inf
-        )
-        left = max(0.0, min(by_steps, by_epochs))
-        return left if math.isfinite(left) else math.nan
+    def _emit(
+        self,
+        name: str,
+        time_s: float | None = None,
+        seconds: float = 0.0,
+        value: str | dict[str, float] | None = None,
+    ) -> None:
+        when = time.time() if time_s is None else time_s
+        event = Event(when, self.group.rank, self.round, name, seconds, value=value)
+        self.context.recorder.emit(event)

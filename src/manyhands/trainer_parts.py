@@ -1,4 +1,4 @@
-"""What the loop works with, as it sees it: a rule with its link and state, a link that keeps account, a dealer of steps."""
+"""Parts of a trainer: what the training loop needs of the objects it is given, as protocols."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from manyhands.core import (
-    Group,
-    Position,
-    Replica,
-    Store,
-    Strategy,
-    Tensors,
-)
+from manyhands.core import Event, Goal, Group, Position, Replica, Snapshot, Store, Strategy, Tensors
 
 
 class MeteredGroup(Group, Protocol):
-    """A group that keeps account of itself (`exchange.observed`)."""
+    """A group that adds up its own traffic (`exchange.observed`)."""
 
     round: int
 
@@ -27,17 +21,42 @@ class MeteredGroup(Group, Protocol):
     def seconds(self) -> float: ...
 
 
-class Gauge(Protocol):
-    """What measures the gradient noise scale (`exchange.noise_scale`)."""
+class EventLog(Protocol):
+    """Where a rank's events go (`observe.events.Recorder`)."""
 
-    def take(self) -> Tensor: ...
-    def read(self, sums: Sequence[float]) -> float: ...
+    def emit(self, event: Event) -> None: ...
+    def flush(self) -> None: ...
+
+
+class LoopContext(Protocol):
+    """This rank's groups, device and run directory (`assembly.rank_context.RankContext`)."""
+
+    device: torch.device
+    recorder: Any  # an EventLog
+
+    @property
+    def group(self) -> MeteredGroup: ...  # all ranks
+    @property
+    def data_group(
+        self,
+    ) -> MeteredGroup: ...  # replicas: ranks that hold the same shard of the model
+    @property
+    def directory(self) -> Any: ...
+
+
+class DataProgress(Protocol):
+    """How far training is in the data (`data.batches.BatchIterator`)."""
+
+    @property
+    def position(self) -> Position: ...
+    @property
+    def samples(self) -> int | None: ...  # of one epoch; None while a stream has not ended once
 
 
 class StepClaimer(Protocol):
-    """Who gives a rank its next step, where ranks go at their own pace (`data.step_claims`)."""
+    """Claims steps from a shared counter for an asynchronous rank (`data.step_claims`)."""
 
-    latest: Position  # after the step drawn last
+    latest: Position  # after the step claimed last
 
     def claim(self, limit: float) -> bool: ...
     def request_sync(self) -> None: ...
@@ -47,20 +66,76 @@ class StepClaimer(Protocol):
     def steps_to(self, epochs: float) -> float: ...
 
 
+class Evaluator(Protocol):
+    """Evaluates the model on the test data (`assembly.evaluation`)."""
+
+    @property
+    def has_data(self) -> bool: ...
+    def evaluate(self) -> dict[str, float]: ...
+    def average_buffers(self) -> None:
+        """Average over ranks what is evaluated but is no parameter: BatchNorm's running statistics."""
+        ...
+
+
+class CheckpointWriter(Protocol):
+    """Takes snapshots of a run and writes them (`assembly.checkpointing`)."""
+
+    def take(self, round: int, active: ActiveStrategy, metrics: dict[str, float]) -> Snapshot: ...
+    def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> str:
+        """Write the snapshot in the background and return the checkpoint's path."""
+        ...
+
+    def last_good(self) -> str | None: ...
+
+
+class PushedTables(Protocol):
+    """Tables on parameter servers, or in this process (`assembly.tables`)."""
+
+    def flush(self) -> None:
+        """Return when everything this rank has pushed is applied."""
+        ...
+
+    def report(self, round: int) -> None: ...
+
+
+class StopFlag(Protocol):
+    """Whether somebody asked the run to stop (`launch.signals.Stop`)."""
+
+    requested: int  # the number of the signal, or 0
+
+
+class NoiseMeter(Protocol):
+    """Measures the gradient noise scale (`exchange.noise_scale`)."""
+
+    def take(self) -> Tensor: ...
+    def read(self, sums: Sequence[float]) -> float: ...
+
+
 @dataclass
 class ActiveStrategy:
-    """A strategy at work: its link (the run's own, that behind a wire, or servers) and its state. `part` is its word in the plan."""
+    """A merge strategy with the group or store it runs over and its state.
 
-    part: str  # merge, or then
+    `word` is its plan word: merge, or then for the strategy that the run changes to.
+    """
+
+    word: str
     name: str
     strategy: Strategy[Any, Any]
     link: Group | Store
     state: Tensors
-    gauge: Gauge | None = None
-    wire_state: Callable[[], Tensors] = dict
+    noise: NoiseMeter | None = None
+    codec_state: Callable[[], Tensors] = dict  # error feedback and the like, of this rank
 
     def consensus(self, replica: Replica, group: Group) -> Tensors | None:
-        """The one model that all replicas stand for; over the bare `group`, as wires are for rounds, or over servers."""
-        return self.strategy.consensus(
-            replica, group if self.strategy.link is Group else self.link, self.state
-        )
+        """The one model that all replicas stand for. Computed over the uncompressed `group` (codecs
+        are for rounds), or over servers."""
+        link = group if self.strategy.link is Group else self.link
+        return self.strategy.consensus(replica, link, self.state)
+
+
+@dataclass(frozen=True)
+class StrategyChange:
+    """The strategy that a run changes to, and the goal at which it does."""
+
+    at: Goal
+    make: Callable[[], ActiveStrategy]

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.assembly.checkpointing import Checkpointing, found
+from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.rank_context import Options, RankContext
+from manyhands.assembly.resume import find_snapshot
 from manyhands.cli.export import export
 from manyhands.core import (
     Finished,
@@ -192,15 +193,15 @@ class Rank:
         self.snapshots.save(
             taken := self.snapshots.take(round, self.rule, {"loss": 0.5}), {"loss": 0.5}
         )
-        assert isinstance(taken, RankSnapshot) == self.context.divided
+        assert isinstance(taken, RankSnapshot) == self.context.splits_model
         self.context.checkpoints.wait()
-        self.context.link.all_reduce({"saved": torch.zeros(1)}).wait()
+        self.context.group.all_reduce({"saved": torch.zeros(1)}).wait()
 
     def resume(self) -> None:
-        saved = found(self.context, self.snapshots.order)
+        saved = find_snapshot(self.context, self.snapshots.order)
         assert saved is not None
         self.snapshots.restore(saved, self.rule.name)
-        self.snapshots.restore_rule(saved, self.rule)
+        self.snapshots.restore_strategy(saved, self.rule)
 
 
 Strategies = Callable[[], Strategy[Any, Any]]
@@ -243,7 +244,7 @@ def rank(
     emit = recorder.emit
     recorder.emit = lambda event: (notices.append(str(event.value)), emit(event))[1]  # type: ignore
     parts = parts_of(layout, group.rank, whole)
-    module = local_module(parts, whole) if context.divided else Whole()
+    module = local_module(parts, whole) if context.splits_model else Whole()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     flat = FlatParameters(module, context.allocate, 2**20)
     update = WholeUpdate(flat, module, optimizer)
@@ -253,7 +254,7 @@ def rank(
         "merge",
         type(plan.strategy).__name__.lower(),
         plan.strategy,
-        context.merging,
+        context.data_group,
         plan.strategy.init(replica),
     )
     walk = SimpleNamespace(position=Position(1, 5, 7))
@@ -262,10 +263,12 @@ def rank(
     at, no_stages = layout.coordinates(group.rank), dataclasses.replace(layout, data=1, pipe=1)
     everything = parts_of(no_stages, at["shard"] * layout.tensor + at["tensor"], whole)
     everything = {k: v for k, v in everything.items() if k not in ALIASES}
-    assembled = Resharding(everything, link, ALIASES) if context.divided else None
+    assembled = Resharding(everything, link, ALIASES) if context.splits_model else None
     local = (
-        WholeTensorState(module, update, lambda values: context.merging.all_reduce(values).wait())
-        if context.divided
+        WholeTensorState(
+            module, update, lambda values: context.data_group.all_reduce(values).wait()
+        )
+        if context.splits_model
         else None
     )
     snapshots = Checkpointing(
@@ -276,7 +279,7 @@ def rank(
         cast(Any, walk),
         8,
         {"seed": 1},
-        parts=assembled,
+        resharding=assembled,
         local=local,
     )
     return Rank(context, module, optimizer, snapshots, rule, parts, notices)
@@ -332,14 +335,16 @@ def start(folder: Path) -> tuple[Tensors, Tensors]:
 def assert_holds_its_parts(here: Rank, params: Tensors, moments: Tensors) -> None:
     names = {id(p): n for n, p in here.module.named_parameters()}
     for name, value in here.module.state_dict().items():
-        expected = here.parts[name].extract(params[name]) if here.context.divided else params[name]
+        expected = (
+            here.parts[name].extract(params[name]) if here.context.splits_model else params[name]
+        )
         assert torch.equal(value, expected), name
     for p, entries in here.optimizer.state.items():
         region = here.parts[names[id(p)]]
         for key in ("exp_avg", "exp_avg_sq"):
             expected = moments[f"{region.name}/{key}"]
             assert torch.equal(
-                entries[key], region.extract(expected) if here.context.divided else expected
+                entries[key], region.extract(expected) if here.context.splits_model else expected
             ), (region, key)
         assert float(entries["step"]) == 3
     assert len(here.optimizer.state) == len(list(here.module.parameters()))
@@ -560,7 +565,7 @@ def test_generators_are_taken_back_only_where_ranks_play_the_same_part(tmp_path:
 
     def save(here: Rank) -> None:
         torch.manual_seed(100)
-        here.context.link.all_reduce({"seeded": torch.zeros(1)}).wait()
+        here.context.group.all_reduce({"seeded": torch.zeros(1)}).wait()
         here.save(2)
 
     run(tmp_path, Layout(tensor=2), lambda here: (here.resume(), save(here)))

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import typer.main
 
-from manyhands.api import defines_task, start, work_script
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.main import app
 from manyhands.cli.verify import verify
+from manyhands.entry import defines_task, start, work_script
 from manyhands.errors import LaunchError
 from manyhands.launch import lab
 from manyhands.plan import words as plan_words
@@ -182,7 +182,8 @@ def run_each(cases: list[tuple[str, str]], words: Any, options: Options) -> dict
     for i, (script, plan) in enumerate(cases):
         short = {"steps": 2, "save": "off"} if defines_task(Path(script)) else {"save": "off"}
         own = Options(Path(script).stem, f"runs/{i}", quiet=True)
-        work_script(script, [], {**plan_words.overlay(plan), **short, "threads": 1}, own)
+        given = {**plan_words.overlay(plan), **short, "threads": 1}
+        work_script(script, [], given, plan_words.parse(given), own)
     return {}
 
 

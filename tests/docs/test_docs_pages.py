@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands import api as running
+from manyhands import own_loop
 from manyhands.core import Layout, Plan
 from manyhands.exchange import algorithms
 from manyhands.exchange.compression import CODECS
@@ -136,7 +136,7 @@ def test_the_own_loop_of_the_tutorial_trains(
         "data": (torch.randn(100, 3), torch.randint(2, (100,))),
     }
     exec(loop, names)
-    result = running._close_joined()
+    result = own_loop.close_joined()
     assert result is not None and result["rounds"] == 4  # twice 100 samples in batches of 64
     assert not torch.equal(names["model"].weight, before)
 

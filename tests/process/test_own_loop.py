@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
-from manyhands.api import _joined
+from manyhands.own_loop import _joined
 from manyhands.recover.checkpoint import Checkpoints
 from support.commands import CLI, command, run
 from support.compare import same_tensors

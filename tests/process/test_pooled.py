@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
+from manyhands.entry import work
 from manyhands.recover.checkpoint import Checkpoints
+from support.pooled import start
 
 SIZE, BATCH = 3, 4
 N = 2 * SIZE * BATCH + 2  # two full steps, then two samples: rank 2 has none

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
+from manyhands.entry import work
 from manyhands.launch.environment import process_info
 from manyhands.recover.checkpoint import Checkpoints
+from support.pooled import start
 
 G = torch.Generator().manual_seed(0)
 PROTOTYPES = torch.randn(4, 1, 12, 12, generator=G)

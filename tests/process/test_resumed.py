@@ -18,11 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.export import export
+from manyhands.entry import work
 from manyhands.recover.checkpoint import Checkpoints, load
 from support.commands import CLI, command, descendants, wait_until_gone
+from support.pooled import start
 from support.small_task import saved_weights, small_task
 
 N = 53  # and 2 ranks x 4: seven steps an epoch, the last of five samples

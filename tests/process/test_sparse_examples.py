@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands import api as running
+from manyhands import entry as running
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.verify import verify
 from support.paths import EXAMPLES
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path | None)
     ],
 )
 def test_the_example_learns_with_its_rows_elsewhere(name: str, words: str, at_most: float) -> None:
-    body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [])
+    body = functools.partial(running.work_script, str(EXAMPLES / f"{name}.py"), [], words)
     result = running.start(body, words, Options(name, quiet=True))
     assert result.metrics["loss"] < at_most and result.checkpoint is not None
 

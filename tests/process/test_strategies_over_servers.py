@@ -21,15 +21,16 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.core import Store
+from manyhands.entry import work
 from manyhands.launch.environment import process_info
 from manyhands.merge import STRATEGIES
 from manyhands.observe.events import read
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.split.data import SPLITS
 from support.commands import CLI, ENDLESS, command, descendants, wait_until_gone
+from support.pooled import start
 
 SIZE, BATCH, EPOCHS, ROW_LR = 3, 4, 2, 0.5
 N = 8 * SIZE * BATCH - 10  # eight steps an epoch; in the last one rank 2 has no sample

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.core import Group
+from manyhands.entry import work
 from manyhands.launch.environment import process_info
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
+from support.pooled import start
 
 SIZE, BATCH, EPOCHS = 3, 4, 3
 N = (

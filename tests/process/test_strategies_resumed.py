@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.api import start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.core import Group, Snapshot
+from manyhands.entry import work
 from manyhands.exchange.compression import CODECS
 from manyhands.merge import STRATEGIES
 from manyhands.recover.checkpoint import Checkpoints
+from support.pooled import start
 
 SIZE, BLOCK = 3, 4
 G = torch.Generator().manual_seed(0)

@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import manyhands as mh
-from manyhands.api import load_task, start, work
 from manyhands.assembly.rank_context import Options
 from manyhands.cli import verify as verifying
 from manyhands.cli.verify import Record, verify
 from manyhands.core import Layout
+from manyhands.entry import load_task, work
 from manyhands.plan import words as plan_words
 from manyhands.task import Task
 from support.paths import EXAMPLES
+from support.pooled import start
 
 STEPS = 4
 LINKS = {"shared": "aaaa", "gloo": "aaaa", "hierarchical": "aabb"}  # and each rank's host

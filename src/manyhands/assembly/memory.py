@@ -1,4 +1,4 @@
-"""What a rank will need of memory, said before the first step and compared with what it took after the last."""
+"""Memory of a rank: the forecast before the first step, and the peak it is compared with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manyhands.assembly.parameters import updates_parts
 from manyhands.assembly.rank_context import RankContext, micro_batches
+from manyhands.assembly.strategies import updates_parts
 from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import PlanError
@@ -29,14 +29,13 @@ from manyhands.replica.forward import TaskLoss
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.task import Callback, Task
 
-LARGE_BYTES = (
-    64 << 20
-)  # of parameters from which on a model that no plan splits is forecast too: it costs a second
+# a model that no plan splits is forecast too from so many bytes of parameters on: it costs a second
+LARGE_BYTES = 64 << 20
 
 
 @dataclass
 class MemoryWatch(Callback):
-    """A forecast, and the measurement it is compared with."""
+    """A memory forecast, and the measured peak it is compared with at the end of the run."""
 
     context: RankContext
     setting: memory_forecast.Setting
@@ -56,10 +55,8 @@ class MemoryWatch(Callback):
         """From here on rounds are measured."""
         if isinstance(flat, ShardedParameters):
             lies = lambda: [*held(flat, optimizer), *module.buffers(), *state.values()]
-            common, sharers = (
-                [s.full for s in flat.spans] if flat.common_bytes else [],
-                flat.group.size,
-            )
+            common = [s.full for s in flat.spans] if flat.common_bytes else []
+            sharers = flat.group.size
         else:
             lies = lambda: [*flat.grads.values(), *held_by(module, optimizer), *state.values()]
             common, sharers = list(flat.values.values()), self.setting.sharers
@@ -79,11 +76,13 @@ def watch(
     stages: memory_forecast.Stages | None = None,
     cuts: memory_forecast.Cuts | None = None,
 ) -> MemoryWatch | None:
-    """Forecast on one rank for all; refuse what does not fit. `values`: one micro-batch; `stages` and `cuts`: the model's, if split."""
+    """Forecast memory on rank 0 for all ranks; refuse a plan that does not fit. `values`: one
+    micro-batch; `stages` and `cuts`: how the model is split, where it is."""
     own = sum(p.nbytes for p in model.parameters())
-    if context.rank != 0 or plan.compile or (not context.divided and own < LARGE_BYTES):
+    if context.rank != 0 or plan.compile or (not context.splits_model and own < LARGE_BYTES):
         return None
-    loss = TaskLoss(model, None, task.loss, task.step, plan.precision, context.device)  # type: ignore[arg-type]  # it draws nothing
+    no_batches: Any = None  # the forecast brings its own
+    loss = TaskLoss(model, no_batches, task.loss, task.step, plan.precision, context.device)
     count = context.micro_batch(plan.batch or 1)
 
     def loss_of(module: nn.Module, batch: Any) -> Any:
@@ -92,39 +91,57 @@ def watch(
 
     optimizer = task.optimizer(model.parameters())
     study = memory_forecast.Study(model, loss_of, values(), optimizer, Live)
-    parted = (
-        plan.layout.data
-        if updates_parts(context, plan, plan.strategy.replicas_agree, optimizer)
-        else 1
-    )
-    trained = {p.dtype: 0 for p in model.parameters() if p.requires_grad}
-    for p in model.parameters():
-        trained[p.dtype] += p.numel() if p.requires_grad else 0
-    setting = memory_forecast.Setting(
-        plan.layout, plan.zero, micro_batches(plan) * plan.accumulate, plan.schedule, plan.recompute,
-        overlap=plan.strategy.replicas_agree and plan.layout.data > 1 and plan.layout.pipe == 1, sharers=parted, owners=parted,
-        stages=stages, cuts=cuts,
-        bucket_bytes=int(plan.bucket_mb * 2**20), other=memory_forecast.rule_bytes(plan.strategy, trained) * own // max(1, own * plan.layout.size),
-    )  # fmt: skip
+    setting = _setting(context, plan, model, optimizer, stages, cuts)
     forecasts = study.forecasts(setting)
     most = max(forecasts, key=lambda f: f.total)
     context.notice(f"memory: {most}")
     available = available_bytes(context.device, context.process.local_size, own)
-    said = memory_forecast.refuse(
-        most, available, memory_forecast.changes(study, setting, count), context.options.anyway
-    )
-    if said is not None:
-        context.notice(said)
+    changes = memory_forecast.changes(study, setting, count)
+    warning = memory_forecast.refuse(most, available, changes, context.options.anyway)
+    if warning is not None:
+        context.notice(warning)
     return MemoryWatch(context, setting, forecasts[0])
 
 
+def _setting(
+    context: RankContext,
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    stages: memory_forecast.Stages | None,
+    cuts: memory_forecast.Cuts | None,
+) -> memory_forecast.Setting:
+    """Of the plan, what memory depends on."""
+    layout, agree = plan.layout, plan.strategy.replicas_agree
+    parted = layout.data if updates_parts(context, plan, agree, optimizer) else 1
+    trained = {p.dtype: 0 for p in model.parameters() if p.requires_grad}
+    for p in model.parameters():
+        trained[p.dtype] += p.numel() if p.requires_grad else 0
+    own = sum(p.nbytes for p in model.parameters())
+    of_strategy = memory_forecast.rule_bytes(plan.strategy, trained)
+    return memory_forecast.Setting(
+        layout,
+        plan.zero,
+        micro_batches(plan) * plan.accumulate,
+        plan.schedule,
+        plan.recompute,
+        overlap=agree and layout.data > 1 and layout.pipe == 1,
+        sharers=parted,
+        owners=parted,
+        stages=stages,
+        cuts=cuts,
+        bucket_bytes=int(plan.bucket_mb * 2**20),
+        other=of_strategy * own // max(1, own * layout.size),
+    )
+
+
 def room(context: RankContext, model: nn.Module, task: Task) -> tuple[int, float]:
-    """Bytes that a rank has, and how many times the bytes of its parameters it holds, with gradients and the optimizer's state."""
+    """Bytes that a rank has; and the ratio of parameters, gradients and optimizer state together to
+    parameters alone."""
     own = sum(p.nbytes for p in model.parameters())
     state, _, _ = memory_forecast.optimizer_bytes(model, task.optimizer(model.parameters()))
-    return available_bytes(context.device, context.process.local_size, own), 2 + sum(
-        state.values()
-    ) / max(1, own)
+    available = available_bytes(context.device, context.process.local_size, own)
+    return available, 2 + sum(state.values()) / max(1, own)
 
 
 @contextmanager
@@ -140,9 +157,9 @@ def example(context: RankContext, plan: Plan, train: Source, most: int | None = 
     """One micro-batch, or at most so many samples of it."""
     if isinstance(train, StreamSource) or not train.samples:
         raise PlanError(
-            "a model is split by looking at what it does with a batch, but the training data is a stream; give a Dataset"
+            "a model is split by a look at what it does with a batch, but the training data is a "
+            "stream; give a Dataset"
         )
     count = min(train.samples, most or context.micro_batch(plan.batch or 1))
-    return train.fetch(
-        torch.arange(count, device=train.device if isinstance(train, TensorSource) else "cpu")
-    )
+    device = train.device if isinstance(train, TensorSource) else "cpu"
+    return train.fetch(torch.arange(count, device=device))

@@ -1,108 +1,153 @@
-"""Where a rank's parameters live, who updates what of them, and that all ranks start from the same."""
+"""Parameters of a rank: modules, optimizer, flat buffers, who updates which part; equal at the start."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.spec import TrainingSpec
+from manyhands.assembly.strategies import replicas_agree, updates_parts
+from manyhands.assembly.tables import RunTables, open_tables
 from manyhands.core import Plan
+from manyhands.errors import TaskError
+from manyhands.exchange.compression.topk import TopK
 from manyhands.exchange.shared import SharedGroup, shard_memory
+from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
+from manyhands.parallel.zero.sharded_update import check as check_sharded
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.parameters import ReplicaParameters
+from manyhands.replica.recompute import recompute
 from manyhands.replica.update import (
     PartUpdate,
     Update,
     WholeUpdate,
-    can_part,
+    has_sparse_gradients,
 )
 
 
-def lay_out(
-    context: RankContext,
-    plan: Plan,
-    agree: bool,
-    module: nn.Module,
-    optimizer: Optimizer,
-    one_copy: bool,
+@dataclass
+class LocalModel:
+    """What this rank holds: the whole model or its part of it, its optimizer and its tables."""
+
+    module: nn.Module  # holds all parameters of this rank
+    stages: list[nn.Module]  # of a pipeline; else the module alone
+    pipeline: StepExecutor | None
+    tables: RunTables | None
+    optimizer: Optimizer
+    flat: ReplicaParameters
+    update: Update
+    schedule: LRScheduler | None
+
+
+def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
+    """Move the model to its device, make its tables and optimizer, lay its parameters out flat."""
+    pipeline = None if spec.part is None else spec.part.pipeline
+    module = spec.model.to(context.device) if spec.part is None else spec.part.module
+    stages = [module] if pipeline is None else pipeline.modules
+    tables = open_tables(context, plan, module, spec.ids)
+    if plan.recompute and pipeline is None:
+        recompute(module)
+    optimizer = spec.make_optimizer(module.parameters())
+    _check_optimizer(context, plan, module, optimizer)
+    flat, update = _flat(context, plan, module, optimizer, spec.one_copy)
+    _broadcast_rest(context, module)
+    schedule = None if spec.make_schedule is None else spec.make_schedule(optimizer)
+    return LocalModel(module, stages, pipeline, tables, optimizer, flat, update, schedule)
+
+
+def _check_optimizer(
+    context: RankContext, plan: Plan, module: nn.Module, optimizer: Optimizer
+) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over "
+            "ranks; use SGD, Adam or AdamW"
+        )
+    for axis in ("shard", "tensor"):
+        if getattr(plan.layout, axis) > 1:
+            check_sharded(optimizer, axis)
+    known = {id(p) for p in module.parameters()}
+    if strangers := sum(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
+        raise TaskError(
+            f"{strangers} of the optimizer's parameters are not the model's, so nobody would merge "
+            "or save them; make them parameters of the model "
+            "(a learnable temperature: self.temperature = nn.Parameter(...))"
+        )
+    own = plan.codec.momentum if isinstance(plan.codec, TopK) else 0.0
+    if own and any(g.get("momentum") for g in optimizer.param_groups):
+        raise TaskError(
+            f"compress.momentum={own} keeps momentum before compression, and the optimizer has "
+            "momentum too: it would count twice; "
+            "give the optimizer momentum=0 or set compress.momentum=0"
+        )
+    if context.process.size > 1 and has_sparse_gradients(module):
+        raise TaskError(
+            "an embedding with sparse=True gives sparse gradients, which merge strategies cannot "
+            "merge; set sparse=False, or use mh.Embedding"
+        )
+
+
+def _flat(
+    context: RankContext, plan: Plan, module: nn.Module, optimizer: Optimizer, one_copy: bool
 ) -> tuple[ReplicaParameters, Update]:
-    """Lay the parameters out and decide who updates what: over a shard axis, every rank its slices. On one host, replicas that
-    always agree need only one copy of the parameters, and each rank updates its part of it."""
+    """Flat buffers, and who updates which part of them. Over a shard axis every rank updates its
+    slices. On one host, replicas that always agree need only one copy of the parameters, and each
+    rank updates its part of it."""
     bucket_bytes = int(plan.bucket_mb * 2**20)
     if plan.layout.shard > 1:
         memory, common = shard_memory(context.axes["shard"], context.device)
-        short = torch.bfloat16 if plan.precision == "bf16" else None
-        spread = ShardedParameters(
+        sharded = ShardedParameters(
             module,
             context.axes["shard"],
             plan.zero,
             allocate=memory,
             common=common,
             bucket_bytes=bucket_bytes,
-            gather_dtype=short,
+            gather_dtype=torch.bfloat16 if plan.precision == "bf16" else None,
         )
-        return spread, ShardUpdate(spread, optimizer)
-    if not updates_parts(context, plan, agree, optimizer):
+        return sharded, ShardUpdate(sharded, optimizer)
+    if not updates_parts(context, plan, replicas_agree(plan), optimizer):
         flat = FlatParameters(module, context.allocate, bucket_bytes)
-        _same_start(context, flat)
+        _broadcast_start(context, flat)
         return flat, WholeUpdate(flat, module, optimizer)
-    shared = context.merging.group
+    shared = context.data_group.group
     assert isinstance(shared, SharedGroup)
     if one_copy:
-        common = functools.partial(shared.allocate, common=True)
+        in_common = functools.partial(shared.allocate, common=True)
+        first = shared.rank == 0
         flat = FlatParameters(
-            module, shared.allocate, bucket_bytes, allocate_values=common, writes=shared.rank == 0
+            module, shared.allocate, bucket_bytes, allocate_values=in_common, writes=first
         )
         shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
     else:
         flat = FlatParameters(module, shared.allocate, bucket_bytes)
-        _same_start(context, flat)
+        _broadcast_start(context, flat)
     return flat, PartUpdate(flat, module, optimizer, shared.own)
 
 
-def updates_parts(context: RankContext, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
-    """Whether replicas have one copy of the parameters, of which each updates its part."""
-    plain_link = (
-        plan.codec is None and plan.algorithm == "native"
-    )  # only that one reduces in two halves
-    agree = agree and plain_link and plan.precision != "fp16" and plan.layout.shard == 1
-    return isinstance(context.merging.group, SharedGroup) and agree and can_part(optimizer)
-
-
-def _same_start(context: RankContext, flat: FlatParameters) -> None:
-    """Everybody starts from rank 0's weights, also where a user's script forgot to seed."""
-    # equal seeds make equal weights nearly always: compare sums of bits first, which spares mapping the peers' memory
-    words = [
-        v.view(
-            torch.int64
-            if v.element_size() == 8
-            else torch.int32
-            if v.element_size() == 4
-            else torch.int16
-        )
-        for v in flat.values.values()
-    ]
+def _broadcast_start(context: RankContext, flat: FlatParameters) -> None:
+    """All replicas start from rank 0's weights, also where a user's script forgot to seed."""
+    # equal seeds make equal weights nearly always: comparing sums of bits is cheaper than moving
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    words = [v.view(integers[v.element_size()]) for v in flat.values.values()]
     sums = torch.stack([w[i::2].sum(dtype=torch.int64) for w in words for i in range(2)])
     span = torch.cat([sums, -sums])
-    context.merging.all_reduce({"span": span}, op="max").wait()
-    if torch.equal(span[: len(sums)], -span[len(sums) :]):
-        return
-    if context.merging.rank != 0:
-        for values in flat.values.values():
-            values.zero_()
-    context.merging.all_reduce(flat.values).wait()
+    context.data_group.all_reduce({"span": span}, op="max").wait()
+    if not torch.equal(span[: len(sums)], -span[len(sums) :]):
+        context.data_group.broadcast(flat.values)
 
 
-def same_rest(context: RankContext, module: nn.Module) -> None:
-    """Frozen parameters and buffers too are rank 0's, where a script forgot to seed."""
-    rest = [*(p.data for p in module.parameters() if not p.requires_grad), *module.buffers()]
-    if context.merging.rank != 0:
-        for value in rest:
-            value.zero_()
+def _broadcast_rest(context: RankContext, module: nn.Module) -> None:
+    """Frozen parameters and buffers too are rank 0's."""
+    frozen = [p.data for p in module.parameters() if not p.requires_grad]
+    rest = {str(i): value for i, value in enumerate([*frozen, *module.buffers()])}
     if rest:
-        context.merging.all_reduce({str(i): value for i, value in enumerate(rest)}).wait()
+        context.data_group.broadcast(rest)

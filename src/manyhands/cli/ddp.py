@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from manyhands.api import MakeTask
-from manyhands.assembly.rank_context import Options, choose_device
-from manyhands.assembly.trainer import DEFAULT_BATCH
+from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
+from manyhands.assembly.groups import choose_device
+from manyhands.assembly.rank_context import Options
 from manyhands.core import (
     Event,
     Plan,
@@ -34,6 +33,7 @@ from manyhands.core import (
 )
 from manyhands.data.batches import BatchIterator, IndexedBatches, StreamedBatches
 from manyhands.data.sources import StreamSource, source
+from manyhands.entry import MakeTask
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
@@ -44,7 +44,7 @@ from manyhands.recover import directory
 from manyhands.replica import forward, state
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.task import Task, build_model, resolve
-from manyhands.train import LOOK_EVERY_S, Result
+from manyhands.train import STATUS_EVERY_S, Result
 
 # the words of a plan that mean something to DDP; merge rules, wires and links are exactly what it does not have
 KNOWN = (
@@ -89,7 +89,7 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
         try:
             peer = Peer(
                 task,
-                settle(task, plan, seed),
+                with_task_defaults(plan, task, seed),
                 here,
                 device,
                 recorder,
@@ -103,20 +103,6 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
             dist.destroy_process_group()
             if owner is not None:
                 owner.close()
-
-
-def settle(task: Task, plan: Plan, seed: int) -> Plan:
-    """What the plan leaves open is the task's, as in our own runs."""
-    limited = plan.epochs is not None or plan.steps is not None
-    own_batch = task.train.batch_size if isinstance(task.train, DataLoader) else None
-    return dataclasses.replace(
-        plan,
-        seed=seed,
-        epochs=plan.epochs if limited or task.steps else task.epochs,
-        steps=plan.steps if limited else task.steps,
-        clip=plan.clip if plan.clip is not None else task.clip,
-        batch=plan.batch or task.batch or own_batch or DEFAULT_BATCH,
-    )
 
 
 class Peer:
@@ -279,7 +265,7 @@ class Peer:
         if not rounds:
             return
         interval = (
-            max(1, min(1000, int(LOOK_EVERY_S * rounds / max(elapsed, 1e-9))))
+            max(1, min(1000, int(STATUS_EVERY_S * rounds / max(elapsed, 1e-9))))
             if self.rank == 0
             else 0
         )

@@ -26,10 +26,10 @@ from typing import Any, TextIO
 import cloudpickle
 import torch
 
-from manyhands.api import defines_task, load_task, work_script
 from manyhands.assembly.rank_context import Options
 from manyhands.cli import ddp
 from manyhands.core import Goal, Job, Plan
+from manyhands.entry import defines_task, load_task, work_script
 from manyhands.errors import (
     CheckpointError,
     LaunchError,
@@ -368,7 +368,9 @@ def _run_one(
     body = (
         functools.partial(ddp.work, functools.partial(load_beside, str(script)), words, options)
         if runner.is_ddp
-        else functools.partial(work_script, str(script), [], words, options)
+        else functools.partial(
+            work_script, str(script), [], words, plan_words.parse(words), options
+        )
     )
     launched_s = time.time()
     outcome: dict[str, Any] = {"state": "done", "launched_s": launched_s, "seed": seed}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from manyhands.api import start, work_script
 from manyhands.assembly.rank_context import Options
+from manyhands.entry import start, work_script
 
 
 def run(
@@ -27,5 +27,5 @@ def run(
         quiet,
         anyway=anyway,
     )
-    body = functools.partial(work_script, str(script), [])
+    body = functools.partial(work_script, str(script), [], words)
     start(body, words, options, port)

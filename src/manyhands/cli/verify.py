@@ -18,13 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from manyhands.api import (
-    MakeTask,
-    defines_task,
-    load_task,
-    start,
-    work,
-)
 from manyhands.assembly.rank_context import Options, micro_batches
 from manyhands.core import (
     Layout,
@@ -33,6 +26,13 @@ from manyhands.core import (
     Tensors,
 )
 from manyhands.embedding.tables import embeddings
+from manyhands.entry import (
+    MakeTask,
+    defines_task,
+    load_task,
+    start,
+    work,
+)
 from manyhands.errors import PlanError
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.merge.stale_sync import StaleSync
@@ -93,7 +93,7 @@ class Record(Callback):
             [float(loss) * replica.own_count, replica.own_count], dtype=torch.float64
         )
         if replica.updates_slice:
-            run.trainer.merging.all_gather(replica.flat.grads).wait()
+            run.trainer.context.data_group.all_gather(replica.flat.grads).wait()
         if isinstance(replica.flat, ShardedParameters):
             self._keep(run, f"gradient/{round}", gradient_state(replica.flat))
             return

@@ -62,7 +62,7 @@ class ModuleReplica:
         on_unused: Callable[[list[str]], None] = lambda names: None,
         ended: Callable[[], bool] = lambda: False,
         steps_alone: bool = False,
-        on_window: Callable[[], None] | None = None,
+        on_window: Callable[[ModuleReplica], None] | None = None,
         schedule_at: Callable[[], int] | None = None,
         scheduled: int = 0,
         passes: RunMicroBatches | None = None,
@@ -165,7 +165,7 @@ class ModuleReplica:
         self.own_count = count
         self.window.end(count, used)
         if self._on_window is not None:
-            self._on_window()
+            self._on_window(self)
         if on_ready is not None:
             self.window.launch_rest(on_ready)
         return total / max(count, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
-from manyhands.assembly import model_parallel
+from manyhands.assembly import stage_cuts
 from manyhands.assembly.memory import room
 from manyhands.errors import PlanError
 from manyhands.parallel.pipeline.node_costs import NodeCost
@@ -60,11 +60,9 @@ def begin(
         NodeCost(s, KEPT, sum(p.nbytes for p in layer.parameters()), 64.0)
         for s, layer in zip(seconds, made.model, strict=True)
     ]
-    monkeypatch.setattr(model_parallel.node_costs, "measure", lambda *_: costs)
-    monkeypatch.setattr(model_parallel, "room", lambda *_: (limit, 4.0))
-    (found,) = model_parallel._balanced(
-        context(anyway), words.parse(line), traced, example, 2, made
-    )
+    monkeypatch.setattr(stage_cuts.node_costs, "measure", lambda *_: costs)
+    monkeypatch.setattr(stage_cuts, "room", lambda *_: (limit, 4.0))
+    (found,) = stage_cuts._balanced(context(anyway), words.parse(line), traced, example, 2, made)
     return found
 
 
@@ -102,4 +100,4 @@ def test_where_nothing_can_be_cut_the_first_reason_is_told() -> None:
         raise PlanError("too many stages" if limit is None else "no room")
 
     with pytest.raises(PlanError, match="too many"):
-        model_parallel._within(cut, 10.0)
+        stage_cuts._within(cut, 10.0)

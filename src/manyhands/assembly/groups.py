@@ -1,0 +1,96 @@
+"""Process groups and device of a rank: the fastest group for all ranks, and one for each axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from manyhands.core import Group, Plan, ProcessInfo
+from manyhands.errors import PlanError
+from manyhands.exchange import collective, hierarchical
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.exchange.shared import SharedGroup
+from manyhands.exchange.solo import SoloGroup
+
+
+def axis_group(
+    plan: Plan,
+    process: ProcessInfo,
+    store: dist.Store,
+    device: torch.device,
+    group: ObservedGroup,
+    axis: str,
+) -> ObservedGroup:
+    """The group of ranks that differ from this one along `axis` only; `group` has all ranks."""
+    peers = plan.layout.peers(process.rank, axis)
+    if len(peers) == process.size:
+        return group
+    if len(peers) == 1:
+        return ObservedGroup(SoloGroup(), group.emit, beside=group)
+    among = dataclasses.replace(process, rank=peers.index(process.rank), size=len(peers))
+    inner, _ = connect(plan, among, dist.PrefixStore(f"{axis}/{peers[0]}", store), device)
+    return ObservedGroup(inner, group.emit, beside=group)
+
+
+def connect(
+    plan: Plan, process: ProcessInfo, store: dist.Store, device: torch.device
+) -> tuple[Group, str]:
+    """The fastest group that joins all ranks, or the one the plan names; and its name."""
+    if process.size == 1:
+        return SoloGroup(), "none"
+    hosts = _gather(store, "host", process, process.host, plan.timeout_s)
+    one_host, shares = len(set(hosts)) == 1, len(set(hosts)) < process.size
+    kind = plan.link
+    if kind == "auto" and device.type == "cuda":
+        kind = "nccl"
+    elif kind == "auto":
+        kind = "shared" if one_host else "hierarchical" if shares else "gloo"
+    if kind == "shared" and not one_host:
+        raise PlanError(
+            f"link=shared joins processes of one host, but there are {len(set(hosts))}: "
+            f"{', '.join(sorted(set(hosts)))}; set link=hierarchical"
+        )
+    if kind == "nccl" and device.type != "cuda":
+        raise PlanError(
+            "link=nccl moves bytes between GPUs, but this rank computes on the CPU; set link=auto"
+        )
+    prefixed = dist.PrefixStore(f"link/{kind}", store)
+    if kind == "shared":
+        return SharedGroup(process.rank, process.size, prefixed, timeout_s=plan.timeout_s), kind
+    if kind == "hierarchical":
+        return hierarchical.connect(
+            process.rank, process.size, hosts, prefixed, plan.timeout_s
+        ), kind
+    return collective.connect(
+        process.rank, process.size, prefixed, kind, plan.timeout_s, device
+    ), kind
+
+
+def choose_device(plan: Plan, process: ProcessInfo) -> torch.device:
+    if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlanError(
+            "device=cuda, but torch sees no GPU here; set device=cpu or install a CUDA build of torch"
+        )
+    if process.local_rank >= torch.cuda.device_count():
+        raise PlanError(
+            f"{process.local_size} ranks on this host, but torch sees {torch.cuda.device_count()} GPUs; one rank a GPU is needed: "
+            f"set data={torch.cuda.device_count()} or device=cpu"
+        )
+    torch.cuda.set_device(process.local_rank)
+    # everything runs on one stream of our own: what is to be captured must not touch the default stream
+    torch.cuda.set_stream(torch.cuda.Stream())
+    return torch.device("cuda", process.local_rank)
+
+
+def _gather(
+    store: dist.Store, key: str, process: ProcessInfo, value: str, timeout_s: float
+) -> list[str]:
+    store.set(f"{key}/{process.rank}", value)
+    keys = [f"{key}/{r}" for r in range(process.size)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    return [store.get(k).decode() for k in keys]

@@ -1,0 +1,137 @@
+"""A rank's own state in a checkpoint: parameters, moments and error feedback that replicas do not share.
+
+No strategy declares what differs. Ranks compare checksums, and only tensors that are not equal on
+all replicas are saved once per rank. On as many replicas as before, each rank takes its own back,
+bit for bit. On another number all start from the consensus model, and error feedback is divided
+evenly, so that nothing that a codec has held back is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.rank_tensors import differing, gathered
+from manyhands.core import Layout, Plan, Snapshot, Tensors
+from manyhands.parallel.reshard.rank_state import RankState
+from manyhands.parallel.reshard.resharding import Resharding
+from manyhands.replica import state
+from manyhands.replica.module import ModuleReplica
+from manyhands.replica.update import prime
+from manyhands.trainer_parts import ActiveStrategy
+
+
+@dataclass
+class OwnState:
+    """By kind and name: codec/, param/, optimizer/, state/ (of the strategy), scaler/."""
+
+    context: RankContext
+    plan: Plan
+    module: nn.Module
+    replica: ModuleReplica
+    resharding: Resharding | None = None
+    local: RankState | None = None
+
+    def __post_init__(self) -> None:
+        self._same_split: bool | None = None
+
+    def gather(self, active: ActiveStrategy, model_apart: bool) -> Tensors:
+        """On rank 0: what differs between ranks, of all ranks; and what is equal on all ranks but in
+        no other part of the snapshot."""
+        mine = self._kept(active)
+        names = differing(self.context, mine)
+        found = gathered(self.context, {k: mine[k] for k in names})
+        apart = ("codec/", "param/") if model_apart else ("codec/",)
+        once = [k for k in mine if k not in names and k.startswith(apart)]
+        return {**found, **{f"*/{k}": mine[k].detach().to("cpu", copy=True) for k in once}}
+
+    def share(self, active: ActiveStrategy, model_apart: bool) -> Tensors:
+        """Of a model that is split, by name in the file: what differs between replicas; what does
+        not, from the first rank that holds it."""
+        inner, rank = ranks_per_replica(self.plan.layout), self.context.rank
+        mine = self._kept(active) | {f"state/{k}": v for k, v in active.state.items()}
+        names = differing(self.context, mine)
+        own = {f"ranks/{rank}/{k}": mine[k] for k in names}
+        if rank < inner:
+            apart = ("codec/", "state/", "param/") if model_apart else ("codec/", "state/")
+            once = {k: v for k, v in mine.items() if k not in names and k.startswith(apart)}
+            own |= {f"ranks/*{rank}/{k}": v for k, v in once.items()}
+        return {k: v.detach() for k, v in own.items()}
+
+    def _kept(self, active: ActiveStrategy) -> Tensors:
+        """What may differ between ranks, by kind and name."""
+        mine = {f"codec/{k}": v for k, v in active.codec_state().items()}
+        if active.strategy.replicas_agree:
+            return mine
+        flat, optimizer = self.replica.flat, self.replica.optimizer
+        # while saving: ranks must give the same names, also one that has had no samples yet
+        new = prime(optimizer)
+        mine |= {f"param/{k}": v for k, v in flat.values.items()}
+        if self.local is None:
+            moments, _ = state.optimizer_state(self.module, optimizer)
+        else:
+            moments, _ = self.local.optimizer()
+        mine |= {f"optimizer/{k}": v for k, v in moments.items()}
+        mine |= {f"state/{k}": v for k, v in active.state.items()}
+        if (scaler := self.replica.scaler) is not None:
+            mine["scaler/scale"] = torch.tensor([scaler.get_scale()], dtype=torch.float64)
+        for p in new:
+            del optimizer.state[p]
+        return mine
+
+    # -- and back --
+
+    def of_this_rank(self, saved: Snapshot) -> Tensors:
+        """This rank's own tensors of a snapshot; on another number of replicas, its share of what
+        can be divided."""
+        if not self.fits(saved):
+            return {}
+        layout = self.plan.layout
+        inner, before, now = ranks_per_replica(layout), saved_layout(saved).data, layout.data
+        at = self.context.rank % inner  # which part of the model this rank holds
+        common, own = f"*{at if inner > 1 else ''}/", f"{self.context.rank}/"
+        mine = {k.removeprefix(common): v for k, v in saved.ranks.items() if k.startswith(common)}
+        if before == now:
+            kept = {k.removeprefix(own): v for k, v in saved.ranks.items() if k.startswith(own)}
+            return {**mine, **kept}
+        held_back = [k.partition("/")[2] for k in saved.ranks if k.startswith(f"{at}/codec/")]
+        for key in held_back:
+            # of the second stage: lost by the owners of shards, which have other shards now
+            if not key.startswith("codec/second/"):
+                every = [saved.ranks[f"{r * inner + at}/{key}"] for r in range(before)]
+                mine[key] = torch.stack(every).sum(0) / now
+        return mine
+
+    def fits(self, saved: Snapshot) -> bool:
+        """Whether every rank holds the same part of the model as when it was saved; the number of
+        replicas may differ. Where the model is split, every rank must call it."""
+        if self._same_split is None:
+            self._same_split = self._compare_split(saved)
+        return self._same_split
+
+    def _compare_split(self, saved: Snapshot) -> bool:
+        then, now = saved_layout(saved), self.plan.layout
+        same = dataclasses.replace(then, data=1) == dataclasses.replace(now, data=1)
+        if self.resharding is None or self.local is None:
+            return same
+        if same:
+            signatures = saved.meta.get("parts", [])
+            mine = signatures[self.context.rank % ranks_per_replica(now)]
+            same = mine == self.resharding.signature(self.local.model())
+        other = torch.tensor([int(not same)], dtype=torch.int64, device=self.context.device)
+        self.context.group.all_reduce({"other": other}, op="max").wait()
+        return not int(other)
+
+
+def saved_layout(saved: Snapshot) -> Layout:
+    """Checkpoints from before there was more than one axis know only the number of ranks."""
+    axes = saved.meta.get("layout")
+    return Layout(data=saved.meta.get("size") or 1) if axes is None else Layout(**axes)
+
+
+def ranks_per_replica(layout: Layout) -> int:
+    return layout.size // layout.data

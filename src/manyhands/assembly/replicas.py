@@ -1,0 +1,179 @@
+"""Replica of a rank: the module replica, and the wrappers that the plan's strategies need around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.assembly.data import Feed, shares_steps
+from manyhands.assembly.parameters import LocalModel
+from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.resume import Start
+from manyhands.assembly.spec import TrainingSpec
+from manyhands.assembly.strategies import replicas_agree, strategies
+from manyhands.core import Plan
+from manyhands.data.batches import BatchIterator, IndexedBatches
+from manyhands.data.sources import Source, TensorSource
+from manyhands.embedding.tables import EmbeddingTables
+from manyhands.errors import PlanError
+from manyhands.parallel.pipeline.step_executor import StepExecutor
+from manyhands.replica import forward
+from manyhands.replica.captured import CapturedReplica
+from manyhands.replica.distillation import student
+from manyhands.replica.module import ModuleReplica, NextLoss
+from manyhands.replica.thinned import thinned
+
+
+def module_replica(
+    context: RankContext,
+    start: Start,
+    spec: TrainingSpec,
+    model: LocalModel,
+    feed: Feed,
+    next_loss: NextLoss,
+    synced: bool,
+) -> ModuleReplica:
+    """`synced`: BatchNorm exchanges statistics inside the backward pass."""
+    plan, size, claims = start.plan, context.data_parallel_size, feed.claims
+    agree, shares = replicas_agree(plan), shares_steps(plan)
+    nominal = start.global_batch
+    if not agree and not shares:
+        nominal = max(1, start.global_batch // plan.layout.data)
+    rows = None if model.tables is None else model.tables.embeddings
+    part = spec.part
+
+    def notice_unused(names: list[str]) -> None:
+        context.notice(
+            "parameters without a gradient in the first round (left as they are): "
+            + ", ".join(names)
+        )
+
+    return ModuleReplica(
+        model.flat,
+        model.update,
+        next_loss,
+        nominal=nominal,
+        clip=plan.clip,
+        schedule=model.schedule,
+        scaler=torch.amp.GradScaler(context.device.type) if plan.precision == "fp16" else None,
+        # buckets sent among BatchNorm's own exchanges could come in another order on other ranks
+        overlap=not synced,
+        left_out=[p for p in model.module.parameters() if not p.requires_grad],
+        on_unused=notice_unused,
+        ended=feed.limits.block_ends,
+        steps_alone=not agree,
+        on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
+        passes=None
+        if model.pipeline is None
+        else PipelinePasses(context, model.pipeline, feed.batches),
+        replica_group=None if part is None else part.replica_group(context, model.flat),
+        schedule_at=(lambda: claims.latest.steps // size) if claims and shares else None,
+        scheduled=start.position.steps // size,
+    )
+
+
+@dataclass
+class RowPush:
+    """Pushes the gradients of embedding rows when a step's last backward pass is over."""
+
+    rows: EmbeddingTables
+    plan: Plan
+    batches: BatchIterator
+    size: int
+
+    def __call__(self, replica: ModuleReplica) -> None:
+        group = replica.optimizer.param_groups[0]
+        first = float(group.get("initial_lr", group["lr"]))
+        rate = float(group["lr"]) / first if first else 1.0  # the model's schedule holds for rows
+        self.rows.push(self._scale(replica), rate)
+
+    def _scale(self, replica: ModuleReplica) -> float:
+        """Factor that turns gradients of rows, of a loss times count / nominal, into this rank's
+        part of a step."""
+        if not replica.own_count:
+            return 1.0
+        own, total = self.batches.own, self.batches.total
+        # a task may count tokens; ranks divide a step by samples
+        mean = replica.nominal * own / replica.own_count
+        if shares_steps(self.plan):
+            return mean / own * self.plan.strategy.share(self.size)
+        return mean / max(1, total)
+
+
+@dataclass
+class PipelinePasses:
+    """All forward and backward passes of a step, by the pipeline's schedule."""
+
+    context: RankContext
+    pipeline: StepExecutor
+    batches: BatchIterator
+
+    def __call__(self, scaled: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, int]:
+        self.pipeline.round = self.context.group.round
+        passed: tuple[Tensor, int] = self.pipeline(scaled, self.batches)
+        return passed
+
+
+# -- wrappers --
+
+
+@dataclass
+class Wrapped:
+    """The replica that computes, and the one by which strategies make their state."""
+
+    replica: Any
+    known: Any
+
+
+def wrapped(
+    context: RankContext,
+    plan: Plan,
+    plain: ModuleReplica,
+    model: LocalModel,
+    next_loss: NextLoss,
+    train: Source,
+    batches: BatchIterator,
+) -> Wrapped:
+    """What the plan's strategies need: a student, a thinned replica, or a step as a CUDA graph."""
+    used = strategies(plan).values()
+    replica: Any = plain
+    if any(strategy.distils for strategy in used):
+        replica = student(plain, next_loss)
+    else:
+        replica = _captured(context, plan, plain, next_loss, batches)
+    if not any(strategy.thins for strategy in used):
+        return Wrapped(replica, plain)
+    if context.splits_model:
+        raise PlanError(
+            "merge=skeleton leaves out units of whole layers, which tensor=, pipe= and shard= "
+            "split; leave them out"
+        )
+    thin: Any = thinned(replica, model.module, next_loss, train)
+    context.to_close.append(thin.close)
+    context.notice(
+        f"units of {', '.join(thin.names)} may be left out; everything else is on every rank"
+    )
+    return Wrapped(thin, thin)
+
+
+def _captured(
+    context: RankContext,
+    plan: Plan,
+    replica: ModuleReplica,
+    next_loss: NextLoss,
+    batches: BatchIterator,
+) -> ModuleReplica | CapturedReplica:
+    """Capture the step as CUDA graphs where that is possible. A strategy that reads gradients needs
+    them between the two graphs, so the rank must be alone."""
+    alone = context.device.type == "cuda" and context.process.size == 1
+    if plan.capture != "auto" or not alone or replica.scaler is not None:
+        return replica
+    if not replicas_agree(plan) or not isinstance(next_loss, forward.TaskLoss):
+        return replica
+    if not isinstance(batches, IndexedBatches) or not isinstance(batches.source, TensorSource):
+        return replica
+    return CapturedReplica(replica, next_loss, batches, context.notice)

@@ -1,0 +1,118 @@
+"""Resume: the snapshot that a run starts from, and the batch sizes that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manyhands.assembly.data import batch_sizes
+from manyhands.assembly.rank_context import RankContext
+from manyhands.core import Plan, Position, Snapshot
+from manyhands.data.sources import Source
+from manyhands.errors import CheckpointError
+from manyhands.recover import sharded_file
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: anew, or from a snapshot."""
+
+    plan: Plan
+    global_batch: int  # samples of a step over all ranks
+    order: dict[str, Any]  # what the order of samples follows from
+    saved: Snapshot | None = None
+
+    @property
+    def position(self) -> Position:
+        return Position() if self.saved is None else self.saved.position
+
+    @property
+    def seed(self) -> int:
+        return self.plan.seed or 0
+
+
+def start(context: RankContext, plan: Plan, train: Source) -> Start:
+    order = {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
+    saved = find_snapshot(context, order) if context.options.resume else None
+    plan, global_batch = batch_sizes(context, plan, saved)
+    return Start(plan, global_batch, order, saved)
+
+
+def find_snapshot(context: RankContext, order: dict[str, Any]) -> Snapshot | None:
+    """The newest good snapshot: the same on every rank, or an error."""
+    saved = _find_by_rank_0(context) if context.splits_model else context.checkpoints.latest()
+    here = torch.tensor(
+        [-1 if saved is None else saved.round], dtype=torch.int64, device=context.device
+    )
+    span = torch.cat([here, -here])
+    context.group.all_reduce({"round": span}, op="max").wait()
+    if span[0] != -span[1]:
+        raise CheckpointError(
+            f"ranks see different checkpoints in {context.directory} "
+            f"(rounds {-int(span[1])} to {int(span[0])}; -1: none); "
+            "all ranks must see the same directory: put it on a shared disk"
+        )
+    if saved is not None:
+        saved = with_present_names(saved)
+    if saved is None:
+        context.notice(
+            f"nothing to resume in {context.directory}: no checkpoint yet; "
+            "starting from the beginning"
+        )
+    elif saved.position.offset and (then := saved.meta["order"]) != order:
+        changed = ", ".join(f"{k} {then[k]} -> {order[k]}" for k in order if then[k] != order[k])
+        context.notice(
+            f"the order of samples is another one than before ({changed}): "
+            "in this epoch some may come twice or not at all"
+        )
+    return saved
+
+
+def _find_by_rank_0(context: RankContext) -> Snapshot | None:
+    """Rank 0 finds the newest complete checkpoint. Every rank reads what is not a slice of the
+    model; its slices come later."""
+    layout, rank = context.plan.layout, context.rank
+    inner = layout.size // layout.data
+
+    def only(name: str) -> bool:
+        kind, whose, *_ = name.split("/")
+        mine = whose == f"*{rank % inner}" or (
+            whose.isdigit() and int(whose) % inner == rank % inner
+        )
+        of_this_rank = (kind == "rng" and whose == str(rank)) or (kind == "ranks" and mine)
+        return kind == "state" or of_this_rank
+
+    def agreed(read: Callable[[], Snapshot | None]) -> Snapshot | None:
+        saved, wrong = None, ""
+        try:
+            saved = read()
+        except CheckpointError as e:
+            wrong = str(e)
+        sharded_file.agree(context.group, wrong, context.device)
+        return saved
+
+    saved = agreed(lambda: context.checkpoints.latest(only) if rank == 0 else None)
+    round = torch.tensor(
+        [-1 if saved is None else saved.round], dtype=torch.int64, device=context.device
+    )
+    context.group.all_reduce({"round": round}, op="max").wait()
+    if int(round) < 0:
+        return None
+    return agreed(lambda: context.checkpoints.at(int(round), only) if rank else saved)
+
+
+def with_present_names(saved: Snapshot) -> Snapshot:
+    """A snapshot of version 0.1, in whose files strategies were rules and codecs were wires."""
+    old = {"rule": "strategy", "part": "word", "wire_kept": "codec_kept"}
+    saved.meta = {old.get(k, k): v for k, v in saved.meta.items()}
+    saved.ranks = {_codec_name(k): v for k, v in saved.ranks.items()}
+    return saved
+
+
+def _codec_name(name: str) -> str:
+    """`<rank>/wire/...` is `<rank>/codec/...` now."""
+    rank, kind, rest = name.split("/", 2)
+    return f"{rank}/codec/{rest}" if kind == "wire" else name

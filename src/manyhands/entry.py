@@ -1,0 +1,169 @@
+"""Entry points of a process: start the ranks of a run, or work as one of them.
+
+start          parse the plan once, launch its ranks, wait for them
+work           one rank's whole life in a task
+work_script    one rank's whole life in a script: its task(), or its own loop
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import itertools
+import json
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from manyhands.assembly.rank_context import Options, open_rank_context
+from manyhands.assembly.trainer import task_trainer
+from manyhands.core import Job, Plan, ProcessInfo
+from manyhands.errors import LaunchError, ManyhandsError, ServerLost, TaskError
+from manyhands.launch import environment
+from manyhands.launch.choice import launcher
+from manyhands.launch.signals import Stop
+from manyhands.own_loop import Run, close_joined, draw_curves
+from manyhands.plan import words as plan_words
+from manyhands.plan.words import Words
+from manyhands.task import Task, build_model, resolve
+from manyhands.train import Result
+
+MakeTask = Task | Callable[[], Task]
+Body = Callable[[Plan, Options], dict[str, Any]]
+
+_runs = itertools.count()  # of this process
+_loading: list[str] = []  # the script whose task() is being loaded
+
+
+def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
+    """Run `body` on every rank: here, in processes of our own, or in those that somebody started."""
+    here = environment.process_info()
+    alone = here.started_by == "alone"
+    plan = plan_words.parse(words, size=None if alone else here.size)
+    if alone and plan.layout.size > 1:
+        work = functools.partial(_with_arguments, sys.argv, body, plan, options)
+        result = launcher().launch(Job(plan.layout.size, _pickle(work), plan.threads, port))
+    else:
+        result = body(plan, options)
+    finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
+    if finished.directory and here.rank == 0:
+        draw_curves(finished, options.quiet)
+    # what comes after training must not run on half a model
+    if finished.stopped and here.started_by != "manyhands":
+        by = signal.Signals(finished.stopped).name
+        after = f"go on with --resume --dir {finished.directory}"
+        if plan.save == "off":
+            after = "nothing was saved (save=off)"
+        raise LaunchError(f"stopped by {by}; {after}", 128 + finished.stopped)
+    return finished
+
+
+def _with_arguments(
+    arguments: list[str], body: Body, plan: Plan, options: Options
+) -> dict[str, Any]:
+    sys.argv = arguments  # a task may read the command line of the script it stands in
+    return body(plan, options)
+
+
+def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
+    """One rank's whole life in a task."""
+    here = environment.process_info()
+    plan = plan_words.parse(words, size=here.size)  # a plan that is parsed stays as it is
+    with Stop(interrupt=here.started_by != "manyhands") as stop:
+        store = run_store(here, plan.timeout_s)
+        task, seed = resolve(make, plan.seed)
+        context = open_rank_context(plan, here, store, options)
+        try:
+            run = Run(context)
+            run.trainer = task_trainer(context, task, build_model(task), seed, stop, run)
+            result = dataclasses.asdict(run.trainer.loop())
+        except ServerLost as e:
+            reasons = filter(None, (str(e), context.server_failures()))
+            raise ServerLost("\n".join(reasons)) from e
+        finally:
+            context.close()
+    return result
+
+
+def run_store(here: ProcessInfo, timeout_s: float) -> dist.Store:
+    """The rendezvous store of this process's next run: one job may hold several runs in turn."""
+    return dist.PrefixStore(f"run/{next(_runs)}", environment.store(here, timeout_s))
+
+
+def work_script(
+    script: str, arguments: list[str], words: Words, plan: Plan, options: Options
+) -> dict[str, Any]:
+    """One rank's whole life in a script: its `task()` if it defines one, else the script itself,
+    which calls `join()` and may bring plan words of its own: `words` are those given outside it."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    if defines_task(Path(script)):
+        return work(load_task(script), plan, options)
+    sys.argv = [script, *arguments]
+    fields = [f.name for f in dataclasses.fields(options) if f.name != "callbacks"]
+    known = {name: getattr(options, name) for name in fields}
+    environment.hand_over(plan_words.line(words), json.dumps(known))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        if e.code:
+            raise
+    return close_joined() or {}
+
+
+def defines_task(script: Path) -> bool:
+    """Whether the file has a `task` at its top level. The file is read, not run: running it may be
+    the training itself."""
+    try:
+        tree = ast.parse(script.read_text(), str(script))
+    except OSError as e:
+        raise TaskError(f"{script} cannot be read: {e.strerror}") from None
+    except SyntaxError as e:
+        raise TaskError(f"{script}, line {e.lineno}: {e.msg}") from None
+    names = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {t.id for t in targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {a.asname or a.name for a in node.names}
+    return "task" in names
+
+
+def load_task(script: str) -> MakeTask:
+    _loading.append(script)
+    try:
+        made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
+        return made
+    finally:
+        _loading.pop()
+
+
+def script_being_loaded() -> str | None:
+    return _loading[-1] if _loading else None
+
+
+def script_name() -> str:
+    """Name of the running script, as the name of its run."""
+    name = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] else ""
+    unnamed = ("", "-c", "__main__", "ipykernel_launcher", "colab_kernel_launcher")
+    return "run" if name in unnamed else name
+
+
+def _pickle(body: Callable[[], Any]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(body))
+    except Exception as e:
+        if isinstance(e, ManyhandsError):
+            raise
+        raise TaskError(
+            f"the task cannot be sent to other processes ({type(e).__name__}: {e}); make locks, "
+            "sockets, open files and the like inside task(), not outside, or put the task into a "
+            "file and use: manyhands run FILE"
+        ) from e

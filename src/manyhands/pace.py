@@ -1,0 +1,88 @@
+"""Pace of a run: the mean loss of the last rounds, samples per second, seconds left."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.core import Position
+from manyhands.limits import Limits
+
+
+class RecentLosses:
+    """Losses of this rank since the last exchange of status; read from the device in bulk."""
+
+    def __init__(self) -> None:
+        self._unread: list[tuple[int, Tensor, int]] = []  # round, mean loss, samples behind it
+        self.total = self.count = 0.0  # of the losses read: sum over samples, samples
+        self.bad_round = 0.0  # the first round whose loss was not finite; 0: none
+
+    def add(self, round: int, loss: Tensor, count: int) -> None:
+        self._unread.append((round, loss, count))
+
+    def read(self) -> None:
+        """Read all unread losses at once: on a GPU this waits for them."""
+        if not self._unread:
+            return
+        losses = torch.stack([loss.detach().float() for _, loss, _ in self._unread]).cpu().double()
+        counts = torch.tensor([count for *_, count in self._unread], dtype=torch.float64)
+        bad = (~losses.isfinite()).nonzero().flatten()
+        self.total += float((losses * counts).sum())
+        self.count += float(counts.sum())
+        if not self.bad_round and len(bad):
+            self.bad_round = float(self._unread[int(bad[0])][0])
+        self._unread.clear()
+
+    def mean(self, otherwise: float) -> float:
+        return self.total / self.count if self.count else otherwise
+
+    def clear(self) -> None:
+        self.total = self.count = self.bad_round = 0.0
+
+
+@dataclass
+class Pace:
+    """Speed of a run, measured between two looks at it."""
+
+    limits: Limits
+    round: int  # at the last look
+
+    def __post_init__(self) -> None:
+        self.position = at = self.limits.data.position
+        self._first_steps, self._first_epochs = at.steps, self.limits.epochs_at(at)
+        self.looked = self.started = time.perf_counter()
+        self.rate = 0.0  # samples per second, smoothed
+        self.samples = 0
+        self._exchange_s = 0.0
+
+    def look(
+        self, now: float, elapsed: float, at: Position, round: int, exchange_s: float
+    ) -> float:
+        """Account for the rounds since the last look; returns the share of time spent in exchange."""
+        seen = self.limits.samples_between(self.position, at)
+        if elapsed > 0 and round > self.round:
+            rate = seen / elapsed
+            self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
+        self.samples += seen
+        share = min(1.0, (exchange_s - self._exchange_s) / max(elapsed, 1e-9))
+        self._exchange_s, self.looked, self.round, self.position = exchange_s, now, round, at
+        return share
+
+    def eta_s(self, now: float, at: Position) -> float:
+        """Seconds left at the mean pace so far, by whichever limit is nearer; NaN: unknown."""
+        limits, spent = self.limits, now - self.started
+        steps, epochs, first = (
+            at.steps - self._first_steps,
+            limits.epochs_at(at),
+            self._first_epochs,
+        )
+        by_steps = spent * (limits.steps - at.steps) / steps if steps > 0 else math.inf
+        by_epochs = (
+            spent * (limits.epochs - epochs) / (epochs - first) if epochs > first else math.inf
+        )
+        left = max(0.0, min(by_steps, by_epochs))
+        return left if math.isfinite(left) else math.nan
