@@ -251,7 +251,10 @@ def on_every_rank(
     """What `body` returns on each rank of the replica."""
 
     def main(group: Group) -> Any:
-        return body(KINDS[kind].build(group, sizes, make, **options))
+        # a graph cannot be captured on the default stream
+        stream = torch.cuda.Stream() if kind == "captured" else None
+        with torch.cuda.stream(stream):
+            return body(KINDS[kind].build(group, sizes, make, **options))
 
     return World(KINDS[kind].size).run(main)
 
