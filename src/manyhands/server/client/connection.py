@@ -88,6 +88,9 @@ class Connection:
                 self.wait(next(iter(self._outstanding.values())), quiet=True)
             if self._broken is not None or self._again is not None:
                 self._recover(pending)
+            # memory taken before a reconnect is of the old arena, which the server no longer maps
+            if pending.block is not None and pending.block.segment not in self.arena.segments:
+                pending.move(self.arena)
             pending.number = self._numbers
             self._numbers += 1
             with self._changed:
