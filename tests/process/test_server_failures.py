@@ -28,7 +28,7 @@ from manyhands.server.protocol import handshake
 from manyhands.server.protocol.key_lists import KeyLists
 from manyhands.server.slots import SlotMap
 from support.compare import assert_same_steps
-from support.servers import TOKEN, USERS, create, joined, play, process, servers
+from support.servers import TOKEN, USERS, joined, play, process, servers
 
 
 @pytest.fixture(scope="module")
@@ -276,56 +276,6 @@ def test_garbage_from_one_who_proved_himself_ends_only_his_connection() -> None:
 
 
 # -- what is refused and what is lost --
-
-
-def test_what_a_shard_refuses_is_said_and_changes_nothing() -> None:
-    with servers(shards=2) as (server,), joined(server) as store:
-        create(store)
-        ids = torch.arange(10)
-        before = store.pull({"users": ids, "weights": None})
-        bad = torch.ones(10, 8)
-        bad[3, 1] = math.nan
-        with pytest.raises(NotFinite, match=r"'users'.*not finite.*3"):
-            store.push(
-                {"users": ids, "weights": None}, {"users": bad, "weights": torch.ones(5000)}
-            ).wait()
-        after = store.pull({"users": ids, "weights": None})
-        assert_same_steps([before], [after])
-        for rows, words in (
-            ({"users": ids.int()}, "int64"),
-            ({"users": ids.view(2, 5)}, "int64 of one axis"),
-            ({"users": None}, "ids are"),
-            ({"weights": ids}, "is dense"),
-            ({"nobody": ids}, "'nobody' is unknown"),
-        ):
-            with pytest.raises(StoreError, match=words):
-                store.pull(rows)
-        with pytest.raises(StoreError, match="float32"):
-            store.push({"users": ids}, {"users": torch.ones(10, 7)})
-        with pytest.raises(StoreError, match=r"differ|given"):
-            store.create(Table("users", dim=9))
-        store.close()
-
-
-@pytest.mark.parametrize("table", ["users", "weights"])
-@pytest.mark.parametrize("pending", [False, True])
-def test_that_updates_are_not_finite_travels_as_an_error_of_its_own(
-    table: str, pending: bool
-) -> None:
-    """Of one shard: the shard finds it, and the client hears of it."""
-    with servers() as (server,), joined(server) as store:
-        create(store)
-        rows, shape = (
-            ({"users": torch.arange(3)}, (3, 8))
-            if table == "users"
-            else ({"weights": None}, (5000,))
-        )
-        with pytest.raises(NotFinite, match=rf"'{table}'.*not finite"):
-            store.push(rows, {table: torch.full(shape, math.nan)}, pending=pending).wait()
-        with pytest.raises(StoreError) as other:
-            store.push(rows, {table: torch.ones(shape)}, lr=-1.0).wait()
-        assert type(other.value) is StoreError
-        store.close()
 
 
 def test_a_push_that_nobody_waited_for_is_not_refused_in_silence() -> None:

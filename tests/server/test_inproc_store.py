@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyhands.core import Store, Table
+from manyhands.core import Table
 from manyhands.errors import Deadlock, StoreError
 from manyhands.exchange.inproc import (
     Cost,
@@ -40,11 +40,6 @@ def stores(
 
 def one(size: int, at: int) -> dict[str, Tensor]:
     return {"v": torch.nn.functional.one_hot(torch.tensor(at), 4).double()}
-
-
-def test_it_is_a_store() -> None:
-    world = World(1)
-    assert isinstance(InprocStore(world, 0, [Shard()], Clock(1)), Store)
 
 
 def test_calls_take_the_time_that_the_cost_says_and_act_when_it_has_passed() -> None:

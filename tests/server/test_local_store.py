@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core import (
-    Store,
     Table,
     Tensors,
-    Tick,
 )
 from manyhands.errors import PeerLost, StoreError
 from manyhands.server.clock import Clock
@@ -92,10 +90,6 @@ def test_a_dense_table_goes_on_from_what_was_dumped_as_if_it_had_never_stopped(s
     )
 
 
-def test_it_is_a_store() -> None:
-    assert isinstance(LocalStore(), Store)
-
-
 # -- one rank --
 
 
@@ -126,53 +120,6 @@ def test_one_worker_is_serial_sgd_to_the_bit(
         assert torch.equal(store.pull({"w": None})["w"], w), "and it reads what it wrote"
 
 
-def test_pushing_leaves_what_was_given_as_it_was() -> None:
-    store = store_of()
-    store.create(ROWS)
-    store.create(Table("w", length=4), torch.ones(4))
-    ids, g, d = torch.tensor([5, 5, 6]), torch.ones(3, 3), torch.ones(4)
-    store.pull({"w": None}, remember=True)
-    store.push({"w": None}, {"w": d})
-    store.push({"w": None}, {"w": d}, compensate=1.0)
-    store.push({"rows": ids}, {"rows": g})
-    assert (
-        torch.equal(g, torch.ones(3, 3))
-        and torch.equal(d, torch.ones(4))
-        and ids.tolist() == [5, 5, 6]
-    )
-
-
-@pytest.mark.parametrize("shards", [1, 4])
-def test_pull_writes_where_it_is_wanted(shards: int) -> None:
-    store = store_of(shards)
-    store.create(ROWS)
-    store.create(Table("w", length=6000), torch.arange(6000.0))
-    ids = torch.tensor([9, -1, 9, 2**62, 0])
-    into: Tensors = {"rows": torch.empty(5, 3), "w": torch.empty(60, 100)}
-    found = store.pull({"rows": ids, "w": None}, into)
-    assert found["rows"].data_ptr() == into["rows"].data_ptr()
-    assert torch.equal(into["w"].view(-1), torch.arange(6000.0))
-    fresh = store.pull({"rows": ids})["rows"]
-    assert (
-        torch.equal(fresh, into["rows"])
-        and torch.equal(fresh[0], fresh[2])
-        and not torch.equal(fresh[0], fresh[1])
-    )
-    assert 0 < fresh.abs().max() <= 0.01
-    assert store.pull({"rows": torch.empty(0, dtype=torch.int64)})["rows"].shape == (0, 3)
-
-
-def test_ids_that_repeat_are_summed_before_the_rule_sees_them() -> None:
-    one, two = store_of(2), store_of(2)
-    for store in (one, two):
-        store.create(ROWS)
-    one.push({"rows": torch.tensor([4, 4])}, {"rows": torch.tensor([[1.0, 2, 3], [3, 2, 1]])})
-    two.push({"rows": torch.tensor([4])}, {"rows": torch.full((1, 3), 4.0)})
-    assert torch.equal(
-        one.pull({"rows": torch.tensor([4])})["rows"], two.pull({"rows": torch.tensor([4])})["rows"]
-    )
-
-
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "lazy_adam", "ftrl"])
 @pytest.mark.parametrize("held", [False, True])
 def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
@@ -198,77 +145,6 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize(
-    "rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam"]
-)
-def test_a_restored_store_goes_on_to_the_bit(shards: int, rule: str) -> None:
-    tables = [
-        Table("rows", dim=4, optimizer=rule, options={"lr": 0.1}),
-        Table("w", dim=4, length=4096, optimizer=rule, options={"lr": 0.1}),
-    ]
-    random = torch.Generator().manual_seed(4)
-
-    def step() -> tuple[dict[str, Tensor | None], Tensors]:
-        ids, rows = (
-            torch.randint(0, 50, (30,), generator=random),
-            torch.randn(30, 4, generator=random),
-        )
-        return {"rows": ids, "w": None}, {"rows": rows, "w": torch.randn(4096, generator=random)}
-
-    store, again = store_of(2), store_of(shards)
-    for table in tables:
-        store.create(table, torch.ones(4096) if table.length else None)
-        again.create(table)
-    again.push(
-        {"rows": torch.tensor([1000])}, {"rows": torch.ones(1, 4)}
-    )  # not in the other: must be gone
-    for _ in range(4):
-        store.push(*step())
-    for name in ("rows", "w"):
-        again.restore(name, store.dump(name))
-        for key, value in store.dump(name).items():
-            assert torch.equal(again.dump(name)[key], value), key
-    for _ in range(3):
-        given = step()
-        store.push(*given)
-        again.push(*given)
-    for name in ("rows", "w"):
-        content = store.dump(name)
-        assert {"values", "version"} <= content.keys() and ("ids" in content) == (name == "rows")
-        for key, value in content.items():
-            assert torch.equal(again.dump(name)[key], value), key
-
-
-def test_a_dense_table_starts_from_given_state() -> None:
-    store = store_of(2)
-    state = {"momentum_buffer": torch.full((3000,), 2.0)}
-    store.create(
-        Table("w", length=3000, optimizer="momentum", options={"lr": 1.0, "momentum": 0.5}),
-        torch.zeros(3000),
-        state,
-    )
-    store.push({"w": None}, {"w": torch.ones(3000)})
-    assert torch.equal(store.pull({"w": None})["w"], torch.full((3000,), -2.0))
-
-
-def test_stats_count_what_happened_since_the_last_call() -> None:
-    store = store_of(2)
-    store.create(ROWS)
-    store.push({"rows": torch.arange(10)}, {"rows": torch.ones(10, 3)})
-    first, second = store.stats(), store.stats()
-    assert (first["pushed_rows"], second["pushed_rows"]) == (10, 0)
-    assert first["now/rows"] == second["now/rows"] == 10
-
-
-def test_steps_are_claimed_up_to_a_limit_or_a_requested_sync() -> None:
-    store = store_of()
-    assert [store.claim_step(3, True) for _ in range(4)] == [0, 1, 2, None]
-    store.request_sync()
-    assert store.claim_step(20, True) is None
-    assert store.claim_step(20, True) == 3
-
-
 def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
     """It numbers its pushes from 0 again: as another incarnation, or they would be duplicates."""
     shards, clock = [Shard()], Clock(1)
@@ -282,27 +158,6 @@ def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
 
 
 # -- several ranks --
-
-
-def test_staleness_0_with_held_pushes_applies_the_weighted_mean() -> None:
-    def main(store: LocalStore) -> Tensor:
-        store.create(
-            Table("w", length=3000, dtype="float64", optimizer="sum"),
-            torch.zeros(3000, dtype=torch.float64),
-        )
-        for step in range(5):
-            g = torch.full((3000,), float(store.rank + step), dtype=torch.float64)
-            store.push({"w": None}, {"w": g}, pending=True, weight=1.0 + store.rank)
-            assert store.tick(0) == Tick(step + 1)
-            store.pull({"w": None})
-        return store.pull({"w": None})["w"]
-
-    mean = [sum((1 + r) * (r + step) for r in range(4)) / 10 for step in range(5)]
-    for got in together(4, main):
-        assert isinstance(got, Tensor)
-        torch.testing.assert_close(
-            got, torch.full((3000,), sum(mean), dtype=torch.float64), rtol=1e-14, atol=0
-        )
 
 
 def test_held_training_is_a_function_of_its_inputs_however_threads_interleave() -> None:
@@ -347,53 +202,12 @@ def test_threads_obey_the_bound(staleness: float) -> None:
     assert done == [50] * 4
 
 
-def test_reads_contain_what_the_bound_promises() -> None:
-    """After its clock c a rank sees all updates of clocks up to c - s - 1, and its own."""
-
-    def main(store: LocalStore) -> None:
-        store.create(Table("w", length=3, dtype="float64", optimizer="sum"))
-        for clock in range(30):
-            seen = store.pull({"w": None})["w"]
-            assert seen[store.rank] == clock and seen.min() >= clock - 2
-            mine = torch.zeros(3, dtype=torch.float64)
-            mine[store.rank] = 1
-            store.push({"w": None}, {"w": mine})
-            store.tick(2)
-
-    together(3, main)
-
-
-def test_rank_0_gives_the_values_and_the_others_wait_for_them() -> None:
-    def main(store: LocalStore) -> list[float]:
-        store.create(Table("w", length=3), torch.full((3,), float(store.rank + 7)))
-        return store.pull({"w": None})["w"].tolist()
-
-    assert together(3, main) == [[7, 7, 7]] * 3
-
-
-def test_a_table_that_differs_between_ranks_is_refused() -> None:
-    with pytest.raises(StoreError, match="is there with dim=2; given: dim=3"):
-        together(2, lambda store: store.create(Table("rows", dim=2 + store.rank)))
-
-
 def test_a_rank_that_waits_too_long_says_for_whom() -> None:
     store = LocalStore(1, 3, [Shard()], Clock(3), timeout_s=0.01)
     with pytest.raises(PeerLost, match="rank 0 to create table 'rows'"):
         store.create(ROWS)
     with pytest.raises(PeerLost, match=r"for workers \[0, 2\]"):
         store.tick(0)
-
-
-def test_steps_are_shared_out_among_threads() -> None:
-    def main(store: LocalStore) -> list[int]:
-        found = []
-        while (number := store.claim_step(300, True)) is not None:
-            found.append(number)
-            store.tick(3)
-        return found
-
-    dealt = together(4, main)
-    assert sorted(n for some in dealt for n in some) == list(range(300))  # type: ignore
 
 
 # -- bad input --
@@ -405,78 +219,6 @@ def bad(request: pytest.FixtureRequest) -> LocalStore:
     store.create(ROWS)
     store.create(Table("w", length=4000), torch.zeros(4000))
     return store
-
-
-IDS = torch.tensor([3, 4])
-
-
-@pytest.mark.parametrize(
-    ("rows", "updates", "says"),
-    [
-        (
-            {"rows": IDS.int()},
-            {"rows": torch.ones(2, 3)},
-            r"'rows': ids are int32 of shape \(2,\) on cpu; int64 of one axis",
-        ),
-        ({"rows": IDS.double()}, {"rows": torch.ones(2, 3)}, "ids are float64"),
-        ({"rows": IDS.view(1, 2)}, {"rows": torch.ones(2, 3)}, r"ids are int64 of shape \(1, 2\)"),
-        ({"rows": [3, 4]}, {"rows": torch.ones(2, 3)}, "ids are list"),
-        ({"rows": None}, {"rows": torch.ones(2, 3)}, "ids are NoneType"),
-        (
-            {"rows": IDS},
-            {"rows": torch.ones(2, 4)},
-            r"updates: float32 of shape \(2, 4\).*of shape \(2, 3\)",
-        ),
-        ({"rows": IDS}, {"rows": torch.ones(3, 3)}, r"updates: float32 of shape \(3, 3\)"),
-        ({"rows": IDS}, {"rows": torch.ones(2, 3).double()}, r"updates: float64 of shape \(2, 3\)"),
-        ({"rows": IDS}, {"rows": torch.ones(3, 2).t()}, "not contiguous"),
-        ({"w": IDS}, {"w": torch.ones(4000)}, "'w' is dense"),
-        (
-            {"w": None},
-            {"w": torch.ones(3999)},
-            "4000 contiguous float32 numbers on the CPU are needed",
-        ),
-        (
-            {"v": None},
-            {"v": torch.ones(4)},
-            "table 'v' is unknown; the store has 'rows', 'w'; create it first",
-        ),
-        (
-            {"w": None},
-            {"rows": torch.ones(2, 3)},
-            r"rows name the tables \['w'\], but updates name \['rows'\]",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    bad: LocalStore, rows: object, updates: Tensors, says: str
-) -> None:
-    with pytest.raises(StoreError, match=says):
-        bad.push(rows, updates)  # type: ignore[arg-type]
-    assert not bad.pull({"w": None})["w"].any()
-
-
-@pytest.mark.parametrize("pending", [False, True])
-@pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_what_is_not_finite_is_refused_and_no_shard_has_any_of_it(
-    bad: LocalStore, pending: bool, number: float
-) -> None:
-    before = bad.dump("rows")
-    g, w = torch.ones(200, 3), torch.ones(4000)
-    g[150, 2] = number
-    with pytest.raises(StoreError, match=r"table 'rows'.*ids 150"):
-        bad.push({"rows": torch.arange(200), "w": None}, {"rows": g, "w": w}, pending=pending)
-    w[3333] = number
-    with pytest.raises(StoreError, match=r"table 'w'.*3333"):
-        bad.push(
-            {"rows": torch.arange(200), "w": None},
-            {"rows": torch.ones(200, 3), "w": w},
-            pending=pending,
-        )
-    bad.tick(0)
-    assert not bad.pull({"w": None})["w"].any()
-    after = bad.dump("rows")
-    assert all(torch.equal(after[key], before[key]) for key in before)
 
 
 def test_tables_that_cannot_be_are_refused(bad: LocalStore) -> None:

@@ -5,9 +5,9 @@
 
 The server optimizer of the table makes the step where the row is. There is no parameter, no
 vocabulary and no size: a row is made when its id is first used. In eval mode, and without
-gradients, rows are only read. A run attaches a model's modules to its store (`embedding.tables`) and pushes
-once a step. A module that is not attached, in a plain script, keeps its rows in this process and
-pushes in `loss.backward()`; there modules of one name share one table.
+gradients, rows are only read. A run attaches a model's modules to its store (`embedding.tables`)
+and pushes once a step. A module that is not attached, in a plain script, keeps its rows in this
+process and pushes in `loss.backward()`; there modules of one name share one table.
 """
 
 from __future__ import annotations

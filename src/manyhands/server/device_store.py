@@ -27,7 +27,7 @@ class DeviceStore:
         if into is None:
             return {name: values.to(self.device) for name, values in got.items()}
         for name, values in got.items():
-            into[name].copy_(values)
+            into[name].copy_(values.view(into[name].shape))
         return into
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
@@ -52,4 +52,4 @@ class DeviceStore:
 
 
 def _to_host(ids: Tensor | None) -> Tensor | None:
-    return None if ids is None else ids.cpu()
+    return ids.cpu() if isinstance(ids, Tensor) else ids  # the store says what else is wrong

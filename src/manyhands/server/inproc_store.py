@@ -30,6 +30,7 @@ from manyhands.exchange.inproc import World
 from manyhands.server.clock import Clock
 from manyhands.server.local_store import LocalStore
 from manyhands.server.shard import Shard
+from manyhands.server.validate import ids_of
 
 # virtual time of the last change of a clock
 _changed_at: WeakKeyDictionary[Clock, float] = WeakKeyDictionary()
@@ -94,14 +95,11 @@ class InprocStore(LocalStore):
 
     def _nbytes(self, name: str, ids: Tensor | None) -> int:
         table = self._table(name)
-        numbers = (
-            table.length
-            if table.length is not None
-            else 0
-            if ids is None
-            else ids.numel() * table.dim
-        )
-        return numbers * (4 if table.dtype == "float32" else 8) + (0 if ids is None else ids.nbytes)
+        item = 4 if table.dtype == "float32" else 8
+        if table.length is not None:
+            return table.length * item
+        count = ids_of(table, ids).size
+        return count * (table.dim * item + 8)
 
     def _clock_changed(self) -> None:
         """Let ranks that wait for this go on now, before this rank's time does."""

@@ -140,33 +140,6 @@ def test_tables_larger_than_the_memory_in_use_make_it_grow() -> None:
         store.close()
 
 
-def test_a_push_and_a_pull_in_one_frame_are_in_this_order() -> None:
-    with servers(shards=2) as (server,), joined(server) as store:
-        store.create(Table("sums", dim=2, optimizer="sum", init="zeros"))
-        ids, more = torch.tensor([5, 7, 5]), torch.tensor([7, 9])
-        found = store.exchange(
-            {"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": more}
-        ).result()
-        assert found["sums"].tolist() == [[1, 1], [0, 0]]
-        found = store.exchange(
-            {"sums": ids}, {"sums": torch.ones(3, 2)}, wants={"sums": ids}
-        ).result()
-        assert found["sums"].tolist() == [[4, 4], [2, 2], [4, 4]]
-        store.close()
-
-
-def test_what_is_pulled_is_written_where_it_is_wanted() -> None:
-    with servers(shards=2) as (server,), joined(server) as store:
-        create(store)
-        out = {"users": torch.empty(5, 8), "weights": torch.empty(5000)}
-        found = store.pull({"users": torch.arange(5), "weights": None}, out)
-        assert found["users"].data_ptr() == out["users"].data_ptr() and torch.equal(
-            out["weights"], torch.arange(5000.0) / 100
-        )
-        assert store.pull({"users": torch.arange(0)})["users"].shape == (0, 8)
-        store.close()
-
-
 def test_a_table_is_restored_over_another_number_of_shards(alone: list[Tensors]) -> None:
     content = dict(zip(("users", "weights"), alone[-2:], strict=True))
     with servers(2, 2) as started, joined(started[0]) as store:
@@ -269,18 +242,6 @@ def test_compensation_works_where_a_server_has_nothing_of_the_table(decay: float
         found = main(store)
     assert ("state/compensate/mean_square" in found) == (decay is not None)
     assert_same_steps([found], [main(LocalStore())])
-
-
-def test_steps_are_dealt_once_and_everybody_meets() -> None:
-    def main(store: ServerStore) -> list[int]:
-        mine = []
-        while (step := store.claim_step(20, True)) is not None:
-            mine.append(step)
-        return mine
-
-    with servers(workers=3) as started:
-        dealt = together(3, main, started)  # type: ignore[arg-type]
-    assert sorted(step for mine in dealt for step in mine) == list(range(20))  # type: ignore
 
 
 def test_a_worker_that_waits_in_vain_is_told_for_whom() -> None:

@@ -196,7 +196,7 @@ class _Wanted:
                 hot.keep(ids, _flat(values, hot.dtype), clock)
         for name, target in self.into.items():
             if name in self.out:
-                target.copy_(self.out[name])
+                target.copy_(self.out[name].view(target.shape))
                 self.out[name] = target
         return self.out
 
