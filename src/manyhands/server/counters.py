@@ -1,7 +1,8 @@
-"""What a shard counts while it works: rows, bytes, staleness, its hottest keys and how its load lies on the slots.
+"""Shard counters: rows, bytes, staleness, the hottest keys, and the load of each slot.
 
-Rows and bytes are exact. Hot keys and loads come from a few ids of every 16th request: counting must not cost what it counts.
-The keys are those of Misra and Gries: with room for n of them, one seen more often than once in n / 2 is there.
+Rows and bytes are exact. Hot keys and loads come from a few ids of every 16th request: counting
+must stay cheap. Hot keys are found by Misra and Gries: with room for n keys, a key that makes up
+more than 2 / n of the sample is among them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NAMES = ("stale_0", "stale_1", "stale_2", "stale_3_4", "stale_5_8", "stale_9_16"
 
 
 class ShardCounters:
-    """Not thread-safe: whoever holds the shard's lock calls it."""
+    """Not thread-safe: the caller holds the shard's lock."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
@@ -50,7 +51,7 @@ class ShardCounters:
             self._sample(table, ids)
 
     def values(self) -> dict[str, float]:
-        """Counters since the start, gauges under "now/", and the share that the hottest keys have under "hot/"."""
+        """Counters since the start; gauges under "now/"; shares of hot keys under "hot/"."""
         found: dict[str, float] = {name: float(n) for name, n in self._of.items()}
         groups = self.loads.reshape(GROUPS, -1).sum(1)
         if groups.any():
@@ -76,14 +77,16 @@ class ShardCounters:
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """What was counted between two answers; gauges are as they are now."""
+    """The increase of counters between two readings; gauges have their value of now."""
     return {
         k: v if k.startswith(("now/", "hot/")) else v - before.get(k, 0.0) for k, v in now.items()
     }
 
 
 def together(shards: list[dict[str, float]]) -> dict[str, float]:
-    """Of several shards: counters and sizes are summed; of balances and shares the largest, and how uneven the shards are."""
+    """Of several shards: sums of counters and sizes, the largest balance and share of a key, and
+    how uneven the shards are ("now/shards").
+    """
     found: dict[str, float] = {}
     for counted in shards:
         for name, n in counted.items():

@@ -1,10 +1,11 @@
-"""Which pushes were applied, so that one that is sent again changes nothing.
+"""Dedup marks: which pushes were applied, so that a push that is sent again changes nothing.
 
-    a push is (worker, incarnation, sequence), numbered 0, 1, 2, ... by its sender
+    a push is (worker, incarnation, sequence), numbered 0, 1, 2, ... by its worker
     low: every sequence below it was applied;   beyond: those above it that came out of order
 
-A mark is set under the same lock as the change of the data, and is dumped with it. A process that took a dead one's place
-has a larger incarnation: its numbers begin anew, and what the dead one still had on the way is refused.
+A mark is set under the same lock as the change of the data, and is dumped with it. A process that
+replaces a dead one has a larger incarnation: its sequence begins at 0, and pushes of the dead one
+that still arrive are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from manyhands.errors import StoreError
 
-WINDOW = 4096  # a sender has fewer pushes than this on the way: what is older than the newest by more was applied
+# A worker has fewer pushes than this in flight: any older one was applied.
+WINDOW = 4096
 
 
 @dataclass
@@ -27,13 +29,13 @@ class _Mark:
 
 
 class DedupMarks:
-    """Not thread-safe: whoever holds the data's lock calls it."""
+    """Not thread-safe: the caller holds the data's lock."""
 
     def __init__(self) -> None:
         self._of: dict[int, _Mark] = {}
 
     def fresh(self, worker: int, incarnation: int, sequence: int) -> bool:
-        """Whether this push was not applied yet; nothing is noted."""
+        """Whether this push was not applied yet; marks nothing."""
         if sequence < 0:
             raise StoreError(f"push number {sequence} of worker {worker}; numbers count from 0")
         mark = self._of.get(worker)
@@ -41,18 +43,18 @@ class DedupMarks:
             return True
         if incarnation < mark.incarnation:
             raise StoreError(
-                f"a push of worker {worker}, incarnation {incarnation}, but incarnation {mark.incarnation} took its place; "
-                "a worker that comes back must enter again"
+                f"a push of worker {worker}, incarnation {incarnation}, but incarnation "
+                f"{mark.incarnation} took its place; a worker that comes back must join again"
             )
         return sequence >= mark.low and sequence not in mark.beyond
 
     def replaces(self, worker: int, incarnation: int) -> bool:
-        """Whether another process stood under this worker's name before."""
+        """Whether this process replaces an older one of the same worker."""
         mark = self._of.get(worker)
         return mark is not None and incarnation > mark.incarnation
 
     def add(self, worker: int, incarnation: int, sequence: int) -> None:
-        """Note a fresh push as applied."""
+        """Mark a fresh push as applied."""
         mark = self._of.get(worker)
         if mark is None or incarnation > mark.incarnation:
             mark = self._of[worker] = _Mark(incarnation)
@@ -60,9 +62,8 @@ class DedupMarks:
             mark.low += 1
         else:
             mark.beyond.add(sequence)
-            if (
-                sequence - WINDOW >= mark.low
-            ):  # numbers that never came here must not be kept for ever
+            # sequences that never come must not keep `beyond` growing
+            if sequence - WINDOW >= mark.low:
                 passed = range(mark.low, sequence - WINDOW + 1)
                 mark.beyond -= (
                     set(passed) if len(passed) < WINDOW else {s for s in mark.beyond if s in passed}
@@ -73,7 +74,7 @@ class DedupMarks:
             mark.low += 1
 
     def dump(self) -> NDArray[np.int64]:
-        """(worker, incarnation, low, number beyond, those beyond...) one after the other."""
+        """(worker, incarnation, low, count beyond, those beyond...) of each worker."""
         flat: list[int] = []
         for worker, mark in sorted(self._of.items()):
             flat += [worker, mark.incarnation, mark.low, len(mark.beyond), *sorted(mark.beyond)]

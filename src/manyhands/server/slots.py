@@ -1,9 +1,11 @@
-"""Which shard holds what. A row of a sparse table lies in one of a fixed number of slots, and slots lie on shards:
+"""Slot map: which shard stores which rows.
 
     slot = hash64(table, id) mod SLOTS;   shard = owner[slot]
 
-Slots are what is placed, balanced and moved: a change of the map is a change of `owner` under a new `epoch`, and a client whose
-epoch is older is told so. A dense table is cut into one contiguous range a shard instead, at multiples of BLOCK elements.
+Every row of a sparse table belongs to one of a fixed number of slots, and slots are what is
+assigned, balanced and moved. A change of the map is a change of `owner` under a new `epoch`; a
+client with an older epoch is told so. A dense table is split into one contiguous range per shard
+instead, at multiples of BLOCK elements.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ SLOTS = 1024  # a power of two
 
 
 def even(shards: int) -> np.ndarray:
-    """Slots in turn: slot s lies on shard s mod shards."""
+    """Slots in turn: shard s mod shards owns slot s."""
     return (np.arange(SLOTS) % shards).astype(np.uint16)
 
 
 @dataclass(frozen=True, eq=False)
 class SlotMap:
+    """The owner of each slot, and the addresses of the shards."""
+
     epoch: int
-    owner: np.ndarray = field(repr=False)  # uint16 a slot
+    owner: np.ndarray = field(repr=False)  # uint16 per slot
     shards: tuple[ShardAddress, ...]
 
     @classmethod
@@ -48,16 +52,18 @@ class SlotMap:
         return self.owner[slot_of(np.ascontiguousarray(ids, np.int64), seed_of(table), SLOTS)]
 
     def by_load(self, loads: np.ndarray) -> SlotMap:
-        """A map of the next epoch for measured loads, one a slot: shards above their share give slots to those below, the heaviest that
-        still helps first, so that few slots move."""
+        """A map of the next epoch, balanced by measured loads, one per slot.
+
+        The fullest shard gives slots to the emptiest, the heaviest slot that still helps first, so
+        that few slots move.
+        """
         owner, shards = self.owner.copy(), len(self.shards)
         total = np.bincount(owner, weights=loads, minlength=shards)
         while True:
             most, least = int(total.argmax()), int(total.argmin())
             gap = total[most] - total[least]
-            mine = np.flatnonzero(
-                (owner == most) & (loads > 0) & (loads < gap)
-            )  # a heavier one would only turn the two around
+            # a heavier slot would only swap the two
+            mine = np.flatnonzero((owner == most) & (loads > 0) & (loads < gap))
             if not mine.size:
                 return SlotMap(self.epoch + 1, owner, self.shards)
             slot = mine[np.abs(loads[mine] - gap / 2).argmin()]
@@ -72,7 +78,7 @@ class SlotMap:
 
 
 def ranges(length: int, shards: int, dim: int = 1) -> list[tuple[int, int]]:
-    """What of a dense table lies on each shard; cut between rows of `dim`."""
+    """The range of a dense table that each shard stores; cut between rows of `dim`."""
     unit = math.lcm(BLOCK, dim)
     cuts = [min(length, -(-length // unit) * s // shards * unit) for s in range(shards + 1)]
     return list(pairwise(cuts))

@@ -332,31 +332,31 @@ def test_pieces_of_memory_never_overlap_and_are_used_again(shared: bool) -> None
         if live and rng.random() < 0.5:
             region, mark = live.pop(int(rng.integers(len(live))))
             assert (region.memory == mark % 251).all()
-            arena.give(region)
+            arena.release(region)
         else:
-            region = arena.take(int(rng.integers(1, 200_000)))
+            region = arena.allocate(int(rng.integers(1, 200_000)))
             region.memory[:] = i % 251
             live.append((region, i))
     for region, mark in live:
         assert (region.memory == mark % 251).all()
-        arena.give(region)
+        arena.release(region)
     assert len(arena.segments) == 1 and not arena.segments[0].live
     arena.close()
 
 
 def test_memory_that_is_lent_stays_as_long_as_its_array() -> None:
     arena = arenas.Arena(False)
-    region = arena.take(1024)
+    region = arena.allocate(1024)
     array = region.memory[:100]
     arena.lend(region, array)
-    arena.give(region)
-    assert arena.take(64).at == 1024
+    arena.release(region)
+    assert arena.allocate(64).at == 1024
     del array
-    assert arena.take(1024).at == 0
+    assert arena.allocate(1024).at == 0
 
 
 def test_shared_memory_is_seen_by_both_and_cannot_be_taken_away() -> None:
-    segment = arenas.share(1, 1 << 20)
+    segment = arenas.create_shared(1, 1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.descriptor, 0)
     other = arenas.attach(1, 1 << 20, os.dup(segment.descriptor))

@@ -24,10 +24,10 @@ def choose_transport(
             f"transport={transport!r}, but the server at {where} is not on this host; "
             "use 'auto' or 'tcp'"
         )
-    if transport == "shared" and not arena.possible():
+    if transport == "shared" and not arena.can_share():
         raise StoreError("transport='shared', but this system has no memfd; use 'auto' or 'unix'")
     local = same_host and transport != "tcp"
-    return local, local and transport != "unix" and arena.possible()
+    return local, local and transport != "unix" and arena.can_share()
 
 
 def open_channel(

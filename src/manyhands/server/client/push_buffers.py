@@ -22,10 +22,10 @@ class PushBuffers:
 
     def allocate(self, arena: Arena, shape: tuple[int, ...], dtype: str) -> Tensor:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        block = arena.take(nbytes)
+        block = arena.allocate(nbytes)
         array = block.memory[:nbytes].view(dtype).reshape(shape)
         arena.lend(block, array)
-        arena.give(block)
+        arena.release(block)
         address = array.ctypes.data
         self._blocks[address] = block
         weakref.finalize(array, self._blocks.pop, address, None).atexit = False
@@ -36,4 +36,6 @@ class PushBuffers:
         if not self._blocks or updates is None:
             return None
         block = self._blocks.get(updates.ctypes.data)
-        return arena.hold(block) if block is not None and block.segment in arena.segments else None
+        return (
+            arena.retain(block) if block is not None and block.segment in arena.segments else None
+        )

@@ -157,7 +157,7 @@ class Request(PendingRequest):
         )
         self.answer_bytes = sum(aligned(part.raw_bytes(self.code)) for part in pull)
         self.answer_at = self.payload_bytes
-        self.block = connection.arena.take(self.payload_bytes + self.answer_bytes)
+        self.block = connection.arena.allocate(self.payload_bytes + self.answer_bytes)
         cursor = Cursor(self.block.memory)
         for part in (*push, *pull):
             part.write(self.code, cursor)
@@ -227,10 +227,10 @@ class Request(PendingRequest):
         for part in self.push:
             if part.buffer is not None:
                 buffer, part.buffer = part.buffer, None
-                self.connection.arena.give(buffer)
+                self.connection.arena.release(buffer)
         if self.block is not None:
             block, self.block = self.block, None
-            self.connection.arena.give(block)
+            self.connection.arena.release(block)
 
     def read(self, outs: Outs) -> None:
         """Copy rows to `outs`; where that is None, make a tensor over the memory they came in."""

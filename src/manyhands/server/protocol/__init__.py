@@ -1,1 +1,1 @@
-"""Wire protocol of the parameter server: frames, messages, row encoding, shared arenas, handshake."""
+"""Protocol of the parameter server: frames, messages, handshake, row encoding, arenas."""

@@ -1,9 +1,10 @@
-"""Where requests and answers stand while they are under way: memory of this process, or memory that a server on the same host maps.
+"""Arena: memory for the requests in flight of one connection, private or shared with the server.
 
-The shared kind is a file without a name (memfd) whose descriptor goes to the server over the unix socket; what is written there is
-read there, so only a header and a message of some hundred bytes go through the socket, as a doorbell. Nothing is ever linked
-anywhere, so nothing is left behind however a process ends. The file is sealed against shrinking: no client can make a server touch
-memory that is gone. When a request does not fit, a larger segment is made, and the older one goes when nothing in it is under way.
+A shared segment is a file without a name (memfd), whose descriptor goes to a server on the same
+host over the unix socket. Both map it, so only a header and a message of some hundred bytes go
+through the socket. The file has no path, so nothing is left behind however a process ends. It is
+sealed against shrinking: no client can make a server touch memory that is gone. When a request does
+not fit, the arena adds a larger segment; the older one goes when no request uses it any more.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ SMALLEST = 1 << 20
 LARGEST = 1 << 36  # of a segment that a server will map
 
 
-def possible() -> bool:
+def can_share() -> bool:
+    """Whether this system has sealed memory files."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 @dataclass(eq=False)
 class ArenaSegment:
+    """One piece of mapped memory."""
+
     number: int
     memory: np.ndarray
     descriptor: int = -1
@@ -40,8 +44,8 @@ class ArenaSegment:
     def shared(self) -> bool:
         return self.descriptor >= 0
 
-    def find(self, nbytes: int) -> int | None:
-        """The lowest place that is free: what was used last is still in the cache."""
+    def reserve(self, nbytes: int) -> int | None:
+        """The lowest free offset, since memory used last is still in the cache; None: no room."""
         at = 0
         for begin, end in self.live:
             if begin - at >= nbytes:
@@ -60,7 +64,7 @@ class ArenaSegment:
 
 @dataclass(eq=False)
 class ArenaBlock:
-    """A piece of a segment, to be given back by each that uses it."""
+    """A range of a segment, with a count of its users; each must release it."""
 
     segment: ArenaSegment
     at: int
@@ -73,58 +77,58 @@ class ArenaBlock:
 
 
 class Arena:
-    """Pieces of memory for one connection, from any thread."""
+    """Allocates blocks for one connection. Thread-safe."""
 
     def __init__(self, shared: bool):
         self._shared, self._lock = shared, threading.Lock()
         self._numbers = 0
-        self._left: deque[ArenaBlock] = (
-            deque()
-        )  # by arrays that went; taken back later, since that can happen anywhere
+        # blocks of arrays that were collected; released later, since that can happen anywhere
+        self._collected: deque[ArenaBlock] = deque()
         self.segments: list[ArenaSegment] = []
 
-    def take(self, nbytes: int) -> ArenaBlock:
+    def allocate(self, nbytes: int) -> ArenaBlock:
         nbytes = max(ALIGN, aligned(nbytes))
-        while self._left:
-            self.give(self._left.popleft())
+        while self._collected:
+            self.release(self._collected.popleft())
         with self._lock:
-            if self.segments and (at := self.segments[-1].find(nbytes)) is not None:
+            if self.segments and (at := self.segments[-1].reserve(nbytes)) is not None:
                 return ArenaBlock(self.segments[-1], at, nbytes)
             used = sum(end - begin for segment in self.segments for begin, end in segment.live)
             size = max(SMALLEST, 1 << (2 * (used + nbytes) - 1).bit_length())
             self._numbers += 1
             segment = (
-                share(self._numbers, size)
+                create_shared(self._numbers, size)
                 if self._shared
                 else ArenaSegment(self._numbers, _fresh(size))
             )
             self.segments.append(segment)
-            at = segment.find(nbytes)
+            at = segment.reserve(nbytes)
             assert at is not None
             return ArenaBlock(segment, at, nbytes)
 
-    def copy(self, region: ArenaBlock) -> ArenaBlock:
-        found = self.take(region.nbytes)
-        found.memory[:] = region.memory
+    def copy(self, block: ArenaBlock) -> ArenaBlock:
+        found = self.allocate(block.nbytes)
+        found.memory[:] = block.memory
         return found
 
-    def hold(self, region: ArenaBlock) -> ArenaBlock:
-        """One more uses it."""
+    def retain(self, block: ArenaBlock) -> ArenaBlock:
+        """Count one more user of a block."""
         with self._lock:
-            region.users += 1
-        return region
+            block.users += 1
+        return block
 
-    def lend(self, region: ArenaBlock, array: np.ndarray) -> None:
-        """`array` lies in `region`, which stays as long as the array does."""
-        self.hold(region)
-        weakref.finalize(array, self._left.append, region).atexit = False
+    def lend(self, block: ArenaBlock, array: np.ndarray) -> None:
+        """`array` is a view of `block`, which stays allocated as long as the array exists."""
+        self.retain(block)
+        weakref.finalize(array, self._collected.append, block).atexit = False
 
-    def give(self, region: ArenaBlock) -> None:
+    def release(self, block: ArenaBlock) -> None:
+        """Count one user less; a block without users is free."""
         with self._lock:
-            region.users -= 1
-            if region.users:
+            block.users -= 1
+            if block.users:
                 return
-            region.segment.live.remove((region.at, region.at + region.nbytes))
+            block.segment.live.remove((block.at, block.at + block.nbytes))
             for segment in [s for s in self.segments[:-1] if not s.live]:
                 self.segments.remove(segment)
                 segment.close()
@@ -140,7 +144,7 @@ def _fresh(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-def share(number: int, nbytes: int) -> ArenaSegment:
+def create_shared(number: int, nbytes: int) -> ArenaSegment:
     descriptor = os.memfd_create("manyhands", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # now: running out later would be a SIGBUS
@@ -156,12 +160,14 @@ def share(number: int, nbytes: int) -> ArenaSegment:
 
 
 def attach(number: int, nbytes: int, descriptor: int) -> ArenaSegment:
-    """Map what a client gave, and close the descriptor; ValueError where it is not what was said."""
+    """Map the memory that a client shares, and close the descriptor.
+
+    ValueError where it is not as announced, or not sealed.
+    """
     try:
         if not 0 < nbytes <= LARGEST or os.fstat(descriptor).st_size != nbytes:
-            raise ValueError(
-                f"shared memory of {nbytes} bytes was announced, {os.fstat(descriptor).st_size} came"
-            )
+            came = os.fstat(descriptor).st_size
+            raise ValueError(f"shared memory of {nbytes} bytes was announced, {came} came")
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError as e:
@@ -174,7 +180,6 @@ def attach(number: int, nbytes: int, descriptor: int) -> ArenaSegment:
 
 
 def _map(descriptor: int, nbytes: int) -> np.ndarray:
-    flags = mmap.MAP_SHARED | getattr(
-        mmap, "MAP_POPULATE", 0
-    )  # page faults now, not in the first requests
+    # MAP_POPULATE: page faults now, not in the first requests
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(descriptor, nbytes, flags=flags), np.uint8)

@@ -1,10 +1,11 @@
-"""Frames: a header of fixed size, a typed message, raw numbers.
+"""Frames: one message on a socket, as a fixed header, a typed message and raw numbers.
 
-    magic 4 | version 2 | kind 2 | message bytes 4 | payload bytes 8 | number 8 | crc32 of all before 4
+    magic 4 | version 2 | kind 2 | message bytes 4 | payload bytes 8 | number 8 | crc32 of these 4
 
-Sizes are looked at before anything is made to hold them, and nothing is ever unpickled: what a stranger sends can be refused,
-not executed. A blocking socket and one thread a connection: `recv` with MSG_WAITALL fills a whole part in one call of the
-kernel, `sendmsg` hands over all parts in one. Kernel buffer sizes stay as they are: setting them turns off the kernel's own tuning.
+Sizes are checked before memory is allocated for them, and nothing is unpickled: what an
+unauthenticated peer sends can be refused, not executed. Sockets block, with one thread per
+connection: `recv` with MSG_WAITALL fills a whole part in one system call, `sendmsg` sends all parts
+in one. Kernel buffer sizes stay as they are: setting them turns off the kernel's own tuning.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 MESSAGE_BYTES = 1 << 20  # at most
 PAYLOAD_BYTES = 1 << 34  # at most; 16 GiB
-UNAUTHENTICATED_BYTES = 1 << 12  # at most, of a message before the handshake is over; no payload
+UNAUTHENTICATED_BYTES = 1 << 12  # at most, of a message of the handshake, which has no payload
 ALIGN = 64  # where arrays of a payload begin: a cache line
 _PADDING = bytes(ALIGN)
 _PARTS = 512  # buffers that the kernel takes at once
@@ -40,7 +41,7 @@ _decoders = {number: msgspec.msgpack.Decoder(kind) for number, kind in KINDS.ite
 
 
 class Malformed(Exception):
-    """A frame that cannot be one of ours; `reason` is the word under which it is counted."""
+    """A frame that breaks the protocol; `reason` is the name of its counter."""
 
     def __init__(self, reason: str, text: str):
         super().__init__(text)
@@ -72,22 +73,24 @@ def encode(
 
 
 def header(raw: Buffer, authenticated: bool = True) -> Header:
-    """What a header says, if it is one; sizes are within bounds then."""
+    """Parse and check a header; its sizes are within bounds."""
     magic, version, kind, message_bytes, payload_bytes, number = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise Malformed(
             "garbage",
-            f"a frame begins with {MAGIC!r}, this with {bytes(magic)!r}; is this a manyhands of the same kind?",
+            f"a frame begins with {MAGIC!r}, this with {bytes(magic)!r}; is the other side a "
+            "manyhands server or worker?",
         )
     if version != VERSION:
         raise Malformed(
             "version",
-            f"protocol version {version} was given, {VERSION} is needed; install the same manyhands everywhere",
+            f"protocol version {version} was given, {VERSION} is needed; "
+            "install the same manyhands everywhere",
         )
     if zlib.crc32(memoryview(raw)[: _HEADER.size]) != _CHECK.unpack_from(raw, _HEADER.size)[0]:
         raise Malformed(
             "garbage",
-            "the checksum of the header is wrong: it was damaged on the way or is none of ours",
+            "the checksum of the header is wrong: it was damaged on the way or is no header",
         )
     if kind not in KINDS:
         raise Malformed("garbage", f"there is no kind {kind} of frame")
@@ -95,7 +98,8 @@ def header(raw: Buffer, authenticated: bool = True) -> Header:
     if message_bytes > most or payload_bytes > (PAYLOAD_BYTES if authenticated else 0):
         raise Malformed(
             "size",
-            f"a frame of {message_bytes} + {payload_bytes} bytes was announced, more than is allowed here",
+            f"a frame of {message_bytes} + {payload_bytes} bytes was announced, "
+            "more than is allowed here",
         )
     return Header(kind, message_bytes, payload_bytes, number)
 
@@ -104,11 +108,13 @@ def decode(kind: int, raw: Buffer) -> Any:
     try:
         return _decoders[kind].decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise Malformed("garbage", f"a {KINDS[kind].__name__} that is none: {e}") from e
+        raise Malformed("garbage", f"a malformed {KINDS[kind].__name__}: {e}") from e
 
 
 class Channel:
-    """One connection: frames out and in. Sending and receiving may happen in two threads at once, unless it is TLS."""
+    """One connection: sends and receives frames. One thread may send while another receives,
+    unless the connection uses TLS.
+    """
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -126,9 +132,12 @@ class Channel:
             sock.settimeout(None)  # truly blocking: MSG_WAITALL would be cut short otherwise
 
     def limit(self, receive_s: float | None, send_s: float | None = None) -> None:
-        """How long one call may wait for the other side: then TimeoutError, and it can be called again."""
+        """How long one call may wait for the other side; then it raises TimeoutError and can be
+        repeated.
+        """
         self._receive_s, self._send_s = receive_s, send_s
-        if self.secure:  # the TLS layer would take the kernel's time-out for a reason to try again: each call sets its own
+        # the TLS layer would retry on the kernel's time-out, so there each call sets its own
+        if self.secure:
             return
         for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
             whole = 0.0 if seconds is None else max(seconds, 1e-3)
@@ -139,7 +148,9 @@ class Channel:
     def send(
         self, message: Message, number: int = 0, payload: Sequence[np.ndarray | Buffer] = ()
     ) -> int:
-        """One frame; the parts of the payload follow each other, each padded to a multiple of ALIGN. Returns its bytes."""
+        """Send one frame, each part of its payload padded to a multiple of ALIGN; returns its size
+        in bytes.
+        """
         if not payload:
             data = encode(message, number)
             if self.secure:
@@ -176,11 +187,12 @@ class Channel:
                 todo[0] = todo[0][done:]
 
     def fill(self, view: memoryview, deadline: float | None = None) -> None:
-        """Receive exactly this much. TimeoutError only where nothing of it had come, or when the deadline is over."""
+        """Receive exactly this much. TimeoutError only where none of it had come, or after the
+        deadline.
+        """
         got, size = 0, len(view)
-        if (
-            deadline is None and not self.secure
-        ):  # nearly always, and nearly always all of it at once
+        # nearly always, and nearly always all of it at once
+        if deadline is None and not self.secure:
             try:
                 got = self.sock.recv_into(view, size, socket.MSG_WAITALL)
             except BlockingIOError as e:
@@ -228,7 +240,7 @@ class Channel:
         return head, decode(head.kind, view)
 
     def _rest(self, view: memoryview, deadline: float | None) -> None:
-        """Within a frame a pause is no reason to stop."""
+        """Receive the rest of a frame: a pause within a frame is no reason to stop."""
         while True:
             try:
                 return self.fill(view, deadline)
@@ -240,8 +252,9 @@ class Channel:
         self._rest(view, None)
 
     def stop(self) -> None:
-        """Wake whoever waits in it, in any thread. The descriptor stays open: its number must not become somebody else's while a
-        thread is about to read from it."""
+        """Wake the threads that wait in it. The descriptor stays open: its number must not be
+        reused while a thread is about to read from it.
+        """
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError as e:
@@ -249,23 +262,26 @@ class Channel:
                 raise
 
     def close(self) -> None:
-        """For the last that uses it."""
+        """Close the socket; only the last user may do so."""
         self.stop()
         self.sock.close()
 
 
 def _unpaced(sock: socket.socket) -> None:
-    """Within one host nothing is congested, but where the system's choice is BBR it paces all the same, to a fraction of what memory
-    gives (measured: 5 MB in 2 to 4 ms instead of 0.6). Between hosts the system's choice stays."""
+    """Turn off pacing within one host, where nothing is congested.
+
+    BBR, where it is the system's choice, paces to a fraction of what memory gives (measured: 5 MB
+    in 2 to 4 ms instead of 0.6). Between hosts the system's choice stays.
+    """
     try:
         if sock.getsockname()[0] == sock.getpeername()[0] and hasattr(socket, "TCP_CONGESTION"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except OSError:
-        pass  # gone already, or a system without it
+        pass  # the peer is gone, or a system without it
 
 
 class Cursor:
-    """Walks through a payload: each array begins at a multiple of ALIGN."""
+    """Reads the arrays of a payload one after the other; each begins at a multiple of ALIGN."""
 
     def __init__(self, memory: np.ndarray, at: int = 0):
         self.memory, self.at = memory, at

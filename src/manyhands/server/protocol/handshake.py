@@ -1,11 +1,11 @@
-"""Who may speak: both sides show that they know the token, and it never travels.
+"""Handshake: both sides prove that they know the token, without sending it.
 
     server -> client   Hello    nonce s
-    client -> server   Proof    nonce c, who I am, HMAC(token, "client" s c who)
-    server -> client   Welcome  HMAC(token, "server" s c who), or Refused with a reason
+    client -> server   Proof    nonce c, identity, HMAC(token, "client" s c identity)
+    server -> client   Welcome  HMAC(token, "server" s c identity), or Refused with a reason
 
-A recorded handshake is worth nothing, since the next one has other nonces. Everything here has a deadline, so one who connects and says
-nothing, or one byte a minute, is sent away.
+A recorded handshake cannot be replayed, since the next one has other nonces. Every step has a
+deadline, so a peer that connects and sends nothing, or one byte per minute, is disconnected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINGER_S = 0.3  # for a refusal to be read before the connection goes
 
 
 class HandshakeRefused(Exception):
-    """The other side refused us, or is not who we want."""
+    """The other side refused us, or could not prove that it knows the token."""
 
 
 def _code(token: str, side: str, hello: Hello, proof: Proof) -> bytes:
@@ -42,7 +42,7 @@ def _code(token: str, side: str, hello: Hello, proof: Proof) -> bytes:
 
 
 def challenge(channel: Channel, token: str, instance: int, deadline: float) -> Proof:
-    """The server's side; Malformed with the reason where the other does not deserve an answer."""
+    """The server's side; Malformed with the reason where the client is refused."""
     hello = Hello(secrets.token_bytes(16))
     channel.limit(HANDSHAKE_S, HANDSHAKE_S)
     channel.send(hello)
@@ -51,7 +51,7 @@ def challenge(channel: Channel, token: str, instance: int, deadline: float) -> P
     except TimeoutError as e:
         raise Malformed("slow", f"no proof came within {HANDSHAKE_S:g} s") from e
     if not isinstance(proof, Proof):
-        raise Malformed("garbage", f"a {type(proof).__name__} came, where a proof is needed first")
+        raise Malformed("garbage", f"a {type(proof).__name__} came before a proof")
     if not hmac.compare_digest(proof.code, _code(token, "client", hello, proof)):
         raise Malformed("token", "the token is not the one of this server; give both the same")
     channel.send(Welcome(_code(token, "server", hello, proof), instance))
@@ -67,7 +67,7 @@ def prove(channel: Channel, token: str, proof: Proof, deadline: float) -> Welcom
             raise HandshakeRefused(f"refused ({hello.reason}): {hello.text}")
         if not isinstance(hello, Hello):
             raise HandshakeRefused(
-                f"it does not greet as a manyhands server does, but with a {type(hello).__name__}"
+                f"it does not begin as a manyhands server does, but with a {type(hello).__name__}"
             )
         proof.nonce = secrets.token_bytes(16)
         proof.code = _code(token, "client", hello, proof)
@@ -81,14 +81,16 @@ def prove(channel: Channel, token: str, proof: Proof, deadline: float) -> Welcom
         answer.code, _code(token, "server", hello, proof)
     ):
         raise HandshakeRefused(
-            "it does not know the token itself: somebody else answers at this address"
+            "it does not know the token itself: another process answers at this address"
         )
     channel.limit(None)
     return answer
 
 
 def refuse(channel: Channel, reason: str, text: str) -> None:
-    """Say why and close. What is still on its way is read first: closing over unread bytes would take the words back."""
+    """Send the reason and close. Bytes still on their way are read first: a close with unread
+    bytes would reset the connection and discard the reason.
+    """
     try:
         channel.limit(LINGER_S, LINGER_S)
         channel.send(Refused(reason, text))
@@ -101,12 +103,13 @@ def refuse(channel: Channel, reason: str, text: str) -> None:
     channel.close()
 
 
-# -- who is on the same host --
+# -- connections within one host --
 
 
 def machine() -> str:
-    """The same for two processes exactly where a unix socket of the one can be seen by the other: one boot, one network namespace.
-    "" where that cannot be told."""
+    """Identifies a boot and a network namespace: processes with the same value can reach each
+    other's unix sockets. "" where the system does not tell.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -115,7 +118,9 @@ def machine() -> str:
 
 
 def local_name() -> str:
-    """For a unix socket without a file: it goes with its process, whichever way that ends. "" where the system has none."""
+    """A name for a unix socket without a file: it ends with its process, however that ends. ""
+    where the system has none.
+    """
     return f"\0manyhands-{os.getpid()}-{secrets.token_hex(8)}" if machine() else ""
 
 
