@@ -11,7 +11,7 @@ import torch
 from manyhands.core import Group
 from support.compare import assert_gradients_close
 from support.dataflow import branched, graphed, partition_of
-from support.pipelines import Dealt, alone, gradients, share, step
+from support.pipelines import GivenBatches, alone, gradients, scaled_by_count, step
 from support.processes import on_ranks
 
 SIZES = (4, 4, 3, 4)
@@ -27,8 +27,11 @@ def every_model(group: Group) -> dict[str, Any]:
         graph = graphed(
             group, partition_of(model, tuple(v[:4] for v in data[:-1]), group.size), loss
         )
-        steps = Dealt([*step(data, SIZES), *step(data, SIZES)])
-        losses = [(float(total), count) for total, count in (graph(share, steps) for _ in range(2))]
+        steps = GivenBatches([*step(data, SIZES), *step(data, SIZES)])
+        losses = [
+            (float(total), count)
+            for total, count in (graph(scaled_by_count, steps) for _ in range(2))
+        ]
         found[name] = (
             losses,
             {n: g.numpy() for n, g in gradients([graph.stage]).items() if g is not None},

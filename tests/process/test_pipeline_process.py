@@ -21,7 +21,17 @@ from manyhands.exchange.mailbox import CHUNK_BYTES, SLOTS
 from manyhands.observe.bubble import bubble
 from manyhands.split.schedules import SCHEDULES
 from support.compare import assert_gradients_close
-from support.pipelines import Dealt, alone, chain, gradients, in_zoo, piped, share, step, traced
+from support.pipelines import (
+    GivenBatches,
+    alone,
+    chain,
+    gradients,
+    in_zoo,
+    piped,
+    scaled_by_count,
+    step,
+    traced,
+)
 from support.processes import on_ranks
 
 WIDE = SLOTS * CHUNK_BYTES // (8 * 4) + 101  # four rows of float64 are more than a mailbox holds
@@ -66,8 +76,11 @@ def every_case(group: Group) -> Found:
             model, loss, data = in_zoo(name)
             stages = traced(model, tuple(v[:4] for v in data[:-1]), group.size * chunks)
         pipeline = piped(group, schedule, chunks, stages, loss)
-        steps = Dealt([*step(data, SIZES), *step(data, SIZES)])
-        got = [(float(total), count) for total, count in (pipeline(share, steps) for _ in range(2))]
+        steps = GivenBatches([*step(data, SIZES), *step(data, SIZES)])
+        got = [
+            (float(total), count)
+            for total, count in (pipeline(scaled_by_count, steps) for _ in range(2))
+        ]
         kept: dict[Any, Any] = gradients(stages)
         if name == "wide":  # by the order of the whole model
             kept = dict(enumerate(w.grad for s in stages for w in s.module.parameters()))
@@ -154,13 +167,15 @@ def paused(group: Group) -> list[Event]:
             chain([Padded() for _ in range(group.size)], group.size),
             nn.functional.cross_entropy,
         )
-        pipeline(share, Dealt(step((x, y), (4, 4))))  # makes the mailboxes, describes the shapes
+        pipeline(
+            scaled_by_count, GivenBatches(step((x, y), (4, 4)))
+        )  # makes the mailboxes, describes the shapes
         pipeline._emit = seen.append
         for m in MICROS:
             for repeat in range(REPEATS):
                 pipeline.round = 1000 * i + 10 * m + repeat
                 group.all_reduce({"together": torch.ones(1)}).wait()
-                pipeline(share, Dealt(step((x, y), (4,) * m)))
+                pipeline(scaled_by_count, GivenBatches(step((x, y), (4,) * m)))
     return seen
 
 

@@ -104,6 +104,9 @@ def trainable(traced: Any) -> list[bool]:
 
 
 def graphed(
-    group: Group, deal: GraphPartition, loss: Callable[..., Tensor] | None = None, **more: Any
+    group: Group,
+    partitioned: GraphPartition,
+    loss: Callable[..., Tensor] | None = None,
+    **more: Any,
 ) -> GraphExecutor:
-    return GraphExecutor(deal, group, loss=loss, **more)
+    return GraphExecutor(partitioned, group, loss=loss, **more)

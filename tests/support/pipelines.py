@@ -22,8 +22,8 @@ Make = Callable[[], nn.Module]
 
 
 @dataclass
-class Dealt:
-    """A walk through given micro-batches: one step after the other."""
+class GivenBatches:
+    """A batch iterator over given micro-batches, one step after the other."""
 
     batches: list[Batch]
 
@@ -32,7 +32,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class Part:
+class HandStage:
     """A stage written by hand: `call(module, inputs, values)`."""
 
     module: nn.Module
@@ -43,7 +43,7 @@ class Part:
         return self.call(self.module, inputs, values)
 
 
-def chain(layers: Sequence[nn.Module], count: int) -> list[Part]:
+def chain(layers: Sequence[nn.Module], count: int) -> list[HandStage]:
     """`layers` in a row, cut evenly: one value crosses every cut."""
 
     def call(module: nn.Module, inputs: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def chain(layers: Sequence[nn.Module], count: int) -> list[Part]:
     for k in range(count):
         module = nn.Sequential(*layers[len(layers) * k // count : len(layers) * (k + 1) // count])
         module.register_buffer("last", torch.tensor(k == count - 1), persistent=False)
-        stages.append(Part(module, call))
+        stages.append(HandStage(module, call))
     return stages
 
 
@@ -68,7 +68,7 @@ def step(values: tuple[Any, ...], sizes: Sequence[int]) -> list[Batch]:
     return cuts
 
 
-def share(loss: Tensor, count: int) -> Tensor:
+def scaled_by_count(loss: Tensor, count: int) -> Tensor:
     return loss * (count / NOMINAL)
 
 
@@ -81,7 +81,7 @@ def alone(
         if batch.values is not None:
             *inputs, target = batch.values
             one = loss(model(*inputs), target)
-            share(one, batch.count).backward()
+            scaled_by_count(one, batch.count).backward()
             total, count = total + float(one.detach()) * batch.count, count + batch.count
     return total, count
 

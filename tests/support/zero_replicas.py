@@ -80,7 +80,7 @@ def cut(batch: Batch, shares: Sequence[int]) -> list[Batch]:
     return list(zip(*(x.split(list(shares)) for x in batch), strict=True))
 
 
-class Walk:
+class NextLosses:
     """`steps[s]` are the micro-batches of one rank; one without samples is None, or borrowed and
     counted as 0.
     """
@@ -146,9 +146,9 @@ def alone(
     made = optimizer(model.parameters())
     flat = FlatParameters(model, lambda n, t: torch.zeros(n, dtype=t), 2**20)
     more = {} if schedule is None else {"schedule": schedule(made)}
-    walk = Walk(model, [[s] for s in steps], loss, False)
+    next_loss = NextLosses(model, [[s] for s in steps], loss, False)
     one = ModuleReplica(
-        flat, WholeUpdate(flat, model, made), walk, nominal=len(steps[0][0]), **more, **options
+        flat, WholeUpdate(flat, model, made), next_loss, nominal=len(steps[0][0]), **more, **options
     )
     losses = []
     for _ in steps:
@@ -174,9 +174,9 @@ def together(
 
     def main(group: Group) -> tuple[list[float], Tensors, Any]:
         model = prepare(models[group.rank], group)
-        walk = Walk(model, [s[group.rank] for s in steps], loss, stage == 3)
+        next_loss = NextLosses(model, [s[group.rank] for s in steps], loss, stage == 3)
         nominal = sum(len(m[0]) for rank in steps[0] for m in rank)
-        mine = spread(group, model, stage, walk, nominal=nominal, **options)
+        mine = spread(group, model, stage, next_loss, nominal=nominal, **options)
         losses, seen = [], None
         for _ in steps:
             losses.append(float(mine.backward()))

@@ -24,7 +24,7 @@ from manyhands.split.graph import GraphNode, TransferCost
 from manyhands.split.graph_schedule import simulate
 from support.compare import assert_gradients_close
 from support.dataflow import Inception, Towers, branched, graphed, partition_of
-from support.pipelines import Dealt, alone, gradients, share, step
+from support.pipelines import GivenBatches, alone, gradients, scaled_by_count, step
 from support.traced_models import loss as loss_of
 from support.traced_models import model as model_of
 
@@ -56,12 +56,12 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
     name: str, ranks: int
 ) -> None:
     model, loss, data = branched(name)
-    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), ranks)
+    partitioned = partition_of(model, tuple(v[:4] for v in data[:-1]), ranks)
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), loss)
-        steps = Dealt([*step(data, (4, 4, 4, 3)), *step(data, (4, 0, 5))])
-        got = [graph(share, steps) for _ in range(2)]
+        graph = graphed(group, copy.deepcopy(partitioned), loss)
+        steps = GivenBatches([*step(data, (4, 4, 4, 3)), *step(data, (4, 0, 5))])
+        got = [graph(scaled_by_count, steps) for _ in range(2)]
         return got, gradients([graph.stage]), dict(graph.stage.module.named_buffers())
 
     losses, grads, buffers = whole(name)
@@ -85,12 +85,13 @@ def test_a_graph_over_ranks_gives_the_loss_and_the_gradients_of_one_process(
 
 def test_two_towers_stand_on_two_ranks_and_begin_without_waiting_for_each_other() -> None:
     model, _, data = branched("towers")
-    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2, micros=1)
-    flow = deal.flows[True]
+    partitioned = partition_of(model, tuple(v[:4] for v in data[:-1]), 2, micros=1)
+    flow = partitioned.flows[True]
     fed = {w.sink for w in flow.edges if flow.segments[w.source].rank != flow.segments[w.sink].rank}
     assert {p.rank for s, p in enumerate(flow.segments) if s not in fed} == {0, 1}
     held = [
-        {n.split(".")[0] for n, _ in m.named_parameters()} for m in [s.module for s in deal.stages]
+        {n.split(".")[0] for n, _ in m.named_parameters()}
+        for m in [s.module for s in partitioned.stages]
     ]
     assert held[0] in ({"left"}, {"right"}) and "head" in held[1]
 
@@ -113,10 +114,10 @@ def test_measured_towers_take_less_than_two_thirds_of_the_time_of_one_rank() -> 
             i,
         )
         numbers[FIELDS * i] = numbers[FIELDS * twin]
-    deal = partition(traced, numbers, 2, link=TransferCost(0.0, 1e12))
-    alone = simulate(deal.nodes, [0] * len(deal.nodes), 1)
-    both = simulate(deal.nodes, deal.placement.where, 2, link=TransferCost(0.0, 1e12))
-    assert both.time == pytest.approx(deal.placement.seconds)
+    partitioned = partition(traced, numbers, 2, link=TransferCost(0.0, 1e12))
+    alone = simulate(partitioned.nodes, [0] * len(partitioned.nodes), 1)
+    both = simulate(partitioned.nodes, partitioned.placement.where, 2, link=TransferCost(0.0, 1e12))
+    assert both.time == pytest.approx(partitioned.placement.seconds)
     assert both.time < 0.65 * alone.time
 
 
@@ -231,12 +232,12 @@ def test_gradients_and_states_of_what_is_computed_once_are_those_of_all_uses(ran
     model = Repeats().double()
     model.drop.p = 0.0
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 5
-    deal = partition_of(copy.deepcopy(model), (x[:4],), ranks)
+    partitioned = partition_of(copy.deepcopy(model), (x[:4],), ranks)
     expected = alone(model, CROSS, step((x, y), (4, 4, 4)))
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), CROSS)
-        total, count = graph(share, Dealt(step((x, y), (4, 4, 4))))
+        graph = graphed(group, copy.deepcopy(partitioned), CROSS)
+        total, count = graph(scaled_by_count, GivenBatches(step((x, y), (4, 4, 4))))
         assert (float(total), count) == (pytest.approx(expected[0], rel=1e-12), expected[1])
         return gradients([graph.stage]), dict(graph.stage.module.named_buffers())
 
@@ -280,7 +281,7 @@ def test_what_differs_in_a_type_or_in_whether_gradients_flow_is_not_the_same() -
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama", "skips"])
 def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) -> None:
     made, inputs = model_of(name, 8)
-    deal = partition_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)
+    partitioned = partition_of(copy.deepcopy(made), tuple(v[:4] for v in inputs), 3)
 
     def own(model: nn.Module, batch: Any) -> Tensor:
         options = {"use_cache": False} if model is made and hasattr(made, "generate") else {}
@@ -288,11 +289,11 @@ def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) 
 
     batches = [Batch(tuple(v[i : i + 4] for v in inputs), 4, i == 4) for i in (0, 4)]
     for batch in batches:
-        share(own(made, batch.values), batch.count).backward()
+        scaled_by_count(own(made, batch.values), batch.count).backward()
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), step=own)
-        graph(share, Dealt(list(batches)))
+        graph = graphed(group, copy.deepcopy(partitioned), step=own)
+        graph(scaled_by_count, GivenBatches(list(batches)))
         return gradients([graph.stage])
 
     merged = functools.reduce(lambda a, b: a | b, World(3).run(main))
@@ -304,11 +305,11 @@ def test_models_of_others_and_with_structures_for_outputs_go_through(name: str) 
 
 def test_inference_gives_the_outputs_on_the_last_rank_and_leaves_no_trace() -> None:
     model, loss, data = branched("inception")
-    deal = partition_of(copy.deepcopy(model), (data[0][:4],), 3)
+    partitioned = partition_of(copy.deepcopy(model), (data[0][:4],), 3)
     model.eval()
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), loss)
+        graph = graphed(group, copy.deepcopy(partitioned), loss)
         graph.stage.module.eval()
         got = [graph.infer(tuple(v[:n] for v in data)) for n in (5, 5, 3)]
         return got, [w.grad for w in graph.stage.module.parameters()]
@@ -340,11 +341,11 @@ class TwoWays(nn.Module):
 def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -> None:
     torch.manual_seed(0)
     model, x = TwoWays().double(), torch.randn(8, 6, dtype=torch.float64)
-    deal = partition_of(copy.deepcopy(model), (x[:4],), 3)
+    partitioned = partition_of(copy.deepcopy(model), (x[:4],), 3)
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), CROSS)
-        graph(share, Dealt(step((x, torch.arange(8) % 5), (4, 4))))
+        graph = graphed(group, copy.deepcopy(partitioned), CROSS)
+        graph(scaled_by_count, GivenBatches(step((x, torch.arange(8) % 5), (4, 4))))
         graph.stage.module.eval()
         return graph.infer((x, x)), gradients([graph.stage])
 
@@ -362,11 +363,13 @@ def test_a_model_that_does_other_things_in_evaluation_does_them_on_its_ranks() -
 def test_recomputing_changes_neither_gradients_nor_states(precision: str) -> None:
     torch.manual_seed(0)
     model, x, y = Inception(), torch.randn(16, 1, 6, 6), torch.arange(16) % 5
-    deal = partition_of(model, (x[:4],), 2)
+    partitioned = partition_of(model, (x[:4],), 2)
 
     def main(recompute: bool, group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), CROSS, recompute=recompute, precision=precision)
-        graph(share, Dealt(step((x, y), (4, 4, 4))))
+        graph = graphed(
+            group, copy.deepcopy(partitioned), CROSS, recompute=recompute, precision=precision
+        )
+        graph(scaled_by_count, GivenBatches(step((x, y), (4, 4, 4))))
         return gradients([graph.stage]), graph.stage.module.state_dict()
 
     kept, again = (
@@ -392,16 +395,16 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
         Batch({"x": x[i : i + 6], "x2": x2[i : i + 6], "y": y[i : i + 6]}, 6, i == 12)
         for i in (0, 6, 12)
     ]
-    deal = partition_of(copy.deepcopy(model), (x[:4], x2[:4]), 2)
+    partitioned = partition_of(copy.deepcopy(model), (x[:4], x2[:4]), 2)
     expected, count = 0.0, 0
     for batch in batches:
         loss, n = own(model, batch.values)
-        share(loss, n).backward()
+        scaled_by_count(loss, n).backward()
         expected, count = expected + float(loss.detach()) * n, count + n
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), step=own)
-        total, n = graph(share, Dealt(list(batches)))
+        graph = graphed(group, copy.deepcopy(partitioned), step=own)
+        total, n = graph(scaled_by_count, GivenBatches(list(batches)))
         assert (float(total), n) == (pytest.approx(expected, rel=1e-12), count)
         return gradients([graph.stage])
 
@@ -411,13 +414,15 @@ def test_a_step_of_ones_own_counts_as_it_likes() -> None:
 
 def test_a_batch_that_would_go_another_way_is_refused_by_every_rank() -> None:
     model, loss, data = branched("seq2seq")
-    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
+    partitioned = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
     wrong = (data[0][:4, :3], data[1][:4, :3], data[2][:4, :3])
     refused: list[int] = []
 
     def main(group: Group) -> None:
         try:
-            graphed(group, copy.deepcopy(deal), loss)(share, Dealt([Batch(wrong, 4, True)]))
+            graphed(group, copy.deepcopy(partitioned), loss)(
+                scaled_by_count, GivenBatches([Batch(wrong, 4, True)])
+            )
         except TaskError:
             refused.append(group.rank)
 
@@ -452,34 +457,36 @@ class Watch(nn.Module):
 
 def test_no_more_micro_batches_are_alive_than_the_window_allows() -> None:
     x, y = torch.randn(48, 6), torch.arange(48) % 5
-    deal = partition_of(
+    partitioned = partition_of(
         nn.Sequential(Watch(), nn.Linear(6, 6), nn.Linear(6, 5)), (x[:4],), 2, micros=12
     )
 
     def main(group: Group) -> Any:
-        graph = graphed(group, copy.deepcopy(deal), CROSS)
+        graph = graphed(group, copy.deepcopy(partitioned), CROSS)
         watch = [w for w in graph.stage.module.modules() if isinstance(w, Watch)]
         for w in watch:
             w.alive.clear()  # of tracing
-        graph(share, Dealt(step((x, y), (4,) * 12)))
+        graph(scaled_by_count, GivenBatches(step((x, y), (4,) * 12)))
         assert all(saved() is None for w in watch for saved in w.alive), (
             "nothing is kept after a step"
         )
         return [w.most for w in watch]
 
-    assert deal.placement.window == 2
+    assert partitioned.placement.window == 2
     assert sorted(World(2).run(main)) == [[], [2]]
 
 
 def test_every_piece_of_work_and_every_message_is_reported() -> None:
     model, loss, data = branched("towers")
-    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
+    partitioned = partition_of(model, tuple(v[:4] for v in data[:-1]), 2)
 
     def main(group: Group) -> list[Event]:
         seen: list[Event] = []
-        graph = graphed(group, copy.deepcopy(deal), loss, emit=seen.append, rank=7 + group.rank)
+        graph = graphed(
+            group, copy.deepcopy(partitioned), loss, emit=seen.append, rank=7 + group.rank
+        )
         graph.round = 3
-        graph(share, Dealt(step(data, (4, 4))))
+        graph(scaled_by_count, GivenBatches(step(data, (4, 4))))
         return seen
 
     for rank, seen in enumerate(World(2).run(main)):
@@ -495,15 +502,18 @@ def test_every_piece_of_work_and_every_message_is_reported() -> None:
 
 def test_the_picture_shows_every_node_and_the_bytes_of_every_cut() -> None:
     model, _, data = branched("inception")
-    deal = partition_of(model, tuple(v[:4] for v in data[:-1]), 3)
-    where = deal.placement.where
-    picture = svg(deal.nodes, where, "branches & more")
+    partitioned = partition_of(model, tuple(v[:4] for v in data[:-1]), 3)
+    where = partitioned.placement.where
+    picture = svg(partitioned.nodes, where, "branches & more")
     cuts = [
-        (t, where[u]) for u, n in enumerate(deal.nodes) for t in n.inputs if where[t] != where[u]
+        (t, where[u])
+        for u, n in enumerate(partitioned.nodes)
+        for t in n.inputs
+        if where[t] != where[u]
     ]
     assert cuts and picture.count('class="cut"') == len(cuts)
     assert picture.count('class="crossing"') == len(set(cuts)), "a value goes to a rank once"
-    assert picture.count('class="node"') == len(deal.nodes)
+    assert picture.count('class="node"') == len(partitioned.nodes)
     assert "branches &amp; more" in picture and "rank 2" in picture and ">8 B<" in picture
     ElementTree.fromstring(picture)
 

@@ -21,14 +21,14 @@ from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.split.schedules import SCHEDULES, max_in_flight
 from support.compare import assert_gradients_close
 from support.pipelines import (
-    Dealt,
-    Part,
+    GivenBatches,
+    HandStage,
     alone,
     chain,
     gradients,
     in_zoo,
     piped,
-    share,
+    scaled_by_count,
     step,
     traced,
 )
@@ -88,7 +88,7 @@ def test_every_schedule_gives_the_loss_and_the_gradients_of_one_process(
 
     def main(group: Group) -> Any:
         pipeline = piped(group, schedule, chunks, copy.deepcopy(stages), loss)
-        got = pipeline(share, Dealt(step(data, (4, 4, 4, 3))))
+        got = pipeline(scaled_by_count, GivenBatches(step(data, (4, 4, 4, 3))))
         mine = pipeline.stages
         return got, gradients(mine), {n: b for s in mine for n, b in s.module.named_buffers()}
 
@@ -134,8 +134,12 @@ def test_micro_batches_may_be_uneven_empty_few_or_many_and_change_from_step_to_s
         pipeline = piped(
             group, schedule, chunks_of(schedule), chain(layers(), p * chunks_of(schedule)), CROSS
         )
-        steps = Dealt([*step((X, Y), (4, 4)), *step((X, Y), sizes), *step((X, Y), (1, 4, 4, 1))])
-        return [pipeline(share, steps) for _ in range(3)], [s.module for s in pipeline.stages]
+        steps = GivenBatches(
+            [*step((X, Y), (4, 4)), *step((X, Y), sizes), *step((X, Y), (1, 4, 4, 1))]
+        )
+        return [pipeline(scaled_by_count, steps) for _ in range(3)], [
+            s.module for s in pipeline.stages
+        ]
 
     model = nn.Sequential(*layers())
     expected = [alone(model, CROSS, step((X, Y), some)) for some in ((4, 4), sizes, (1, 4, 4, 1))]
@@ -206,15 +210,15 @@ class Skip(nn.Module):
         return self.end(self.middle(self.begin(x, ids)))
 
 
-def skipping(model: Skip) -> list[Part]:
+def skipping(model: Skip) -> list[HandStage]:
     parts = [nn.Module(), nn.Module(), nn.Module()]
     for k, held in enumerate((("first", "unused"), ("second", "word"), ("third",))):
         for name in held:
             parts[k].add_module(name, getattr(model, name))
     return [
-        Part(parts[0], lambda _, inputs, values: model.begin(*inputs)),
-        Part(parts[1], lambda _, inputs, values: model.middle(values)),
-        Part(parts[2], lambda _, inputs, values: {"output": model.end(values)}),
+        HandStage(parts[0], lambda _, inputs, values: model.begin(*inputs)),
+        HandStage(parts[1], lambda _, inputs, values: model.middle(values)),
+        HandStage(parts[2], lambda _, inputs, values: {"output": model.end(values)}),
     ]
 
 
@@ -234,7 +238,7 @@ def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(
         mine = copy.deepcopy(model)
         mine.zero_grad()
         pipeline = piped(group, schedule, 1, skipping(mine), CROSS, recompute=recompute)
-        total, count = pipeline(share, Dealt(step((X, ids, Y), (4, 4, 4, 3, 4))))
+        total, count = pipeline(scaled_by_count, GivenBatches(step((X, ids, Y), (4, 4, 4, 3, 4))))
         assert (float(total), count) == (pytest.approx(expected[0], rel=1e-12), expected[1])
         return gradients(pipeline.stages)
 
@@ -268,8 +272,10 @@ def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradien
 
         torch.manual_seed(0)
         one, two = nn.Linear(6, 6).double(), nn.Linear(6, 5).double()
-        pipeline = piped(group, "1f1b", 1, [Part(one, begin), Part(two, end)], CROSS, axis=axis)
-        pipeline(share, Dealt(step((X, Y), (4, 4))))
+        pipeline = piped(
+            group, "1f1b", 1, [HandStage(one, begin), HandStage(two, end)], CROSS, axis=axis
+        )
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4, 4))))
         return list(pipeline.stages[0].module.parameters())
 
     torch.manual_seed(0)
@@ -286,8 +292,8 @@ def test_a_value_that_cannot_travel_is_refused_by_name() -> None:
         return {"x": module(inputs[0]), "odd": object()}
 
     def main(group: Group) -> None:
-        stages = [Part(nn.Linear(6, 6).double(), begin), *chain(layers(2), 2)[1:]]
-        piped(group, "1f1b", 1, stages, CROSS)(share, Dealt(step((X, Y), (4,))))
+        stages = [HandStage(nn.Linear(6, 6).double(), begin), *chain(layers(2), 2)[1:]]
+        piped(group, "1f1b", 1, stages, CROSS)(scaled_by_count, GivenBatches(step((X, Y), (4,))))
 
     with pytest.raises(TaskError, match="a object goes to stage 1; tensors, numbers, strings"):
         World(2).run(main)
@@ -338,7 +344,7 @@ def test_no_more_micro_batches_are_alive_than_the_schedule_promises(p: int, sche
             for _ in range(p * chunks)
         ]
         pipeline = piped(group, schedule, chunks, chain(watched, p * chunks), CROSS)
-        pipeline(share, Dealt(step((X, Y), (4,) * m)))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4,) * m)))
         assert not any(saved() is not None for saved in alive), "nothing is kept after a step"
         return max(
             w.most for s in pipeline.stages for w in s.module.modules() if isinstance(w, Watch)
@@ -355,7 +361,7 @@ def test_once_both_ends_know_the_shapes_one_message_goes_each_way_for_every_micr
         calls = []
         for sizes in ((3, 3, 2, 2), (3, 3, 2, 2), (3, 2, 3, 2)):
             before = watched.calls
-            pipeline(share, Dealt(step((X, Y), sizes)))
+            pipeline(scaled_by_count, GivenBatches(step((X, Y), sizes)))
             calls.append(watched.calls - before - 1)  # less the sum of losses
         return calls
 
@@ -371,9 +377,9 @@ def test_what_needs_no_gradient_gets_no_message() -> None:
             w.requires_grad_(False)
         watched = ObservedGroup(group, lambda event: None)
         pipeline = piped(watched, "1f1b", 1, stages, CROSS)
-        pipeline(share, Dealt(step((X, Y), (4, 4))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4, 4))))
         before = watched.calls
-        pipeline(share, Dealt(step((X, Y), (4, 4))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4, 4))))
         return watched.calls - before - 1
 
     assert World(2).run(main) == [2, 2]
@@ -404,7 +410,7 @@ def test_short_types_and_a_loss_scale_give_the_bits_of_one_process(
     def main(group: Group) -> Any:
         mine = [layer.float() for layer in layers()]
         pipeline = piped(group, schedule, 1, chain(mine, 2), CROSS, precision=precision)
-        pipeline(scaled, Dealt(step((x, Y), (4, 4, 4))))
+        pipeline(scaled, GivenBatches(step((x, Y), (4, 4, 4))))
         return list(pipeline.stages[0].module.parameters())
 
     ours = [w for some in World(2).run(main) for w in some]
@@ -431,7 +437,7 @@ def test_recomputing_changes_neither_gradients_nor_dropout_nor_running_statistic
         stages = chain([m.double() for m in mine], 2 * chunks)
         pipeline = piped(group, schedule, chunks, stages, CROSS, recompute=recompute)
         torch.manual_seed(6)
-        total, _ = pipeline(share, Dealt(step((X, Y), (8, 8, 8, 8))))
+        total, _ = pipeline(scaled_by_count, GivenBatches(step((X, Y), (8, 8, 8, 8))))
         return (
             total,
             [w.grad for s in pipeline.stages for w in s.module.parameters()],
@@ -453,7 +459,7 @@ def test_recomputing_keeps_the_activations_of_one_micro_batch_at_the_most() -> N
     def main(group: Group) -> int:
         watched = [nn.Sequential(nn.Linear(6, 6), Watch([]), nn.Tanh()).double() for _ in range(2)]
         pipeline = piped(group, "gpipe", 1, chain(watched, 2), CROSS, recompute=True)
-        pipeline(share, Dealt(step((X, Y), (4,) * 6)))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4,) * 6)))
         return next(w.most for w in pipeline.stages[0].module.modules() if isinstance(w, Watch))
 
     assert World(2).run(main) == [1, 1]
@@ -467,7 +473,7 @@ def test_inference_gives_the_outputs_on_the_last_rank_and_leaves_no_trace(schedu
     def main(group: Group) -> Any:
         pipeline = piped(group, schedule, chunks, chain(layers(), 4 * chunks), CROSS)
         got = [pipeline.infer((X[:n], Y[:n])) for n in (5, 5, 3)]
-        pipeline(share, Dealt(step((X, Y), (4, 4, 4, 4))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4, 4, 4, 4))))
         got.append(pipeline.infer((X[:5], Y[:5])))
         return got, [w.grad for s in pipeline.stages for w in s.module.parameters()]
 
@@ -490,12 +496,12 @@ def test_a_step_of_ones_own_counts_as_it_likes_and_reads_batches_of_its_own_form
     model, expected, count = nn.Sequential(*layers()), 0.0, 0
     for batch in batches:
         loss, n = own(model, batch.values)
-        share(loss, n).backward()
+        scaled_by_count(loss, n).backward()
         expected, count = expected + float(loss.detach()) * n, count + n
 
     def main(group: Group) -> Any:
         pipeline = piped(group, "1f1b", 1, chain(layers(), 3), step=own)
-        total, n = pipeline(share, Dealt(list(batches)))
+        total, n = pipeline(scaled_by_count, GivenBatches(list(batches)))
         assert (float(total), n) == (pytest.approx(expected, rel=1e-12), count)
         return list(pipeline.stages[0].module.parameters())
 
@@ -510,7 +516,7 @@ def test_a_step_that_never_calls_the_model_is_refused() -> None:
         pipeline = piped(
             group, "1f1b", 1, chain(layers(), 2), step=lambda model, batch: torch.zeros(())
         )
-        pipeline(share, Dealt(step((X, Y), (4,))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4,))))
 
     with pytest.raises(TaskError, match="did not call the model"):
         World(2).run(main)
@@ -531,7 +537,7 @@ def test_every_piece_of_work_and_every_message_is_reported_with_its_time() -> No
             rank=7 + group.rank,
         )
         pipeline.round = 3
-        pipeline(share, Dealt(step((X, Y), (4, 4))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4, 4))))
         return seen
 
     first, last = World(2).run(main)
@@ -570,7 +576,7 @@ def test_a_weight_tied_between_stages_that_no_micro_batch_used_keeps_no_gradient
             )
             part.tied["spare"] = [0, 1]
         pipeline = piped(group, "1f1b", 1, parts, CROSS)
-        pipeline(share, Dealt(step((X, Y), (4,))))
+        pipeline(scaled_by_count, GivenBatches(step((X, Y), (4,))))
         return pipeline.stages[0].module.get_parameter("spare").grad
 
     assert World(2).run(main) == [None, None]

@@ -23,7 +23,7 @@ from manyhands.replica.recompute import recompute
 from support.compare import assert_tensors_close
 from support.zero_replicas import (
     OPTIMIZERS,
-    Walk,
+    NextLosses,
     alone,
     assert_same_as_alone,
     cut,
@@ -253,9 +253,11 @@ def test_while_one_block_runs_only_it_and_the_next_are_here() -> None:
 
     def main(group: Group) -> None:
         model = Stack()
-        walk = Walk(model, [[cut(b, [4, 4])[group.rank]] for b in data_of("mlp", 3, 8)], LOSS, True)
+        next_loss = NextLosses(
+            model, [[cut(b, [4, 4])[group.rank]] for b in data_of("mlp", 3, 8)], LOSS, True
+        )
         mine = spread(
-            group, model, 3, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], block_bytes=10**9
+            group, model, 3, next_loss, nominal=8, optimizer=OPTIMIZERS["sgd"], block_bytes=10**9
         )
         flat = mine.flat
         assert flat is not None and flat.gathering is not None

@@ -35,7 +35,7 @@ from support.compare import assert_tensors_close, same_tensors
 from support.zero_replicas import (
     OPTIMIZERS,
     Axis,
-    Walk,
+    NextLosses,
     alone,
     assert_same_as_alone,
     cut,
@@ -270,8 +270,8 @@ def test_state_is_saved_as_one_process_would_and_goes_on_at_another_size_and_sta
 
     def goes_on(group: Group) -> Tensors:
         model = MLP["make"]()
-        walk = Walk(model, [[cut(b, [6, 6])[group.rank]] for b in data[3:]], loss, True)
-        mine = spread(group, model, 3, walk, nominal=12, optimizer=make)
+        next_loss = NextLosses(model, [[cut(b, [6, 6])[group.rank]] for b in data[3:]], loss, True)
+        mine = spread(group, model, 3, next_loss, nominal=12, optimizer=make)
         load_model(mine.flat, params)
         mine.update.load(tensors, ours)
         for _ in data[3:]:
@@ -309,7 +309,7 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, lookahea
         parameters, unit = (sum(p.nbytes for p in m.parameters()) for m in (model, model.h[0]))
         chance = torch.Generator().manual_seed(group.rank)
         ids = torch.randint(29, (2, 13), generator=chance)
-        walk = Walk(
+        next_loss = NextLosses(
             model,
             [[(ids[:1, :-1], ids[:1, 1:]), (ids[1:, :-1], ids[1:, 1:])]] * 2,
             loss_of("gpt"),
@@ -319,7 +319,7 @@ def test_the_peak_of_what_is_held_is_the_formula(stage: int, size: int, lookahea
             group,
             model,
             stage,
-            walk,
+            next_loss,
             nominal=2 * size,
             optimizer=torch.optim.AdamW,
             bucket_bytes=100_000,
@@ -368,9 +368,11 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
         model = MLP["make"]()
         made = OPTIMIZERS["adam"](model.parameters())
         flat = FlatParameters(model, lambda n, t: torch.zeros(n, dtype=t), 2**20)
-        walk = Walk(model, [[cut(b, shares)[group.rank]] for b in data], loss, False)
+        next_loss = NextLosses(model, [[cut(b, shares)[group.rank]] for b in data], loss, False)
         return merged(
-            ModuleReplica(flat, WholeUpdate(flat, model, made), walk, nominal=nominal), group, model
+            ModuleReplica(flat, WholeUpdate(flat, model, made), next_loss, nominal=nominal),
+            group,
+            model,
         )
 
     def merged(mine: ModuleReplica, link: Group, model: nn.Module) -> Tensors:
@@ -396,7 +398,7 @@ def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
             inside,
             model,
             stage,
-            Walk(model, steps, loss, True),
+            NextLosses(model, steps, loss, True),
             nominal=nominal,
             optimizer=OPTIMIZERS["adam"],
         )
@@ -443,9 +445,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
         model = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 5))
         x = torch.ones(4, 12) * (1e38 if group.rank == 1 else 1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        walk = Walk(model, [[(x,)]], lambda m, b: m(b[0]).square().mean(), True)
+        next_loss = NextLosses(model, [[(x,)]], lambda m, b: m(b[0]).square().mean(), True)
         mine = spread(
-            group, model, stage, walk, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler
+            group, model, stage, next_loss, nominal=8, optimizer=OPTIMIZERS["sgd"], scaler=scaler
         )
         start = model_state(mine.flat)
         mine.backward()
@@ -480,8 +482,10 @@ def test_what_cannot_be_is_refused() -> None:
                 ShardedParameters(model, group, 1, allocate=memory),
                 torch.optim.LBFGS(model.parameters()),
             )
-        walk = Walk(model, [[tuple(x[:0] for x in data_of("mlp", 1, 4)[0])]], MLP["loss"], False)
-        mine = spread(group, model_of("mlp"), 3, walk, nominal=4, optimizer=OPTIMIZERS["sgd"])
+        next_loss = NextLosses(
+            model, [[tuple(x[:0] for x in data_of("mlp", 1, 4)[0])]], MLP["loss"], False
+        )
+        mine = spread(group, model_of("mlp"), 3, next_loss, nominal=4, optimizer=OPTIMIZERS["sgd"])
         with pytest.raises(TaskError, match="no samples and did not run it"):
             mine.backward()
         with pytest.raises(TaskError, match="no parameter of the model trains"):
