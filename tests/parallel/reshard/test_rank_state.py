@@ -136,9 +136,9 @@ def test_slices_of_every_stage_make_the_whole_and_are_taken_out_of_it(
     found: dict[str, Tensors] = {}
 
     def save(group: Group) -> None:
-        slices, assembled = held(group, stage)
+        slices, resharding = held(group, stage)
         stepped(slices)
-        whole, state = assembled.gather(slices.model()), assembled.gather(slices.optimizer()[0])
+        whole, state = resharding.gather(slices.model()), resharding.gather(slices.optimizer()[0])
         if group.rank == 0:
             found["params"], found["moments"] = whole, state
         slices.flat.close()
@@ -150,15 +150,15 @@ def test_slices_of_every_stage_make_the_whole_and_are_taken_out_of_it(
         assert got.shape == value.shape and torch.equal(got, value), name
 
     def load(group: Group) -> None:
-        slices, assembled = held(group, stage)
+        slices, resharding = held(group, stage)
         stepped(slices)  # there is something to forget
         for values in slices.flat.values.values():
             values.zero_()
         here = slices.model()
-        slices.load_model({k: v for k, v in assembled.extract(params).items() if k in here})
+        slices.load_model({k: v for k, v in resharding.extract(params).items() if k in here})
         meta = slices.optimizer()[1]
-        slices.load_optimizer(assembled.extract(moments), meta)
-        again = assembled.gather(slices.model()), assembled.gather(slices.optimizer()[0])
+        slices.load_optimizer(resharding.extract(moments), meta)
+        again = resharding.gather(slices.model()), resharding.gather(slices.optimizer()[0])
         with slices.flat.holding(None):
             whole = model_state(slices.flat)
         if group.rank == 0:

@@ -71,10 +71,10 @@ def whole_optimizer(model: Tensors) -> Tensors:
     return state
 
 
-def parts_of(layout: Layout, rank: int, model: Tensors) -> dict[str, AnyShardSpec]:
+def specs_of(layout: Layout, rank: int, model: Tensors) -> dict[str, AnyShardSpec]:
     """What the layout leaves on a rank, by the names that its own module has for it."""
     at = layout.coordinates(rank)
-    parts: dict[str, AnyShardSpec] = {}
+    specs: dict[str, AnyShardSpec] = {}
     for name, value in model.items():
         shape, first = tuple(value.shape), ALIASES.get(name, name)
         if layout.pipe > 1 and not name.startswith(tuple(STAGES[at["pipe"]])):
@@ -89,15 +89,15 @@ def parts_of(layout: Layout, rank: int, model: Tensors) -> dict[str, AnyShardSpe
         )
         cut = bounds(numel(part), layout.shard)
         sharded = layout.shard > 1 and value.is_floating_point()
-        parts[name] = ShardSlice(part, cut[at["shard"]], cut[at["shard"] + 1]) if sharded else part
-    return parts
+        specs[name] = ShardSlice(part, cut[at["shard"]], cut[at["shard"] + 1]) if sharded else part
+    return specs
 
 
 def in_all(
     layout: Layout, model: Tensors, work: Callable[[Resharding, InprocGroup], Tensors]
 ) -> list[Tensors]:
     def main(group: InprocGroup) -> Tensors:
-        return work(Resharding(parts_of(layout, group.rank, model), group, ALIASES), group)
+        return work(Resharding(specs_of(layout, group.rank, model), group, ALIASES), group)
 
     return World(layout.size).run(main)
 
@@ -116,15 +116,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_every_layout_takes_its_parts_and_gives_back_the_same_bits(
+def test_every_layout_takes_its_slices_and_gives_back_the_same_bits(
     words: str, dtype: torch.dtype
 ) -> None:
     model = whole_model(dtype)
     whole = model | whole_optimizer(model)
     local = in_all(LAYOUTS[words], model, lambda a, group: a.extract(whole))
     for rank, taken in enumerate(local):
-        for name, region in parts_of(LAYOUTS[words], rank, model).items():
-            assert tuple(taken[name].shape) == region.local_shape
+        for name, spec in specs_of(LAYOUTS[words], rank, model).items():
+            assert tuple(taken[name].shape) == spec.local_shape
     gathered = in_all(LAYOUTS[words], model, lambda a, group: a.gather(local[group.rank]))
     assert same_typed_tensors(gathered[0], whole)
     assert not any(gathered[1:])
@@ -156,18 +156,18 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
 
     def main(group: InprocGroup) -> tuple[int, int]:
         link = ObservedGroup(group, lambda event: None)
-        assembled = Resharding(parts_of(layout, group.rank, model), link, ALIASES)
-        local = assembled.extract(model)
-        speaks_for = sum(
-            h.tensor.nbytes for h in assembled.survey(assembled.local_tensors(local)).mine
+        resharding = Resharding(specs_of(layout, group.rank, model), link, ALIASES)
+        local = resharding.extract(model)
+        sends = sum(
+            h.tensor.nbytes for h in resharding.survey(resharding.local_tensors(local)).mine
         )
         asking = link.nbytes
-        assembled.gather(local)
-        return speaks_for, link.nbytes - 2 * asking
+        resharding.gather(local)
+        return sends, link.nbytes - 2 * asking
 
     speak, sent = zip(*World(layout.size).run(main), strict=True)
     other_half = {
-        k: r.extract(model[k]).nbytes for k, r in parts_of(layout, 1, model).items() if k in CUTS
+        k: r.extract(model[k]).nbytes for k, r in specs_of(layout, 1, model).items() if k in CUTS
     }
     assert sum(speak) == sum(v.nbytes for v in model.values())
     assert sent == (
@@ -180,27 +180,27 @@ def test_replicas_and_tied_weights_are_sent_once() -> None:
     )  # the tied one under both names
 
 
-def test_a_tied_weight_may_be_whole_on_one_stage_and_cut_on_another() -> None:
+def test_a_tied_weight_may_be_complete_on_one_stage_and_cut_on_another() -> None:
     weight = torch.arange(12.0).view(6, 2)
-    parts: list[dict[str, AnyShardSpec]] = [
+    specs: list[dict[str, AnyShardSpec]] = [
         {"out.weight": ShardSpec("w", (6, 2), 0, 2, i)} for i in range(2)
     ] + [{"w": ShardSpec("w", (6, 2))}]
 
     def main(group: InprocGroup) -> Tensors:
-        assembled = Resharding(parts[group.rank], group, {"out.weight": "w"})
-        return assembled.gather(assembled.extract({"w": weight}))
+        resharding = Resharding(specs[group.rank], group, {"out.weight": "w"})
+        return resharding.gather(resharding.extract({"w": weight}))
 
     assert same_typed_tensors(World(3).run(main)[0], {"w": weight, "out.weight": weight})
 
 
 def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
-    assembled = Resharding(
+    resharding = Resharding(
         {"lm_head.weight": ShardSpec("lm_head.weight", (4, 2), 0, 2, 1)},
         World(1).run(lambda g: g)[0],
         ALIASES,
     )
     state = torch.arange(8.0).view(4, 2)
-    taken = assembled.extract(
+    taken = resharding.extract(
         {"wte.weight": state, "wte.weight/exp_avg": state + 1, "wte.weight/step": torch.tensor(3.0)}
     )
     assert same_typed_tensors(
@@ -211,7 +211,7 @@ def test_a_rank_that_holds_an_alias_takes_the_state_of_the_first_name() -> None:
             "lm_head.weight/step": torch.tensor(3.0),
         },
     )
-    assert assembled.global_name("lm_head.weight") == "wte.weight"
+    assert resharding.global_name("lm_head.weight") == "wte.weight"
 
 
 # -- what does not make a whole --
@@ -223,7 +223,7 @@ def gathered(*ranks: tuple[dict[str, AnyShardSpec], Tensors]) -> None:
     )
 
 
-def test_a_part_that_nobody_holds_is_an_error_that_names_it() -> None:
+def test_a_slice_that_no_rank_holds_is_an_error_that_names_it() -> None:
     one = ({"w": ShardSpec("w", (4, 2), 0, 2, 0)}, {"w": torch.zeros(2, 2)})
     with pytest.raises(
         CheckpointError, match="do not make global tensors: of the 8 elements of w the ranks hold 4"
@@ -239,7 +239,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
         gathered(({}, first), ({}, second))
 
 
-def test_a_tensor_of_another_shape_than_its_part_is_refused() -> None:
+def test_a_tensor_of_another_shape_than_its_shard_spec_is_refused() -> None:
     with pytest.raises(
         CheckpointError,
         match=r"w has shape \(3,\) on this rank, but its shard spec has shape \(2,\)",
@@ -247,9 +247,9 @@ def test_a_tensor_of_another_shape_than_its_part_is_refused() -> None:
         gathered(({"w": ShardSpec("w", (4,), 0, 2, 0)}, {"w": torch.zeros(3)}))
 
 
-def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refused() -> None:
+def test_state_of_a_cut_parameter_without_a_shard_spec_is_named_and_refused() -> None:
     """Adafactor keeps a row and a column of a matrix: what each rank has is of its own cut."""
-    parts: dict[str, AnyShardSpec] = {
+    specs: dict[str, AnyShardSpec] = {
         "w": ShardSpec("w", (4, 6), 0, 2, 0),
         "v": ShardSpec("v", (4, 6)),
     }
@@ -259,35 +259,33 @@ def test_state_of_a_cut_parameter_that_lies_nobody_knows_where_is_named_and_refu
         "v/row": torch.zeros(4),
         "w": torch.zeros(2, 6),
     }
-    assembled = Resharding(parts, World(1).run(lambda g: g)[0])
-    assert assembled.without_spec(local) == ["w/row"]
+    resharding = Resharding(specs, World(1).run(lambda g: g)[0])
+    assert resharding.without_spec(local) == ["w/row"]
     with pytest.raises(
         CheckpointError,
         match=r"optimizer state w/row has shape \(2,\), its parameter \(2, 6\) of \(4, 6\)",
     ):
-        assembled.local_tensors(local)
+        resharding.local_tensors(local)
 
 
-# -- regions --
+# -- specs --
 
 
-def test_the_runs_of_a_region_are_where_its_elements_lie() -> None:
+def test_the_runs_of_a_shard_spec_are_its_elements_in_the_global_tensor() -> None:
     for shape in [(6,), (5, 7), (3, 9, 4), (4, 6, 1, 5), (0, 4), ()]:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        regions: list[AnyShardSpec] = [ShardSpec("w", shape)]
+        specs: list[AnyShardSpec] = [ShardSpec("w", shape)]
         for dim, size in itertools.product(range(len(shape)), (1, 2, 5)):
             for groups in (1, 3) if shape[dim] % 3 == 0 else (1,):
-                regions += [ShardSpec("w", shape, dim, size, i, groups) for i in range(size)]
-        for part in list(regions):
+                specs += [ShardSpec("w", shape, dim, size, i, groups) for i in range(size)]
+        for part in list(specs):
             assert isinstance(part, ShardSpec)
-            regions += [
-                ShardSlice(part, a, b) for a, b in itertools.pairwise(bounds(numel(part), 3))
-            ]
-        for region in regions:
-            found = [i for start, length in runs(region) for i in range(start, start + length)]
-            assert found == region.extract(whole).view(-1).tolist(), region
-            assert region.extract(whole).shape == region.local_shape
+            specs += [ShardSlice(part, a, b) for a, b in itertools.pairwise(bounds(numel(part), 3))]
+        for spec in specs:
+            found = [i for start, length in runs(spec) for i in range(start, start + length)]
+            assert found == spec.extract(whole).view(-1).tolist(), spec
+            assert spec.extract(whole).shape == spec.local_shape
             back: Tensor = torch.full(shape, -1)
-            region.insert(region.extract(whole), back)
+            spec.insert(spec.extract(whole), back)
             assert back.view(-1)[found].tolist() == found and int((back >= 0).sum()) == len(found)
-            assert renamed(region, "v").name == "v" and renamed(region, "w") == region
+            assert renamed(spec, "v").name == "v" and renamed(spec, "w") == spec
