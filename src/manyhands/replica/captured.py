@@ -55,7 +55,9 @@ class CapturedReplica(ReplicaWrapper):
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         count, last = self._batches.peek()
-        fits = on_ready is None and last and not self._given_up and count == (self._size or count)
+        fits = (
+            on_ready is None and last and not self._given_up and 0 < count == (self._size or count)
+        )
         if fits and self._forward is None and self._eager_rounds >= WARM_ROUNDS:
             fits = self._capture(self._record_forward, "forward and backward")
         if not fits or self._forward is None:
