@@ -110,6 +110,12 @@ def test_every_strategy_has_its_row_of_costs_and_its_page() -> None:
 # -- the rest --
 
 
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = re.findall(r"^ +- .*?([\w./-]+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert there == set(menu) and len(menu) == len(set(menu))
+
+
 def test_the_page_of_the_command_line_is_what_the_verbs_say_now() -> None:
     assert (DOCS / "reference" / "cli.md").read_text() == MAKE_CLI["page"](), "run `make docs`"
 
