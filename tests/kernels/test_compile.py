@@ -28,6 +28,7 @@ import sys
 from pathlib import Path
 import manyhands.kernels.compile
 manyhands.kernels.compile.PACKAGE = Path(sys.argv[1])
+manyhands.kernels.compile._sources.cache_clear()  # importing manyhands has asked for it
 sys.path.insert(0, sys.argv[1])
 from loops import loop
 print(loop(1), sum(loop.stats.cache_hits.values()))

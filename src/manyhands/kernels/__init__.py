@@ -5,6 +5,6 @@ to `__pycache__` beside the kernel's source file. The next process reads it from
 adds one thing to numba's own check: cached code is valid only while every file of the package that
 compiles something is unchanged. So after an edit of a kernel, or of a constant or inlined function
 that another file's kernel uses, all kernels compile again by themselves; nothing must be touched or
-deleted by hand. A closure is cached under the values that it closes over: those must be numbers,
-since another kernel in a closure has a different identity in every process and is never found again.
+deleted by hand. A closure is cached under the values that it closes over. Those must be numbers: a
+kernel in a closure has another identity in every process, so the closure would never be found.
 """

@@ -1,12 +1,14 @@
-"""The codecs' loops on a CPU, compiled by numba: one thread, float32, one-dimensional contiguous arrays.
+"""Codec kernels: encode and decode gradients on a CPU. One thread, float32, contiguous 1-D arrays.
 
-Each works through blocks that stay in the first-level cache, so that several simple passes, which the compiler turns into vector
-instructions, cost one pass over memory. Error feedback is part of the encoding pass:
+Each kernel works through blocks that stay in the first-level cache, so several simple passes, which
+the compiler turns into vector instructions, cost one pass over memory. Error feedback is part of
+the encoding pass:
 
-    p = g + e;   q = C(p);   e = p - q            (e is p while a block is worked on: no third array)
+    p = g + e;   q = C(p);   e = p - q     (e holds p while a block is worked on: no third array)
 
-Magnitudes are compared as integers (the bits of |x| order like |x|), which vectorises without promises about NaN, and puts NaN
-above everything: it is found, never lost. A block that holds NaN or infinity goes out as NaN and leaves no residual behind.
+Magnitudes are compared as integers (the bits of |x| order like |x|). This vectorises without
+assumptions about NaN, and puts NaN above everything: it is found, never lost. A block with NaN or
+infinity is encoded as NaN and leaves no residual.
 """
 
 import numpy as np
@@ -18,7 +20,7 @@ INFINITE = np.uint32(0x7F800000)  # and above: NaN
 TINY = np.float32(1.1754944e-38)  # below this 1/x overflows
 ZERO, ONE = np.float32(0), np.float32(1)
 LEVELS = np.float32(127)
-CHUNK = 32  # of which the largest is looked at before each
+CHUNK = 32  # elements whose largest is compared before each one is
 
 compiled = compiling()
 summing = compiling(fastmath={"reassoc", "nsz"})  # sums in vector order; NaN stays NaN
@@ -37,7 +39,10 @@ def _largest(bits):
 
 @compiled
 def _scale(bits, word, number):
-    """max|x| / 127, by way of `word` and `number`, one array seen as uint32 and as float32; NaN where a value is not finite."""
+    """max|x| / 127; NaN where a value is not finite.
+
+    `word` and `number` are one array seen as uint32 and as float32.
+    """
     word[0] = _largest(bits)
     if word[0] >= INFINITE:
         return np.float32(np.nan)
@@ -100,7 +105,8 @@ def int8_encode_stochastic(x, scales, codes, block, seed):
             continue
         inverse = ONE / scale
         for i in range(p.size):
-            # a counter hashed to 24 random bits (Wellons' lowbias32): no state, so that a step can be repeated
+            # a counter hashed to 24 random bits (Wellons' lowbias32): without state, so that a
+            # step can be repeated
             h = np.uint32(np.uint32(start + i) ^ np.uint32(seed))
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D))
             h = np.uint32(np.uint32(h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B))
@@ -127,12 +133,12 @@ def int8_decode_add(scales, codes, total, block):
             o[i] += np.float32(c[i]) * scale
 
 
-# -- one bit: the sign, and for each block the mean of the positive (and zero) and of the negative values --
+# -- one bit: the sign, and per block the means of its positive (and zero) and negative values --
 
 
 @summing
 def _sums(p):
-    """sum p, sum |p|: their sum is twice what is positive, their difference twice what is negative."""
+    """sum p, sum |p|: half their sum is the positive part, half their difference the negative."""
     plain, absolute = ZERO, ZERO
     for i in range(p.size):
         plain += p[i]
@@ -173,12 +179,8 @@ def onebit_decode(means, signs, out, block, add):
     eights = flags.view(np.uint64)
     for b in range(means.shape[0]):
         start, stop = b * block, min(out.size, (b + 1) * block)
-        o, packed, high, low = (
-            out[start:stop],
-            signs[start // 8 : (stop + 7) // 8],
-            means[b, 0],
-            means[b, 1],
-        )
+        o, packed = out[start:stop], signs[start // 8 : (stop + 7) // 8]
+        high, low = means[b, 0], means[b, 1]
         for j in range(packed.size):  # the byte eight times, of each copy one bit
             eights[j] = (np.uint64(packed[j]) * np.uint64(0x0101010101010101)) & np.uint64(
                 0x8040201008040201
@@ -206,7 +208,10 @@ def accelerate(g, u, v, mu):
 
 @compiled
 def _at_least(bits, low, index, magnitude):
-    """Where the magnitude is `low` or more, in order, as far as there is room; how many there are."""
+    """Write, in order and while there is room, where the magnitude is `low` or more.
+
+    Returns how many there are.
+    """
     found = 0
     for start in range(0, bits.size, CHUNK):
         chunk = bits[start : min(bits.size, start + CHUNK)]
@@ -223,7 +228,10 @@ def _at_least(bits, low, index, magnitude):
 
 @compiled
 def _kth(bits, k):
-    """The k-th largest magnitude, in two passes: by its upper 16 bits, then by the 15 below. And how many are above it."""
+    """The k-th largest magnitude, and how many are above it.
+
+    Two passes: by the upper 16 bits, then by the 15 below.
+    """
     count = np.zeros(1 << 16, np.int64)
     for i in range(bits.size):
         count[(bits[i] & MAGNITUDE) >> np.uint32(15)] += 1
@@ -244,7 +252,7 @@ def _kth(bits, k):
 
 @compiled
 def _guess(bits, k):
-    """A magnitude that, by a sample, a few more than k elements reach. 0: too few elements to sample."""
+    """A magnitude that, by a sample, slightly more than k elements reach; 0: too few to sample."""
     stride = bits.size // 131_071
     if stride < 2:
         return np.uint32(0)
@@ -258,7 +266,10 @@ def _guess(bits, k):
 
 @compiled
 def top(x, k, index):
-    """Fill `index` with where the k largest magnitudes are, in order; of equal ones, those that come first. 0 < k <= x.size."""
+    """Fill `index` with where the k largest magnitudes are, in order; of equal ones, the first.
+
+    0 < k <= x.size.
+    """
     bits = x.view(np.uint32)
     low = _guess(bits, k)
     room = k + k // 2 + 1024 if low > 0 else 0
@@ -287,7 +298,7 @@ def top(x, k, index):
 
 @compiled
 def take(x, index, values):
-    """Move the values at `index` out of `x`; whether all of them are finite."""
+    """Move the values at `index` out of `x`; returns whether all of them are finite."""
     finite = True
     for i in range(index.size):
         values[i] = x[index[i]]

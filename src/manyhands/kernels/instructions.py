@@ -1,4 +1,4 @@
-"""Single instructions that numba has no words for; they work on any processor that LLVM knows."""
+"""Processor instructions that numba does not offer, for any processor that LLVM supports."""
 
 from typing import Any
 
@@ -11,8 +11,10 @@ intrinsic: Any = extending.intrinsic  # its types know the generator, not what i
 
 @intrinsic
 def prefetch(typing, array, index, line):
-    """Ask for the cache line of array[index], or so many lines after it: into the second-level cache, which waits for more lines at
-    a time than the first."""
+    """Prefetch the cache line of array[index], or the `line`-th line after it.
+
+    It goes into the second-level cache, which can wait for more lines at a time than the first.
+    """
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -46,7 +48,7 @@ def copy(typing, to, at, source, start, count):
 
 @intrinsic
 def match(typing, entries, bucket, wanted):
-    """Where in a bucket an id stands: bits 0, 2, 4 and 6."""
+    """Compare an id with the four entries of a bucket: equal ones set bits 0, 2, 4 and 6."""
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -66,7 +68,7 @@ def match(typing, entries, bucket, wanted):
 
 @intrinsic
 def lowest(typing, bits):
-    """The number of the lowest bit that is set; there is one."""
+    """The number of the lowest bit that is set; at least one must be."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.IntType(1)(1))
