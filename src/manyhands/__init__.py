@@ -17,11 +17,13 @@ from manyhands.errors import (
     StoreError,
     TaskError,
 )
+from manyhands.old_names import refuse_old_names
 from manyhands.own_loop import Run
 from manyhands.task import Callback, Task, accuracy
 from manyhands.train import Result
 
 __version__ = "0.1.0"
+refuse_old_names()
 keep_rows_in(rows_of_this_process)  # of embeddings in a plain script, which no run has attached
 
 __all__ = [

@@ -191,10 +191,10 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
             plain |= {
                 f.name: f.default
                 for f in dataclasses.fields(Plan)
-                if f.name in plan_words.SERVER_CODECS
+                if f.name in plan_words.SERVER_WORDS
             }
         whole: dict[str, Any] = {
-            k: Plan.__dataclass_fields__[k].default for k in plan_words.OF_AXES
+            k: Plan.__dataclass_fields__[k].default for k in plan_words.AXIS_WORDS
         }
         # the same micro-batches, which BatchNorm sees one by one
         order = (

@@ -1,8 +1,11 @@
-"""A plan is one line of `key=value` words, the same in Python, in TOML and on the command line.
+"""Plan words: one line of `key=value`, the same in Python, in TOML and on the command line.
 
-    parse("data=4 merge=local_sgd merge.period=8")    parse({"data": 4, "merge.period": 8})    parse("plan.toml data=2")
+    parse("data=4 merge=local_sgd merge.period=8")
+    parse({"data": 4, "merge.period": 8})
+    parse("plan.toml data=2")
 
-Later words win. An unknown key is refused with the nearest known one; a value is checked here, before anything starts.
+Later words win. An unknown key is refused with the nearest known one. Values are checked here,
+before anything starts.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +22,18 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from manyhands.core import (
-    Goal,
-    Layout,
-    Plan,
-    Store,
-    Strategy,
-)
+from manyhands.core import Goal, Layout, Plan
 from manyhands.errors import PlanError
 from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
+from manyhands.plan import checks
+from manyhands.plan.checks import AXES, AXIS_WORDS, SERVER_WORDS
 from manyhands.split.data import SPLITS
 
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
 
-AXES = {f.name: int for f in dataclasses.fields(Layout)}
-# one of a table each, with options of its own: `merge=local_sgd merge.period=8`; None: may be left out
+# words that name an entry of a table, with options of its own: `merge=local_sgd merge.period=8`;
+# and the default, None: may be left out
 TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
     "merge": (STRATEGIES, "all_reduce"),
     "then": (STRATEGIES, None),
@@ -44,36 +42,17 @@ TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
 OBJECTS = {"merge": "strategy", "then": "next_strategy", "compress": "codec"}
 APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
 PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
-SHORT = {
-    "staleness": "stale_sync",
-    "quorum": "backup",
-}  # a word of one rule over servers names that rule too
-OF_AXES = {
-    "schedule": "pipe",
-    "cut": "pipe",
-    "sequence": "tensor",
-    "zero": "shard",
-}  # words that need more than 1 on an axis
-SERVER_CODECS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
-POSITIVE = (
-    "batch",
-    "micro",
-    "accumulate",
-    "epochs",
-    "steps",
-    "clip",
-    "threads",
-    "bucket_mb",
-    "keep",
-    "timeout_s",
-)
+# a word of one strategy over servers stands for that strategy too
+SHORT = {"staleness": "stale_sync", "quorum": "backup"}
+RENAMED = {"wire": "compress"}  # words of version 0.1
 
 
 def parse(words: Words = "", *, size: int | None = None) -> Plan:
-    """`size` is the number of ranks that were started, where somebody else started them."""
+    """The plan of some words. `size`: ranks that were started, where somebody else started them."""
     if isinstance(words, Plan):
-        return _fit(words, size, given=True)
+        return checks.fit(words, size, given=True)
     given = _spelt_out(_collect(words))
+    _refuse_renamed(given)
     axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
     for axis, n in axes.items():
         if n < 1:
@@ -100,29 +79,29 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
             _refuse("plan word", key, known)
     fields = {k: _convert(k, v, PLAIN[k]) for k, v in given.items()}
     plan = Plan(Layout(**axes), **chosen, **fields)
-    _check(plan)
-    plan = _fit(plan, size, given="data" in axes)
-    _check_divided(plan)
+    checks.check(plan)
+    plan = checks.fit(plan, size, given="data" in axes)
+    checks.check_model_parallel(plan)
     for key in ("merge", "then"):
-        if (rule := getattr(plan, OBJECTS[key])) is not None:
-            _in_words_of(key, partial(rule.check, plan.layout.data))
+        if (strategy := getattr(plan, OBJECTS[key])) is not None:
+            _in_words_of(key, partial(strategy.check, plan.layout.data))
     if plan.algorithm != "native":
         algorithms.check(plan.algorithm, plan.layout.data)
     return plan
 
 
 def describe(plan: Plan) -> str:
-    """The resolved plan as a line that `parse` understands."""
+    """A resolved plan as one line that `parse` understands."""
     return line(to_dict(plan))
 
 
 def line(words: Words) -> str:
-    """Words as one line, no more than was given."""
+    """Words as one line: those that were given, and no defaults."""
     return " ".join(shlex.quote(f"{k}={_text(v)}") for k, v in overlay(words).items())
 
 
 def overlay(*given: Words) -> dict[str, Any]:
-    """Plans laid over each other: what a later one says wins."""
+    """Words of several plans as one dictionary; later ones win."""
     flat: dict[str, Any] = {}
     for words in given:
         flat |= to_dict(words) if isinstance(words, Plan) else _collect(words)
@@ -141,8 +120,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             }
     chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
     told = lambda k: (
-        (plan.servers or k not in SERVER_CODECS)
-        and (k not in OF_AXES or getattr(plan.layout, OF_AXES[k]) > 1)
+        (plan.servers or k not in SERVER_WORDS)
+        and (k not in AXIS_WORDS or getattr(plan.layout, AXIS_WORDS[k]) > 1)
     )
     plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and told(k)}
     return {
@@ -171,7 +150,8 @@ def _collect(words: str | Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
         elif not equals or not key:
             near = difflib.get_close_matches(word, [*AXES, "merge", "split", *PLAIN], 1)
             raise PlanError(
-                f"{word!r} is no plan word: key=value is needed, such as {near[0] if near else 'data'}=..., or a .toml file"
+                f"{word!r} is no plan word: key=value is needed, such as "
+                f"{near[0] if near else 'data'}=..., or a .toml file"
             )
         else:
             given[key] = value
@@ -199,19 +179,29 @@ def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
-    """`staleness=4` is short for merge=stale_sync merge.staleness=4, `quorum=3` for merge=backup merge.quorum=3."""
-    for word, rule in SHORT.items():
+    """`staleness=4` is short for merge=stale_sync merge.staleness=4, `quorum=3` for merge=backup
+    merge.quorum=3."""
+    for word, strategy in SHORT.items():
         if word not in given:
             continue
-        value, merge = given.pop(word), given.setdefault("merge", rule)
+        value, merge = given.pop(word), given.setdefault("merge", strategy)
         if merge in STRATEGIES and word not in {
             f.name for f in dataclasses.fields(TABLES["merge"][0][merge])
         }:
             raise PlanError(
-                f"{word}={value} has no effect: merge={merge} has no {word}; leave out one of them ({word}= is merge={rule})"
+                f"{word}={value} has no effect: merge={merge} has no {word}; "
+                f"leave out one of them ({word}= is merge={strategy})"
             )
         given[f"merge.{word}"] = value
     return given
+
+
+def _refuse_renamed(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        word, dot, option = key.partition(".")
+        if word in RENAMED:
+            new = f"{RENAMED[word]}{dot}{option}"
+            raise PlanError(f"{key}={value}: the word is now {new}; write {new}={value}")
 
 
 def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +215,8 @@ def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
     if name is None or name == "none":
         if options:
             raise PlanError(
-                f"{key}.{next(iter(options))} has no effect without {key}=; add {key}={next(iter(table))}, say"
+                f"{key}.{next(iter(options))} has no effect without {key}=; "
+                f"add {key}={next(iter(table))}, say"
             )
         return {key: name, OBJECTS[key]: None}
     _known(key, name, table)
@@ -244,7 +235,7 @@ def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_words_of(key: str, make: Callable[[], Any]) -> Any:
-    """A rule speaks of itself as `merge`; here it may be the one that comes later."""
+    """Errors of a strategy name it `merge`; where it is the one that comes later, `then`."""
     try:
         return make()
     except PlanError as e:
@@ -295,189 +286,6 @@ def _refuse(what: str, given: str, known: Sequence[str]) -> None:
     near = difflib.get_close_matches(given, known, 1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(set(known)))}"
     raise PlanError(f"unknown {what}{'' if what.endswith('=') else ' '}{given!r}; {hint}")
-
-
-# -- checking --
-
-
-def _check(plan: Plan) -> None:
-    for key in POSITIVE:
-        value = getattr(plan, key)
-        if value is not None and not 0 < value < math.inf:
-            raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
-    for key in SERVER_CODECS:
-        if key != "embeddings" and getattr(plan, key) < 0:
-            raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
-        if not plan.servers and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
-            raise PlanError(
-                f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; add servers=1"
-            )
-    if plan.cache_age != Plan.__dataclass_fields__["cache_age"].default and not plan.cache:
-        raise PlanError(
-            f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
-        )
-    if plan.loaders is not None and plan.loaders < 0:
-        raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
-    if plan.epochs is not None and plan.steps is not None:
-        raise PlanError(
-            f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them"
-        )
-    if plan.until is not None and plan.until.name in ("epoch", "step"):
-        raise PlanError(
-            f"until={plan.until}: {plan.until.name}s= says when to stop; until= is for what an evaluation measures"
-        )
-    if plan.evaluate != "epoch" and not (plan.evaluate.isdigit() and int(plan.evaluate) > 0):
-        raise PlanError(f"evaluate={plan.evaluate}: epoch or a number of steps is needed")
-    if (plan.then is None) != (plan.at is None):
-        given, needed = ("then", "at=epoch:5") if plan.at is None else ("at", "then=local_sgd")
-        raise PlanError(f"{given}= alone has no effect: add the other half, such as {needed}")
-    if (
-        plan.at is not None
-        and plan.at.name == "noise"
-        and (
-            plan.strategy.sends != "gradients" or plan.strategy.swaps or plan.strategy.link is Store
-        )
-    ):
-        raise PlanError(
-            f"at={plan.at}: the noise scale is measured where gradients are all-reduced, not under merge={plan.merge}; use all_reduce"
-        )
-    for key in ("merge", "then"):
-        if (rule := getattr(plan, OBJECTS[key])) is None:
-            continue
-        if rule.link is Store:
-            _check_served(plan, key, rule)
-        elif (
-            plan.precision == "fp16"
-            and rule.sends == "gradients"
-            and plan.compress not in ("none", "fp16", "bf16")
-        ):
-            raise PlanError(
-                f"compress={plan.compress} with precision=fp16: what it holds back was scaled with a loss scale that changes; set precision=bf16 or compress=bf16"
-            )
-        if plan.codec is not None and (reason := compression.refusal(plan.codec, type(rule))):
-            raise PlanError(reason)
-    if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
-        raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
-    if plan.link == "nccl" and plan.device == "cpu":
-        raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
-    if plan.algorithm != "native" and (plan.link == "nccl" or plan.device == "cuda"):
-        raise PlanError(
-            f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; leave it out"
-        )
-    if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
-        raise PlanError(
-            f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto"
-        )
-
-
-def _check_divided(plan: Plan) -> None:
-    """What a model that is split over ranks can be combined with."""
-    layout = plan.layout
-    for word, axis in OF_AXES.items():
-        if (
-            getattr(layout, axis) == 1
-            and getattr(plan, word) != Plan.__dataclass_fields__[word].default
-        ):
-            raise PlanError(
-                f"{word}={_text(getattr(plan, word))} has no effect without {axis}=; add {axis}=2, say, or leave it out"
-            )
-    if plan.split == "by_feature" and (layout.tensor == 1 or layout.pipe * layout.shard > 1):
-        raise PlanError(
-            "split=by_feature deals columns out over tensor=, and nothing else may split the model; set tensor=2, say, alone or with data="
-        )
-    split = " x ".join(
-        f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1
-    )
-    if not split:
-        return
-    if plan.strategy.link is Store or plan.servers:
-        raise PlanError(
-            f"servers hold whole models, and {split} splits the model over ranks; leave out {split.split(' x ')[0]} or servers="
-        )
-    if plan.precision == "fp16":
-        raise PlanError(
-            f"precision=fp16 needs one loss scale for all parts of the model, which {split} does not have; set precision=bf16"
-        )
-    if any(rule is not None and rule.distils for rule in (plan.strategy, plan.next_strategy)):
-        raise PlanError(
-            f"merge={plan.merge} runs other ranks' models, which {split} splits; use another rule"
-        )
-    if plan.cut == "graph" and plan.schedule != Plan.__dataclass_fields__["schedule"].default:
-        raise PlanError(
-            f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the graph; leave it out"
-        )
-    if layout.shard > 1 and plan.schedule == "interleaved":
-        raise PlanError(
-            f"schedule=interleaved gives a rank several stages, which shard={layout.shard} does not know; use schedule=1f1b"
-        )
-    if layout.shard > 1 and plan.zero == 3 and (plan.schedule == "zero_bubble" or plan.compile):
-        word = "compile=true" if plan.compile else "schedule=zero_bubble"
-        raise PlanError(
-            f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or leave {word} out"
-        )
-    for word in ("at", "until"):
-        if (goal := getattr(plan, word)) is not None and goal.name == "noise":
-            raise PlanError(
-                f"{word}={goal}: the noise scale is measured on whole gradients, which {split} splits; use another goal"
-            )
-    if layout.pipe > 1 and plan.compile:
-        raise PlanError(
-            f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; leave compile out"
-        )
-
-
-def _check_served(plan: Plan, key: str, rule: Strategy[Any, Any]) -> None:
-    """Ranks under a rule over servers keep no step with each other."""
-    word = f"{key}={getattr(plan, key)}"
-    if plan.then is not None:
-        raise PlanError(
-            f"{word} works over servers, and a run cannot change between such a rule and another; leave then= out"
-        )
-    if not plan.servers:
-        raise PlanError(
-            f"{word} pulls from and pushes to a parameter server, but the plan has none; add servers=1"
-        )
-    if plan.lookahead != 1:
-        raise PlanError(
-            f"lookahead={plan.lookahead} has no effect: under {word} batches are drawn when they are wanted; leave it out"
-        )
-    if plan.embeddings == "sync":
-        raise PlanError(
-            f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its own; leave it out"
-        )
-    if plan.algorithm != "native":
-        raise PlanError(
-            f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; leave it out"
-        )
-    if plan.batchnorm == "sync":
-        raise PlanError(
-            f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; set batchnorm=local"
-        )
-    if plan.precision == "fp16" and rule.on_server == "optimizer":
-        raise PlanError(
-            f"precision=fp16 scales the loss by what its own steps find, but under {word} the server steps; set precision=bf16"
-        )
-
-
-def _fit(plan: Plan, size: int | None, given: bool) -> Plan:
-    if size is None or plan.layout.size == size:
-        return plan
-    inside = plan.layout.size // plan.layout.data  # ranks of one replica
-    if not given and size % inside == 0:
-        return dataclasses.replace(
-            plan, layout=dataclasses.replace(plan.layout, data=size // inside)
-        )
-    axes = " x ".join(
-        f"{a}={getattr(plan.layout, a)}" for a in AXES if a == "data" or getattr(plan.layout, a) > 1
-    )
-    fits = (
-        f"set data={size // inside}"
-        if size % inside == 0
-        else "change the axes so that their product is that"
-    )
-    raise PlanError(
-        f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; {fits} or start {plan.layout.size}"
-    )
 
 
 # -- writing --

@@ -1,0 +1,247 @@
+"""Checks of a plan: words that contradict each other or have no effect are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from manyhands.core import Layout, Plan, Store, Strategy
+from manyhands.errors import PlanError
+from manyhands.exchange import compression
+
+AXES = {f.name: int for f in dataclasses.fields(Layout)}
+# words that need more than 1 rank on an axis
+AXIS_WORDS = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}
+SERVER_WORDS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
+POSITIVE = (
+    "batch",
+    "micro",
+    "accumulate",
+    "epochs",
+    "steps",
+    "clip",
+    "threads",
+    "bucket_mb",
+    "keep",
+    "timeout_s",
+)
+
+
+def _default(word: str) -> Any:
+    return Plan.__dataclass_fields__[word].default
+
+
+def check(plan: Plan) -> None:
+    """Everything that does not depend on the number of ranks."""
+    _check_numbers(plan)
+    _check_limits(plan)
+    for word, strategy in (("merge", plan.strategy), ("then", plan.next_strategy)):
+        if strategy is not None:
+            _check_strategy(plan, word, strategy)
+    _check_devices(plan)
+
+
+def _check_numbers(plan: Plan) -> None:
+    for key in POSITIVE:
+        value = getattr(plan, key)
+        if value is not None and not 0 < value < math.inf:
+            raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
+    for key in SERVER_WORDS:
+        if key != "embeddings" and getattr(plan, key) < 0:
+            raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
+        if not plan.servers and getattr(plan, key) != _default(key):
+            raise PlanError(
+                f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; "
+                "add servers=1"
+            )
+    if plan.cache_age != _default("cache_age") and not plan.cache:
+        raise PlanError(
+            f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
+        )
+    if plan.loaders is not None and plan.loaders < 0:
+        raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
+
+
+def _check_limits(plan: Plan) -> None:
+    """When to stop, evaluate, save and change the strategy."""
+    if plan.epochs is not None and plan.steps is not None:
+        raise PlanError(
+            f"epochs={plan.epochs} and steps={plan.steps} both say when to stop; give one of them"
+        )
+    if plan.until is not None and plan.until.name in ("epoch", "step"):
+        raise PlanError(
+            f"until={plan.until}: {plan.until.name}s= says when to stop; until= is for what an "
+            "evaluation measures"
+        )
+    if plan.evaluate != "epoch" and not (plan.evaluate.isdigit() and int(plan.evaluate) > 0):
+        raise PlanError(f"evaluate={plan.evaluate}: epoch or a number of steps is needed")
+    if (plan.then is None) != (plan.at is None):
+        given, needed = ("then", "at=epoch:5") if plan.at is None else ("at", "then=local_sgd")
+        raise PlanError(f"{given}= alone has no effect: add the other half, such as {needed}")
+    strategy = plan.strategy
+    sums_gradients = strategy.sends == "gradients" and not strategy.swaps
+    measures_noise = sums_gradients and strategy.link is not Store
+    if plan.at is not None and plan.at.name == "noise" and not measures_noise:
+        raise PlanError(
+            f"at={plan.at}: the noise scale is measured where gradients are all-reduced, not "
+            f"under merge={plan.merge}; use all_reduce"
+        )
+    if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
+        raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
+
+
+def _check_strategy(plan: Plan, word: str, strategy: Strategy[Any, Any]) -> None:
+    if strategy.link is Store:
+        _check_served(plan, word, strategy)
+    keeps_feedback = strategy.sends == "gradients" and plan.compress not in ("none", "fp16", "bf16")
+    if plan.precision == "fp16" and keeps_feedback and strategy.link is not Store:
+        raise PlanError(
+            f"compress={plan.compress} with precision=fp16: its error feedback was scaled with "
+            "a loss scale that changes; set precision=bf16 or compress=bf16"
+        )
+    if plan.codec is not None and (reason := compression.refusal(plan.codec, type(strategy))):
+        raise PlanError(reason)
+
+
+def _check_served(plan: Plan, key: str, strategy: Strategy[Any, Any]) -> None:
+    """Under a strategy over servers ranks are not in step with each other."""
+    word = f"{key}={getattr(plan, key)}"
+    if plan.then is not None:
+        raise PlanError(
+            f"{word} works over servers, and a run cannot change between such a strategy and "
+            "another; leave then= out"
+        )
+    if not plan.servers:
+        raise PlanError(
+            f"{word} pulls from and pushes to a parameter server, but the plan has none; "
+            "add servers=1"
+        )
+    if plan.lookahead != 1:
+        raise PlanError(
+            f"lookahead={plan.lookahead} has no effect: under {word} batches are claimed when they "
+            "are wanted; leave it out"
+        )
+    if plan.embeddings == "sync":
+        raise PlanError(
+            f"embeddings=sync makes all ranks wait at every step, and {word} has a pace of its "
+            "own; leave it out"
+        )
+    if plan.algorithm != "native":
+        raise PlanError(
+            f"algorithm={plan.algorithm} has no effect: {word} moves the model through servers; "
+            "leave it out"
+        )
+    if plan.batchnorm == "sync":
+        raise PlanError(
+            f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; "
+            "set batchnorm=local"
+        )
+    if plan.precision == "fp16" and strategy.on_server == "optimizer":
+        raise PlanError(
+            "precision=fp16 scales the loss by what its own steps find, but under "
+            f"{word} the server steps; set precision=bf16"
+        )
+
+
+def _check_devices(plan: Plan) -> None:
+    if plan.link == "nccl" and plan.device == "cpu":
+        raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
+    if plan.algorithm != "native" and (plan.link == "nccl" or plan.device == "cuda"):
+        raise PlanError(
+            f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; "
+            "leave it out"
+        )
+    if plan.link in ("shared", "hierarchical") and plan.device == "cuda":
+        raise PlanError(
+            f"link={plan.link} is for CPU processes of one host, but device=cuda; set link=auto"
+        )
+
+
+def check_model_parallel(plan: Plan) -> None:
+    """What a model that is split over ranks can be combined with."""
+    layout = plan.layout
+    for word, axis in AXIS_WORDS.items():
+        value = getattr(plan, word)
+        if getattr(layout, axis) == 1 and value != _default(word):
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            raise PlanError(
+                f"{word}={text} has no effect without {axis}=; add {axis}=2, say, or leave it out"
+            )
+    if plan.split == "by_feature" and (layout.tensor == 1 or layout.pipe * layout.shard > 1):
+        raise PlanError(
+            "split=by_feature splits columns over tensor=, and nothing else may split the model; "
+            "set tensor=2, say, alone or with data="
+        )
+    used = [f"{a}={getattr(layout, a)}" for a in AXES if a != "data" and getattr(layout, a) > 1]
+    if used:
+        _check_split(plan, " x ".join(used), used[0])
+        _check_schedule(plan)
+
+
+def _check_split(plan: Plan, split: str, first: str) -> None:
+    if plan.strategy.link is Store or plan.servers:
+        raise PlanError(
+            f"servers hold whole models, and {split} splits the model over ranks; "
+            f"leave out {first} or servers="
+        )
+    if plan.precision == "fp16":
+        raise PlanError(
+            "precision=fp16 needs one loss scale for all parts of the model, which "
+            f"{split} does not have; set precision=bf16"
+        )
+    if any(s is not None and s.distils for s in (plan.strategy, plan.next_strategy)):
+        raise PlanError(
+            f"merge={plan.merge} runs other ranks' models, which {split} splits; "
+            "use another strategy"
+        )
+    for word in ("at", "until"):
+        if (goal := getattr(plan, word)) is not None and goal.name == "noise":
+            raise PlanError(
+                f"{word}={goal}: the noise scale is measured on whole gradients, which "
+                f"{split} splits; use another goal"
+            )
+
+
+def _check_schedule(plan: Plan) -> None:
+    layout = plan.layout
+    if plan.cut == "graph" and plan.schedule != _default("schedule"):
+        raise PlanError(
+            f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the "
+            "graph; leave it out"
+        )
+    if layout.shard > 1 and plan.schedule == "interleaved":
+        raise PlanError(
+            "schedule=interleaved gives a rank several stages, which "
+            f"shard={layout.shard} does not know; use schedule=1f1b"
+        )
+    if layout.shard > 1 and plan.zero == 3 and (plan.schedule == "zero_bubble" or plan.compile):
+        word = "compile=true" if plan.compile else "schedule=zero_bubble"
+        raise PlanError(
+            f"{word} would not see when zero=3 gathers and releases parameters; set zero=2, or "
+            f"leave {word} out"
+        )
+    if layout.pipe > 1 and plan.compile:
+        raise PlanError(
+            f"compile=true compiles a whole model, and pipe={layout.pipe} cuts it into stages; "
+            "leave compile out"
+        )
+
+
+def fit(plan: Plan, size: int | None, given: bool) -> Plan:
+    """The plan on as many ranks as were started. `given`: data= is in the plan, and stays."""
+    if size is None or plan.layout.size == size:
+        return plan
+    inside = plan.layout.size // plan.layout.data  # ranks of one replica
+    if not given and size % inside == 0:
+        layout = dataclasses.replace(plan.layout, data=size // inside)
+        return dataclasses.replace(plan, layout=layout)
+    used = [a for a in AXES if a == "data" or getattr(plan.layout, a) > 1]
+    axes = " x ".join(f"{a}={getattr(plan.layout, a)}" for a in used)
+    fits = "change the axes so that their product is that"
+    if size % inside == 0:
+        fits = f"set data={size // inside}"
+    raise PlanError(
+        f"the plan {axes} needs {plan.layout.size} ranks, but {size} were started; {fits} or "
+        f"start {plan.layout.size}"
+    )
