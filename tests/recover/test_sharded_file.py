@@ -25,7 +25,7 @@ from manyhands.recover.sharded_file import (
     KINDS,
     Reader,
     agree,
-    lay_out,
+    file_layout,
     write,
 )
 from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, numel
@@ -213,8 +213,8 @@ def test_what_the_format_cannot_hold_and_what_does_not_fit_is_refused(tmp_path: 
     with pytest.raises(
         CheckpointError, match=r"x is torch.complex128, which a safetensors file cannot hold"
     ):
-        lay_out({"x": (torch.complex128, (2,))})
-    with pytest.raises(CheckpointError, match=r"x: a tensor of shape \(3,\) for a place of \(2,\)"):
+        file_layout({"x": (torch.complex128, (2,))})
+    with pytest.raises(CheckpointError, match=r"x: a tensor of shape \(3,\) for a slice of \(2,\)"):
         World(1).run(
             lambda group: write(
                 tmp_path / "f",
@@ -291,7 +291,7 @@ def test_no_process_needs_memory_for_more_than_its_own_part(tmp_path: Path) -> N
         found[:, 4096:], rows.expand(-1, 4096) + 1
     )
     assert (
-        sharded_file.lay_out({"w": (torch.float32, (4096, 8192))}).nbytes
+        sharded_file.file_layout({"w": (torch.float32, (4096, 8192))}).nbytes
         == (tmp_path / "file").stat().st_size
     )
 

@@ -1,11 +1,12 @@
 """Checkpoints: one folder each, complete or absent, checked when read, free of code and of layout.
 
     checkpoints/step-00000120/tensors.safetensors     every tensor by name
-                              manifest.json           sha256 and size of it, round, position, metrics, plain values
+                              manifest.json           its sha256 and size, round, position, metrics
 
-Written by a background thread into a hidden folder, synced, then renamed: a crash at any moment leaves the previous
-checkpoint and at worst a hidden folder, which the next save sweeps up. Where the model is divided among ranks, they write the
-tensors together, each its own part, before the thread does the rest; the file is the same.
+A background thread writes into a hidden folder, syncs and renames it: a crash at any moment leaves
+the previous checkpoint and at worst a hidden folder, which the next save removes. Where the model
+is split over ranks, they write the tensors together, each its own shards, before the thread does
+the rest; the file is the same.
 """
 
 from __future__ import annotations
@@ -46,18 +47,19 @@ EVERYTHING: Only = lambda name: True
 
 @dataclass
 class RankSnapshot(Snapshot):
-    """What one rank adds to a snapshot that nobody holds as a whole: its own dictionaries are empty."""
+    """One rank's part of a snapshot of a model that is split over ranks.
 
-    tensors: sharded_file.Shapes = field(
-        default_factory=dict
-    )  # of the file: the same on every rank
-    mine: list[sharded_file.TensorRegion] = field(
-        default_factory=list
-    )  # regions of them that this rank writes
+    `tensors` are those of the file, the same on every rank; `mine` the shards of them that this
+    rank writes. The dictionaries of `Snapshot` are empty.
+    """
+
+    tensors: sharded_file.Shapes = field(default_factory=dict)
+    mine: list[sharded_file.TensorShard] = field(default_factory=list)
 
 
 class Checkpoints:
-    """`keep` last ones stay, plus the one that was best by `best` ("accuracy" or "-loss": a minus means smaller is better)."""
+    """Checkpoints of one run. The last `keep` stay, plus the best one by the metric `best`
+    ("accuracy", or "-loss": a minus means smaller is better)."""
 
     def __init__(
         self, folder: Path, keep: int = 3, best: str | None = None, report: Report = lambda *_: None
@@ -69,7 +71,8 @@ class Checkpoints:
     # -- writing --
 
     def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
-        """Return at once; the snapshot's tensors must not change any more. At most one save is under way."""
+        """Save in the background: the snapshot's tensors must not change any more. One save at a
+        time."""
         self.wait()
         self._thread = threading.Thread(
             target=self._save, args=(snapshot, metrics), name="checkpoint"
@@ -82,20 +85,23 @@ class Checkpoints:
             self._thread = None
 
     def save_together(
-        self, share: RankSnapshot, metrics: dict[str, float], group: Group, device: torch.device
+        self, snapshot: RankSnapshot, metrics: dict[str, float], group: Group, device: torch.device
     ) -> None:
-        """Every rank calls it, and comes back when all tensors are on disk; rank 0 does the rest in the background."""
+        """Save the shards of all ranks. Every rank calls it; it returns when all tensors are on
+        disk, and rank 0 does the rest in the background."""
         self.wait()
-        start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{share.round}-together"
+        start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{snapshot.round}-together"
         if group.rank == 0:
             self._sweep()
         try:
-            sharded_file.write(hidden / TENSORS, share.tensors, share.mine, group, device=device)
+            sharded_file.write(
+                hidden / TENSORS, snapshot.tensors, snapshot.mine, group, device=device
+            )
         except CheckpointError as e:
-            return self._failed(share.round, hidden if group.rank == 0 else None, start, e)
+            return self._failed(snapshot.round, hidden if group.rank == 0 else None, start, e)
         if group.rank == 0:
             self._thread = threading.Thread(
-                target=self._finish, args=(share, metrics, hidden, start), name="checkpoint"
+                target=self._finish, args=(snapshot, metrics, hidden, start), name="checkpoint"
             )
             self._thread.start()
 
@@ -112,11 +118,11 @@ class Checkpoints:
     def _finish(
         self, snapshot: Snapshot, metrics: dict[str, float], hidden: Path, start: float
     ) -> None:
-        """From the tensors of a checkpoint to all of it, under its name."""
+        """Write the manifest beside the tensors and give the folder its name."""
         try:
             path = self.path(snapshot.round)
             nbytes = _seal(snapshot, metrics, hidden)
-            if path.exists():  # a resumed run is here again: the old one steps aside whole
+            if path.exists():  # a resumed run came to this round again: move the old one away
                 os.rename(path, hidden.with_name(f"{hidden.name}-old"))
             os.rename(hidden, path)
             shutil.rmtree(hidden.with_name(f"{hidden.name}-old"), ignore_errors=True)
@@ -144,7 +150,7 @@ class Checkpoints:
 
     def _forget(self, newest: Path) -> None:
         saved = self.all()
-        # what is newer than the one just written was damaged when this run resumed, and takes no good one's place
+        # newer ones than that just written were damaged when this run resumed; they do not count
         keep = set([p for p in saved if p <= newest][-self.keep :])
         if (best := self.best_path()) is not None:
             keep.add(best)
@@ -173,7 +179,7 @@ class Checkpoints:
         return max(scored)[1] if scored else None
 
     def latest(self, only: Only = EVERYTHING) -> Snapshot | None:
-        """The newest checkpoint that is whole, with `only` these tensors; damaged ones are named and passed over."""
+        """The newest undamaged checkpoint, with `only` these tensors; damaged ones are reported."""
         found = self.all()
         for path in reversed(found):
             try:
@@ -185,24 +191,26 @@ class Checkpoints:
             return snapshot
         if found:
             raise CheckpointError(
-                f"all {len(found)} checkpoints in {self.folder} are damaged; start anew without resume"
+                f"all {len(found)} checkpoints in {self.folder} are damaged; "
+                "start anew without resume"
             )
         return None
 
     def at(self, round: int, only: Only = EVERYTHING) -> Snapshot:
-        """The one of this round, which another rank has checked to be whole."""
+        """The checkpoint of this round, whose checksum another rank has verified."""
         snapshot = load(self.path(round), only, check=False)
         self.last_good = self.path(round)
         return snapshot
 
     def reader(self) -> sharded_file.Reader:
-        """To read regions of the tensors of the checkpoint that was loaded last."""
+        """A reader for shards of the tensors of the checkpoint that was loaded last."""
         assert self.last_good is not None
         return sharded_file.Reader(self.last_good / TENSORS)
 
 
 def pick(run: Path, best: str | None = None) -> Snapshot:
-    """The newest whole checkpoint of a run directory, or its best by a metric ("accuracy", or "-loss" for the smallest)."""
+    """The newest undamaged checkpoint of a run directory, or its best by a metric ("accuracy", or
+    "-loss" for the smallest)."""
     return find(run, best)[1]
 
 
@@ -212,7 +220,8 @@ def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[P
     if best is not None and folder.all():
         if (path := folder.best_path()) is None:
             raise CheckpointError(
-                f"no checkpoint of {run} knows the metric {best!r}; leave best out to take the newest"
+                f"no checkpoint of {run} knows the metric {best!r}; "
+                "leave best out to take the newest"
             )
         return path, load(path, only)
     if (snapshot := folder.latest(only)) is None or folder.last_good is None:
@@ -223,8 +232,10 @@ def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[P
 
 
 def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
-    """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only. Without `check` its bytes are not
-    compared with their checksum, which somebody else has done."""
+    """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only.
+
+    Without `check` its bytes are not compared with their checksum: another rank has done that.
+    """
     manifest = read_manifest(path)
     file = path / TENSORS
     try:
@@ -235,11 +246,13 @@ def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
         ) from e
     if size != manifest["bytes"]:
         raise CheckpointError(
-            f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, the manifest says {manifest['bytes']}"
+            f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, "
+            f"the manifest says {manifest['bytes']}"
         )
     if check and (digest := _digest(file)) != manifest["sha256"]:
         raise CheckpointError(
-            f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., the manifest says {manifest['sha256'][:12]}..."
+            f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., "
+            f"the manifest says {manifest['sha256'][:12]}..."
         )
     kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}, "ranks": {}}
     try:
@@ -280,7 +293,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest["format"] > FORMAT:
         raise CheckpointError(
-            f"checkpoint {path} has format {manifest['format']}, this version reads up to {FORMAT}; update manyhands"
+            f"checkpoint {path} has format {manifest['format']}, this version reads up to "
+            f"{FORMAT}; update manyhands"
         )
     return manifest
 
@@ -301,7 +315,7 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
 
 
 def _seal(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
-    """Say beside the tensors what they are and what their bytes must be, and have it all on disk."""
+    """Write the manifest with the checksum of the tensors, and sync both; returns their bytes."""
     file = folder / TENSORS
     manifest = {
         "format": FORMAT,

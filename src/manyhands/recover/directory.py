@@ -1,4 +1,5 @@
-"""A run directory holds everything of one run: plan, events, checkpoints, pictures. One live run at a time owns it."""
+"""Run directory: all files of one run (plan, events, checkpoints, pictures). One live run owns
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
     if directory is not None:
         path = Path(directory)
         if not resume and (path / "checkpoints").exists():
-            claim(path).close()  # in use by a live run: then that is what to say
+            claim(path).close()  # raises if a live run uses it: the better message
             raise RunBusy(
                 f"{path} holds an earlier run; resume it (--resume), or give another directory"
             )
@@ -31,9 +32,8 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
             )
         return path
     if resume:
-        stamped = re.compile(
-            re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?"
-        )  # `lenet-*` would be a run of lenet-big too
+        # `lenet-*` would match runs of lenet-big too
+        stamped = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
         found = [
             (m, p)
             for p in base.glob("*/")
@@ -42,7 +42,8 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
         earlier = sorted((m[1], int(m[2] or 1), p) for m, p in found)
         if not earlier:
             raise CheckpointError(
-                f"there is no run of {name!r} to resume in {base}/; give its directory with --dir, or start anew without --resume"
+                f"there is no run of {name!r} to resume in {base}/; "
+                "give its directory with --dir, or start anew without --resume"
             )
         return earlier[-1][-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -54,7 +55,7 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
 
 
 def claim(path: Path) -> IO[str]:
-    """Own the directory until the returned handle is closed or this process ends, whichever way it ends."""
+    """Lock the directory until the returned handle is closed or this process ends, in any way."""
     path.mkdir(parents=True, exist_ok=True)
     handle = (path / "owner").open("a+")
     if fcntl is not None:
@@ -65,7 +66,8 @@ def claim(path: Path) -> IO[str]:
             owner = handle.read().strip() or "another process"
             handle.close()
             raise RunBusy(
-                f"{path} is in use by a live run ({owner}); wait for it, stop it, or give another directory"
+                f"{path} is in use by a live run ({owner}); "
+                "wait for it, stop it, or give another directory"
             ) from None
     handle.seek(0)
     handle.truncate()

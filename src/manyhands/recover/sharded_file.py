@@ -1,10 +1,11 @@
-"""One safetensors file, written by many processes at once: each writes its regions of the tensors at their places in the file.
+"""Sharded file: one safetensors file, written by many ranks at once, each its own shards.
 
-    rank 0:      header and length of a hidden file                                   nobody holds more than his own part
-    all ranks:   see it? write my regions at their offsets, sync
-    rank 0:      give it its name
+    rank 0       creates a hidden file of the final length, with the header
+    all ranks    open it, write their shards at their offsets, sync
+    rank 0       renames it
 
-All ranks must see one disk. What goes wrong on one of them is an error on all, and leaves nothing behind.
+No rank holds more than its own shards. All ranks must see one disk. An error on one of them is
+raised on all, and leaves no file behind.
 """
 
 from __future__ import annotations
@@ -29,19 +30,32 @@ from manyhands.errors import CheckpointError
 from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, runs
 
 CPU = torch.device("cpu")
-# the order in which the format lays tensors out: later ones first, so that large elements are aligned
+# in the format's order: a file holds tensors of later ones first, so that they are aligned
 KINDS = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32",
-    torch.float32: "F32", torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
-}  # fmt: skip
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-TEXT = 400  # bytes of an error that other ranks hear
+TEXT = 400  # bytes of an error message that all ranks get
 Shapes = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
-class TensorRegion(Protocol):
-    """A region of a tensor and what stands there."""
+class TensorShard(Protocol):
+    """A rank's shard of a global tensor: which slice, and its values."""
 
     @property
     def spec(self) -> AnyShardSpec: ...
@@ -50,19 +64,20 @@ class TensorRegion(Protocol):
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """Where in a file each tensor begins."""
+class FileLayout:
+    """Layout of a safetensors file: its header, and the offset of each tensor."""
 
     header: bytes
     offsets: dict[str, int]
     nbytes: int
 
 
-def lay_out(tensors: Shapes, metadata: Mapping[str, str] | None = None) -> LaidOut:
-    """As `safetensors` itself would, so that a file written in parts is the same to the byte as one written whole."""
+def file_layout(tensors: Shapes, metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """The layout that `safetensors` itself would choose: a file written in shards has the same
+    bytes as one written at once."""
     order = list(KINDS)
     names = sorted(
-        tensors, key=lambda name: (-_place(order, name, tensors[name][0]), name.encode())
+        tensors, key=lambda name: (-_index(order, name, tensors[name][0]), name.encode())
     )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, at = {}, 0
@@ -79,10 +94,12 @@ def lay_out(tensors: Shapes, metadata: Mapping[str, str] | None = None) -> LaidO
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     raw = struct.pack("<Q", len(text)) + text
-    return LaidOut(raw, {name: len(raw) + start for name, start in starts.items()}, len(raw) + at)
+    return FileLayout(
+        raw, {name: len(raw) + start for name, start in starts.items()}, len(raw) + at
+    )
 
 
-def _place(order: list[torch.dtype], name: str, dtype: torch.dtype) -> int:
+def _index(order: list[torch.dtype], name: str, dtype: torch.dtype) -> int:
     if dtype not in KINDS:
         raise CheckpointError(f"{name} is {dtype}, which a safetensors file cannot hold")
     return order.index(dtype)
@@ -94,52 +111,56 @@ def _place(order: list[torch.dtype], name: str, dtype: torch.dtype) -> int:
 def write(
     path: Path,
     tensors: Shapes,
-    mine: Iterable[TensorRegion],
+    mine: Iterable[TensorShard],
     group: Group,
     metadata: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> int:
-    """Every rank calls it with the same `tensors`, and its own regions of them: together they must be all of them. Returns the
-    bytes of the file, which is at `path` when this returns, or nowhere when it raises, on every rank alike. `device` is where
-    the group's tensors live."""
-    laid = lay_out(tensors, metadata)
+    """Write one file together; returns its bytes.
+
+    Every rank calls it with the same `tensors` and its own shards of them, which together must make
+    all of them. On every rank alike, the file is at `path` when this returns, or nowhere when it
+    raises. `device` is where the group takes tensors from.
+    """
+    layout = file_layout(tensors, metadata)
     hidden = path.with_name(f".{path.name}-{_token(group, device):016x}")
     try:
-        _together(group, device, lambda: _create(hidden, laid) if group.rank == 0 else None)
-        _together(group, device, lambda: _fill(hidden, laid, mine))
-        _together(group, device, lambda: _name(hidden, path) if group.rank == 0 else None)
+        _on_all_ranks(group, device, lambda: _create(hidden, layout) if group.rank == 0 else None)
+        _on_all_ranks(group, device, lambda: _fill(hidden, layout, mine))
+        _on_all_ranks(group, device, lambda: _name(hidden, path) if group.rank == 0 else None)
     except BaseException:
         if group.rank == 0:
             with contextlib.suppress(OSError):
                 hidden.unlink(missing_ok=True)
         raise
-    return laid.nbytes
+    return layout.nbytes
 
 
 def _token(group: Group, device: torch.device) -> int:
-    """For a name that nobody can have made before: who sees it, sees the disk of rank 0."""
+    """A random number of rank 0, for a file name that cannot exist yet."""
     token = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=device)
     group.broadcast({"token": token}).wait()
     return int(token)
 
 
-def _create(file: Path, laid: LaidOut) -> None:
+def _create(file: Path, layout: FileLayout) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as f:
-        f.write(laid.header)
-        f.truncate(laid.nbytes)
+        f.write(layout.header)
+        f.truncate(layout.nbytes)
 
 
-def _fill(file: Path, laid: LaidOut, mine: Iterable[TensorRegion]) -> None:
+def _fill(file: Path, layout: FileLayout, mine: Iterable[TensorShard]) -> None:
     try:
         fd = os.open(file, os.O_WRONLY)
     except FileNotFoundError:
         raise CheckpointError(
-            f"does not see {file}, which rank 0 has just made; all ranks must see the same directory: put it on a shared disk"
+            f"does not see {file}, which rank 0 has just made; "
+            "all ranks must see the same directory: put it on a shared disk"
         ) from None
     try:
-        for piece in mine:
-            put(fd, laid, piece.spec, piece.tensor)
+        for shard in mine:
+            write_shard(fd, layout, shard.spec, shard.tensor)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -154,14 +175,18 @@ def _name(hidden: Path, path: Path) -> None:
         os.close(fd)
 
 
-def put(fd: int, laid: LaidOut, spec: AnyShardSpec, tensor: Tensor) -> None:
-    """Write what is held of one tensor at its places: positioned writes, since what is mapped is written in whole pages, and on a
-    network's disk those of one rank would overwrite its neighbours'."""
+def write_shard(fd: int, layout: FileLayout, spec: AnyShardSpec, tensor: Tensor) -> None:
+    """Write one shard at its offsets in the file.
+
+    By positioned writes: a mapped file is written in whole pages, and on a network file system the
+    pages of one rank would overwrite its neighbours' data.
+    """
     raw = _bytes(tensor).numpy().data
-    width, start, at = tensor.element_size(), laid.offsets[spec.name], 0
+    width, start, at = tensor.element_size(), layout.offsets[spec.name], 0
     if tuple(tensor.shape) != spec.local_shape:
         raise CheckpointError(
-            f"{spec.name}: a tensor of shape {tuple(tensor.shape)} for a place of {spec.local_shape}"
+            f"{spec.name}: a tensor of shape {tuple(tensor.shape)} for a slice of "
+            f"{spec.local_shape}"
         )
     for first, length in runs(spec):
         offset, stop = start + first * width, at + length * width
@@ -175,11 +200,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-# -- one for all --
+# -- errors on all ranks --
 
 
-def _together(group: Group, device: torch.device, work: Callable[[], None]) -> None:
-    """Do it, and come back when all have: with an error if one of them had one."""
+def _on_all_ranks(group: Group, device: torch.device, work: Callable[[], None]) -> None:
+    """Do `work` on this rank; return when all ranks have, or raise if one of them had an error."""
     wrong = ""
     try:
         work()
@@ -189,7 +214,7 @@ def _together(group: Group, device: torch.device, work: Callable[[], None]) -> N
 
 
 def agree(group: Group, wrong: str, device: torch.device = CPU) -> None:
-    """Every rank calls it and says what is wrong ("": nothing). Raises the same on all of them if one has something to say."""
+    """Raise CheckpointError on all ranks if one of them gives an error message; "": no error."""
     failed = torch.zeros(group.size, dtype=torch.int64, device=device)
     failed[group.rank] = int(bool(wrong))
     group.all_reduce({"failed": failed}).wait()
@@ -207,14 +232,16 @@ def agree(group: Group, wrong: str, device: torch.device = CPU) -> None:
 
 
 def check_common(folder: Path, group: Group, device: torch.device = CPU) -> None:
-    """Every rank calls it, before there is anything to lose: can rank 0 write in `folder`, and do all ranks see it?"""
+    """Check that rank 0 can write in `folder` and that all ranks see it. Every rank calls it."""
     token = _token(group, device)
     mark = folder / f".seen-{token:016x}"
     try:
-        _together(
-            group, device, lambda: _create(mark, LaidOut(b"", {}, 0)) if group.rank == 0 else None
+        _on_all_ranks(
+            group,
+            device,
+            lambda: _create(mark, FileLayout(b"", {}, 0)) if group.rank == 0 else None,
         )
-        _together(group, device, lambda: _fill(mark, LaidOut(b"", {}, 0), ()))
+        _on_all_ranks(group, device, lambda: _fill(mark, FileLayout(b"", {}, 0), ()))
     finally:
         if group.rank == 0:
             mark.unlink(missing_ok=True)
@@ -224,7 +251,7 @@ def check_common(folder: Path, group: Group, device: torch.device = CPU) -> None
 
 
 class Reader:
-    """A safetensors file of which only the regions asked for are read."""
+    """Reader of a safetensors file: reads only the slices that are asked for."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -252,7 +279,7 @@ class Reader:
         return found
 
     def read(self, name: str, spec: AnyShardSpec) -> Tensor:
-        """This region of the tensor `name`, whatever the name in `spec` is."""
+        """The slice `spec` of the tensor `name`, whatever the name in `spec` is."""
         if self.shape(name) != spec.shape:
             raise CheckpointError(
                 f"{name} has shape {self.shape(name)} in {self.file}, not {spec.shape}"
