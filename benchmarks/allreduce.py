@@ -20,7 +20,7 @@ import torch
 from common import Claim, cores, median
 
 from manyhands.core import Job
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.hosts import HostsLauncher
 
 PEER = "gloo"
 SIZES = (64, 1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20, 25 << 20)
@@ -107,7 +107,7 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             ),
             threads=1,
         )
-        found = LocalLauncher().launch(job)
+        found = HostsLauncher().launch(job)
         rows = list(found["sizes"].values())
         table(world, found)
         best = mean(rows, lambda row: row["seconds"][row["best"]])

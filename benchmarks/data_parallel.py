@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 import manyhands as mh
 from manyhands import datasets
 from manyhands.core import Job
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.hosts import HostsLauncher
 
 
 def lenet() -> nn.Module:
@@ -131,7 +131,7 @@ def by_hand(model: str, batch: int, steps: int, ddp: bool) -> dict[str, float]:
 
 def peer(model: str, batch: int, workers: int, steps: int, ddp: bool) -> tuple[float, float]:
     body = functools.partial(by_hand, model, batch, steps, ddp)
-    found = LocalLauncher().launch(Job(workers, bytes(cloudpickle.dumps(body)), threads=1))
+    found = HostsLauncher().launch(Job(workers, bytes(cloudpickle.dumps(body)), threads=1))
     return found["samples_per_s"], found["peak_mb"]
 
 

@@ -11,7 +11,7 @@ import torch
 from common import Claim, median
 
 from manyhands.core import Job
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.hosts import HostsLauncher
 
 
 def body(times: int) -> dict[str, float]:
@@ -52,7 +52,7 @@ def body(times: int) -> dict[str, float]:
 
 def measure(quick: bool, only: list[str]) -> list[Claim]:
     job = Job(2, bytes(cloudpickle.dumps(functools.partial(body, 5 if quick else 60))), threads=1)
-    runs = [LocalLauncher().launch(job) for _ in range(1 if quick else 3)]
+    runs = [HostsLauncher().launch(job) for _ in range(1 if quick else 3)]
     s = {k: median([r[k] for r in runs]) * 1e3 for k in runs[0]}
     bars = {"inplace_25mb": 5.0, "copy_25mb": 3.0, "inplace_1mb": 3.0}
     return [

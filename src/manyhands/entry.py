@@ -27,7 +27,7 @@ from manyhands.assembly.trainer import task_trainer
 from manyhands.core import Job, Plan, ProcessInfo
 from manyhands.errors import LaunchError, ManyhandsError, ServerLost, TaskError
 from manyhands.launch import environment
-from manyhands.launch.choice import launcher
+from manyhands.launch.lab import launcher
 from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, close_joined, draw_curves
 from manyhands.plan import words as plan_words

@@ -10,9 +10,8 @@ import pytest
 
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment, lab, namespaces
-from manyhands.launch.choice import launcher
-from manyhands.launch.hosts import Host, HostsLauncher, seats
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.hosts import HERE, Host, HostsLauncher, assign_ranks
+from manyhands.launch.lab import launcher
 
 
 @pytest.mark.parametrize(
@@ -115,13 +114,13 @@ def test_a_user_without_rights_is_told_why_and_what_to_do(tmp_path: Path) -> Non
 def test_ranks_are_counted_from_host_to_host_as_evenly_as_can_be(
     size: int, hosts: int, expected: list[tuple[str, int, int]]
 ) -> None:
-    found = seats(size, [Host(name) for name in "abc"[:hosts]])
+    found = assign_ranks(size, [Host(name) for name in "abc"[:hosts]])
     assert [s.rank for s in found] == list(range(size))
     assert [(s.host.name, s.local_rank, s.local_size) for s in found] == expected
 
 
 def test_the_environment_says_where_jobs_start() -> None:
-    assert isinstance(launcher({}), LocalLauncher)
+    assert launcher({}).hosts == (HERE,)
     hosts = [
         {
             "name": "one",

@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_is_told_with_its_fate() -> None:
 PARENT = """
 import sys, time
 import torch.distributed as dist
-from manyhands.core import Place
+from manyhands.core import ProcessInfo
 from manyhands.launch.servers import start
 here = start(2, Place(), dist.HashStore(), workers=1, timeout_s=60, env={})
 print(*(c.process.pid for c in here.children), flush=True)

@@ -72,7 +72,7 @@ import cloudpickle
 import manyhands as mh
 from train import task
 from manyhands.core import Job
-from manyhands.launch.choice import launcher
+from manyhands.launch.lab import launcher
 
 def meet(payload_bytes):
     import os, socket, time

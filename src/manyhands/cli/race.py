@@ -38,7 +38,7 @@ from manyhands.errors import (
     RunBusy,
     TaskError,
 )
-from manyhands.launch import choice, environment
+from manyhands.launch import environment, lab
 from manyhands.observe import curves
 from manyhands.observe.race import live, page, picture, table
 from manyhands.observe.race.results import (
@@ -376,7 +376,7 @@ def _run_one(
     outcome: dict[str, Any] = {"state": "done", "launched_s": launched_s, "seed": seed}
     try:
         with live.RaceWatch(run, goal, stream):
-            result = choice.launcher().launch(
+            result = lab.launcher().launch(
                 Job(plan.layout.size, bytes(cloudpickle.dumps(body)), plan.threads)
             )
     except ManyhandsError as e:

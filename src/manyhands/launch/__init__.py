@@ -1,1 +1,16 @@
-"""Who starts whom: environment variables, processes, signals. Knows no tensors."""
+"""Launch: start the processes of a job, watch them, and pass signals on. Knows no tensors.
+
+    hosts          HostsLauncher: starts the workers of a job, on this machine or on several hosts
+    worker         the process of one rank
+    environment    the only reader of environment variables: ranks, rendezvous, servers
+    signals        SIGTERM and Ctrl-C as a request to save and stop
+    lab            hosts made of network namespaces on one machine (namespaces), and `launcher`
+    servers        processes of parameter servers
+    malloc         settings of the C library's allocator
+
+What happens when a rank is killed (kill -9): its peers notice it in their next exchange
+(`exchange/peer_wait.py`, or gloo's closed socket) and raise `PeerLost`, which `worker` reports over
+the rendezvous store. `hosts` sees the first process end, waits SETTLE_S for reports, kills the rest
+(`_end`), and names the cause (`_raise_cause`): the killed rank, since `PeerLost` marks a victim.
+The next run resumes from the last checkpoint (`recover/`).
+"""

@@ -1,7 +1,8 @@
-"""The only reader of environment variables: where this process stands, and how to meet the others.
+"""Environment variables: rank, world size, rendezvous and servers of this process. Read only here.
 
-Understood: what manyhands itself sets (torchrun's names), torchrun, Slurm's srun and Open MPI's mpirun, and for parameter
-servers that were started by hand what PS-Lite, MXNet and BytePS use (DMLC_*).
+Understood: manyhands' own variables (named as torchrun's), torchrun, Slurm's srun and Open MPI's
+mpirun, and for parameter servers that were started by hand those of PS-Lite, MXNet and BytePS
+(DMLC_*).
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ STARTED_BY_US = "MANYHANDS_WORKER"
 WORDS = "MANYHANDS_PLAN"
 OPTIONS = "MANYHANDS_OPTIONS"
 HOST = "MANYHANDS_HOST"
-LAB = "MANYHANDS_LAB"  # the hosts of the lab that this process may start others on, as JSON; `launch.lab` writes and reads it
-LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: whose lab it is
-TOKEN, TOKEN_FILE = (
-    "MANYHANDS_TOKEN",
-    "MANYHANDS_TOKEN_FILE",
-)  # what workers and servers know of each other
-TLS_CA = "MANYHANDS_TLS_CA"  # who signed the servers' certificate
+LAB = "MANYHANDS_LAB"  # hosts of the lab that this process may use, as JSON of `launch.lab`
+LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: the process that made it
+TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by workers and servers
+TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -45,7 +43,8 @@ def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
         rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
         if not 0 <= rank < size:
             raise LaunchError(
-                f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed"
+                f"RANK={rank} and WORLD_SIZE={size} contradict each other: "
+                "0 <= RANK < WORLD_SIZE is needed"
             )
         return ProcessInfo(
             rank,
@@ -77,14 +76,15 @@ def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
 
 
 def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = None) -> dist.Store:
-    """The key-value store where ranks meet; under torchrun and our own launcher the starter hosts it."""
+    """The rendezvous: a key-value store of all ranks. Under torchrun and our own launcher, the
+    launcher hosts it."""
     env = os.environ if env is None else env
     if here.size == 1 and here.started_by != "manyhands":
         return dist.HashStore()
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise LaunchError(
-            f"rank {here.rank} of {here.size} was started by {here.started_by} without MASTER_ADDR and MASTER_PORT; "
-            "set them to a host name of rank 0 and a free port there"
+            f"rank {here.rank} of {here.size} was started by {here.started_by} without MASTER_ADDR "
+            "and MASTER_PORT; set them to a host name of rank 0 and a free port there"
         )
     hosted_here = here.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = env["MASTER_ADDR"], _int(env, "MASTER_PORT")
@@ -102,9 +102,8 @@ def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = N
     return dist.PrefixStore(PREFIX if restart == "0" else f"manyhands/{restart}", base)
 
 
-_stores: dict[
-    tuple[str, int], dist.TCPStore
-] = {}  # all runs of one process meet in one: rank 0 can host only one on a port
+# one for all runs of a process: rank 0 can host only one on a port
+_stores: dict[tuple[str, int], dist.TCPStore] = {}
 
 
 def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> dist.TCPStore:
@@ -116,14 +115,14 @@ def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> 
     return _stores[address, port]
 
 
-# -- parameter servers that somebody else started --
+# -- parameter servers started by others --
 
 Role = Literal["worker", "server", "scheduler"]
 
 
 @dataclass(frozen=True)
 class ServedBy:
-    """What the environment says about servers; None, "" or 0: it does not."""
+    """Servers named by the environment; None, "" or 0: not named."""
 
     role: Role | None = None
     uri: str = ""  # of the coordinator, which PS-Lite calls scheduler or root
@@ -162,7 +161,8 @@ def served(env: Mapping[str, str] | None = None) -> ServedBy:
         raise LaunchError(f"DMLC_PS_ROOT_PORT={port}; needed: 1 to 65535")
     if uri and not port:
         raise LaunchError(
-            f"DMLC_PS_ROOT_URI={uri} without DMLC_PS_ROOT_PORT; set it to the port of the coordinator there"
+            f"DMLC_PS_ROOT_URI={uri} without DMLC_PS_ROOT_PORT; "
+            "set it to the port of the coordinator there"
         )
     counts = {
         name: _int(env, name) if env.get(name) else None
@@ -190,7 +190,8 @@ def read_token(path: Path, named_by: str) -> str:
         found = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise LaunchError(
-            f"{named_by}={path} cannot be read ({e}); needed: a file with the token that the servers use"
+            f"{named_by}={path} cannot be read ({e}); "
+            "needed: a file with the token that the servers use"
         ) from e
     if not found:
         raise LaunchError(
@@ -205,7 +206,7 @@ def at(host: str, port: int) -> str:
 
 
 def own_address(env: Mapping[str, str] | None = None) -> str:
-    """The address at which other hosts reach this one, as far as it can be told from here."""
+    """The address at which other hosts reach this one, as far as this process can know."""
     env = os.environ if env is None else env
     return env.get("DMLC_NODE_HOST") or address_towards(
         env.get("MASTER_ADDR") or env.get("DMLC_PS_ROOT_URI") or "127.0.0.1"
@@ -213,7 +214,8 @@ def own_address(env: Mapping[str, str] | None = None) -> str:
 
 
 def address_towards(host: str) -> str:
-    """The own address on the way to `host`. Nothing is sent: connecting a datagram socket only looks up the route."""
+    """The own address on the route to `host`. Nothing is sent: connecting a datagram socket only
+    looks up the route."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -235,7 +237,7 @@ def options(env: Mapping[str, str] | None = None) -> str:
 
 
 def lab(env: Mapping[str, str] | None = None) -> str:
-    """The description of the lab this process stands in; "": in none."""
+    """The description of the lab that this process runs in; "": in none."""
     return (os.environ if env is None else env).get(LAB, "")
 
 
@@ -259,5 +261,6 @@ def _int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
         return int(value or "")
     except ValueError:
         raise LaunchError(
-            f"{name}={value!r}, but a whole number is needed; whoever started this process must set it"
+            f"{name}={value!r}, but a whole number is needed; "
+            "the program that started this process must set it"
         ) from None

@@ -1,10 +1,11 @@
-"""Start a group of processes on each of several hosts, watch them, and leave nothing behind.
+"""Hosts launcher: starts the processes of a job on one or several hosts and leaves none behind.
 
-A host is a name, a command prefix that leads to it (none: this machine), and variables that hold only there. Ranks are
-counted from host to host, split as evenly as they can be; hosts beyond the number of ranks stay idle.
+A host is a name, a command prefix that runs commands there (none: this machine), and environment
+variables of its own. Ranks are numbered from host to host, split as evenly as possible; hosts
+beyond the number of ranks stay idle.
 
-Each worker is a session of its own, so Ctrl-C reaches only the launcher, which asks all workers to save and stop.
-The first failing rank's own words are printed last, once; the others are ended at once.
+Each worker is a session of its own, so Ctrl-C reaches only the launcher, which asks all workers to
+save and stop. The error of the first failing rank is printed last, once; the others are killed.
 """
 
 from __future__ import annotations
@@ -33,17 +34,16 @@ from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
-SETTLE_S = (
-    0.4  # after the first failure: time for the guilty rank's report to overtake its victims'
-)
+SETTLE_S = 0.4  # after the first failure: for the report of the rank that caused it to arrive
 GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
 
 
 @dataclass(frozen=True)
 class Host:
-    """Where processes are started. What `enter` starts must become the process itself (exec): signals go to its pid."""
+    """A host that processes are started on. What `enter` starts must become the process itself
+    (exec), because signals go to its pid."""
 
-    name: str = ""  # what ranks compare to learn who shares memory; "": the machine's own name
+    name: str = ""  # ranks with the same name share memory; "": the machine's own name
     enter: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,8 +52,8 @@ HERE = Host()
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One rank's place before it is started."""
+class HostedRank:
+    """A rank and the host it will be started on."""
 
     rank: int
     host: Host
@@ -61,13 +61,14 @@ class Seat:
     local_size: int
 
 
-def seats(size: int, hosts: Sequence[Host]) -> list[Seat]:
-    """Ranks in order over hosts in order; the first hosts take one more where the division leaves a rest."""
+def assign_ranks(size: int, hosts: Sequence[Host]) -> list[HostedRank]:
+    """Ranks in order over hosts in order; the first hosts take one more if they do not divide
+    evenly."""
     share, rest = divmod(size, len(hosts))
-    found: list[Seat] = []
+    found: list[HostedRank] = []
     for i, host in enumerate(hosts):
         here = share + (i < rest)
-        found += [Seat(len(found) + j, host, j, here) for j in range(here)]
+        found += [HostedRank(len(found) + j, host, j, here) for j in range(here)]
     return found
 
 
@@ -79,12 +80,13 @@ class _Worker:
     pump: threading.Thread | None
     ended_by_us: bool = False
     handle: int | None = (
-        None  # of the process, readable when it ends, where the system has such a thing
+        None  # pidfd of the process, where the system has such: readable at its end
     )
 
 
 class HostsLauncher:
-    """`address` is one of this machine that all hosts reach; the rendezvous listens there and nowhere else."""
+    """Launcher of jobs on `hosts`. `address` is an address of this machine that all hosts reach;
+    the rendezvous listens only there."""
 
     def __init__(self, hosts: Sequence[Host] = (HERE,), address: str = "127.0.0.1"):
         self.hosts, self.address = tuple(hosts), address
@@ -94,16 +96,16 @@ class HostsLauncher:
         workers: list[_Worker] = []
         with Stop() as stop:
             try:
-                for seat in seats(job.size, self.hosts):
-                    workers.append(self._start(seat, job, store.port))
+                for hosted in assign_ranks(job.size, self.hosts):
+                    workers.append(self._start(hosted, job, store.port))
                 for w in workers:
                     _send(w.process, job.payload)
                 self._watch(workers, stop)
             finally:
                 _end(workers)
-        words = dist.PrefixStore(environment.PREFIX, store)
-        self._judge(workers, words, stop)
-        result = dict(json.loads(words.get("result"))) if words.check(["result"]) else {}
+        keys = dist.PrefixStore(environment.PREFIX, store)
+        self._raise_cause(workers, keys, stop)
+        result = dict(json.loads(keys.get("result"))) if keys.check(["result"]) else {}
         return {**result, "stopped": stop.requested} if stop.requested and result else result
 
     def _rendezvous(self, port: int) -> dist.TCPStore:
@@ -116,12 +118,14 @@ class HostsLauncher:
             listener.close()
             if e.errno != errno.EADDRINUSE:
                 raise LaunchError(
-                    f"this machine cannot listen at {self.address}: {e.strerror}; give an address of its own"
+                    f"this machine cannot listen at {self.address}: {e.strerror}; "
+                    "give an address of its own"
                 ) from e
             raise LaunchError(
-                f"port {port} is taken on this machine; give another one with --port, or none to use any free one"
+                f"port {port} is taken on this machine; "
+                "give another one with --port, or none to use any free one"
             ) from e
-        # a socket of ours, because a store that opens its own listens to the whole world
+        # a socket of ours, because a store that opens its own listens on all addresses
         return dist.TCPStore(
             self.address,
             listener.getsockname()[1],
@@ -130,15 +134,15 @@ class HostsLauncher:
             master_listen_fd=listener.detach(),
         )
 
-    def _start(self, seat: Seat, job: Job, port: int) -> _Worker:
-        rank, host = seat.rank, seat.host
+    def _start(self, hosted: HostedRank, job: Job, port: int) -> _Worker:
+        rank, host = hosted.rank, hosted.host
         threads = job.threads or max(1, environment.cores() // job.size)
         env = {
             **environment.variables(),
             "RANK": str(rank),
             "WORLD_SIZE": str(job.size),
-            "LOCAL_RANK": str(seat.local_rank),
-            "LOCAL_WORLD_SIZE": str(seat.local_size),
+            "LOCAL_RANK": str(hosted.local_rank),
+            "LOCAL_WORLD_SIZE": str(hosted.local_size),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store
@@ -190,7 +194,7 @@ class HostsLauncher:
                 return
             _wait_for_an_end(workers, POLL_S)
 
-    def _judge(self, workers: list[_Worker], store: dist.Store, stop: Stop) -> None:
+    def _raise_cause(self, workers: list[_Worker], store: dist.Store, stop: Stop) -> None:
         codes = {w.rank: w.process.returncode for w in workers}
         reports = {}
         for w in workers:
@@ -207,7 +211,7 @@ class HostsLauncher:
         if causes:
             rank = causes[0]
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
-        # told to stop while it was still starting, a rank ends by the signal; there was nothing to save
+        # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested
             and any(codes.values())
@@ -240,7 +244,8 @@ class HostsLauncher:
 
 
 def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
-    """Sleep until a worker ends, a signal comes or the time is over: looking often would take a core from the workers."""
+    """Sleep until a worker ends, a signal comes or the time is over; polling would take a core from
+    the workers."""
     handles = [w.handle for w in workers if w.handle is not None and w.process.returncode is None]
     if handles:
         multiprocessing.connection.wait(handles, timeout_s)
@@ -254,10 +259,10 @@ def _attributed(rank: int, size: int, text: str) -> str:
 
 def _send(process: subprocess.Popen[bytes], payload: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died while starting; watching will tell
+    with contextlib.suppress(BrokenPipeError):  # it died while starting: `_watch` will notice
         process.stdin.write(struct.pack("<Q", len(payload)))
         process.stdin.write(payload)
-        process.stdin.flush()  # and stay open: the worker lives as long as this pipe
+        process.stdin.flush()  # stays open: the worker ends when this pipe does
 
 
 def _end(workers: list[_Worker]) -> None:
@@ -276,13 +281,12 @@ def _end(workers: list[_Worker]) -> None:
         if w.pump is not None:
             w.pump.join(timeout=2.0)
     if workers and _is_real(sys.stdout) and sys.stdout.isatty():
-        print(
-            "\x1b[?25h", end="", flush=True
-        )  # a progress display that was killed may have hidden the cursor
+        # a progress display that was killed may have hidden the cursor
+        print("\x1b[?25h", end="", flush=True)
 
 
 def _kill_session(pid: int) -> None:
-    """The worker and what it started (data loaders), also when the worker itself is already gone."""
+    """Kill the worker and what it started (data loaders), also if the worker itself has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -296,7 +300,8 @@ def _pump(pipe: IO[bytes], prefix: str, tail: list[str]) -> None:
 
 
 def _is_real(stream: Any) -> bool:
-    """Whether children that inherit our standard output write where `stream` writes (in a notebook they do not)."""
+    """Whether children that inherit our standard output write to `stream` (not so in a
+    notebook)."""
     try:
         return bool(stream.fileno() == 1)
     except (AttributeError, OSError, ValueError):

@@ -1,15 +1,17 @@
-"""Several hosts on one Linux machine: network namespaces joined by a bridge, each with an address and a link of limited rate.
+"""Lab: several hosts on one Linux machine, made of network namespaces with links of limited rate.
 
     host1 --- lab0 ==== host1 --+
-                                +-- bridge `lab`, in the namespace where the command runs: reaches all hosts, unthrottled
-    host2 --- lab0 ==== host2 --+
+                                +-- bridge `lab`, in the namespace where the command runs, which
+    host2 --- lab0 ==== host2 --+   reaches all hosts without a limit
 
-    ====   a veth pair; a token bucket (tbf) at each end holds it to `rate` in either direction
-           delay and loss (netem) on a host's way out, so that a message between two hosts meets them once
+    ====   a veth pair; a token bucket (tbf) at each end limits it to `rate` in either direction.
+           A host's outgoing packets have delay and loss (netem), so a message between two hosts
+           meets them once.
 
-Bridge, cards and addresses are all in namespaces of the lab's own: two labs do not meet, no address can be taken, and the
-outside is neither reached nor changed. The command finds its hosts in the environment and starts processes on them as on
-real ones, one group a host; memory is shared inside a host only, since that goes by host names.
+Bridge, cards and addresses are all in namespaces of the lab: two labs do not interfere, no address
+can be taken, and the machine's own network is neither reached nor changed. The command finds its
+hosts in the environment and starts processes on them as on real ones; memory is shared only
+inside a host, because ranks compare host names.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from typing import Any
 
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment, namespaces
-from manyhands.launch.hosts import Host
+from manyhands.launch.hosts import Host, HostsLauncher
 from manyhands.launch.namespaces import Namespace, Rights
 
 CARD = "lab0"  # in every host
 BRIDGE = "lab"
 NETWORK = "10.77.0"  # the lab has a network of its own, so any private range is free
 MOST_HOSTS = 200
-# a bucket holds what passes in 2 ms, and at least two of the 64 KiB packets in which the kernel hands bytes to a card
+# a bucket holds what passes in 2 ms, and at least two of the kernel's 64 KiB packets
 BURST_S, SMALLEST_BURST_BYTES = 0.002, 128 * 1024
-QUEUE_S = 0.05  # what waits longer is dropped, as in a switch with that much memory a port
+QUEUE_S = 0.05  # packets that wait longer are dropped, as in a switch with little memory
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 VERBS = [
@@ -49,9 +51,8 @@ VERBS = [
 @dataclass(frozen=True)
 class Lab:
     hosts: int
-    rate_bits: float | None = (
-        None  # a second, of each host's link, in each direction; None: as fast as the machine
-    )
+    # per second, of each host's link, in each direction; None: no limit
+    rate_bits: float | None = None
     delay_s: float = 0.0
     loss: float = 0.0  # share of packets
 
@@ -82,14 +83,17 @@ def parse(hosts: int, rate: str | None, delay: str | None, loss: str | None) -> 
 
 
 def run(lab: Lab, command: Sequence[str]) -> int:
-    """Run `manyhands COMMAND` in a lab of its own, take the lab down however that ends, and return its exit code."""
+    """Run `manyhands COMMAND` in a new lab, remove the lab however that ends, return its exit
+    code."""
     if environment.lab():
         raise PlanError(
-            "this command already runs in a lab; one lab in another is not needed: give the outer one all --hosts"
+            "this command already runs in a lab; one lab in another is not needed: "
+            "give the outer one all --hosts"
         )
     if not command:
         raise PlanError(
-            "no command for the lab; needed after the options, e.g.: manyhands lab --hosts 2 -- run script.py data=2"
+            "no command for the lab; needed after the options, e.g.: "
+            "manyhands lab --hosts 2 -- run script.py data=2"
         )
     if command[0] == "lab":
         raise PlanError("a lab in a lab is not needed: give the outer one all --hosts")
@@ -100,38 +104,46 @@ def run(lab: Lab, command: Sequence[str]) -> int:
         )
 
 
+def launcher(env: Mapping[str, str] | None = None) -> HostsLauncher:
+    """The launcher for jobs of this process: on this machine, or on the hosts of the lab it runs
+    in."""
+    described = environment.lab(env)
+    return HostsLauncher(*read(described)) if described else HostsLauncher()
+
+
 def read(described: str) -> tuple[list[Host], str]:
-    """The hosts of the lab that `described` stands for, and the address at which they reach this process."""
+    """The hosts of the lab in this description, and the address at which they reach this
+    process."""
     try:
         known: dict[str, Any] = json.loads(described)
-        return [Host(h["name"], tuple(h["enter"]), h["variables"]) for h in known["hosts"]], known[
-            "address"
-        ]
+        hosts = [Host(h["name"], tuple(h["enter"]), h["variables"]) for h in known["hosts"]]
+        return hosts, known["address"]
     except (ValueError, KeyError, TypeError) as e:
         raise LaunchError(
-            f"{environment.LAB} is set to what no lab wrote ({type(e).__name__}: {e}); unset it, or start with manyhands lab"
+            f"{environment.LAB} is set to what no lab wrote ({type(e).__name__}: {e}); "
+            "unset it, or start with manyhands lab"
         ) from None
 
 
 @contextlib.contextmanager
 def up(lab: Lab) -> Iterator[tuple[Namespace, dict[str, str]]]:
-    """A lab for as long as the block runs: where the bridge is, and the environment of a command that is to use the lab."""
+    """A lab for as long as the block runs: the namespace of the bridge, and the environment for
+    commands that use the lab."""
     known = environment.variables()
     path = ":".join([known.get("PATH", ""), *namespaces.BESIDES])
-    # there are no names in the lab, of which torch would warn at every connection
+    # the lab has no host names, of which torch would warn at every connection
     env = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **known,
         "PATH": path,
         environment.LAB_MAKER: namespaces.mark(),
     }
-    namespaces.sweep()  # what a lab left that was killed
+    namespaces.sweep()  # what a killed lab left
     how = namespaces.rights(env)
     _check_kernel(lab, how, env)
     with contextlib.ExitStack() as stack:
-        stack.callback(
-            namespaces.sweep, namespaces.mark()
-        )  # last of all: what the command started and did not end
+        # last of all: what the command started and did not end
+        stack.callback(namespaces.sweep, namespaces.mark())
         switch = namespaces.hold((), how, env)
         stack.callback(switch.close)
         hosts = []
@@ -146,9 +158,11 @@ def _describe(hosts: Sequence[Namespace]) -> str:
     known = []
     for i, host in enumerate(hosts, 1):
         variables = {
-            "GLOO_SOCKET_IFNAME": CARD,  # else gloo takes the card that the machine's name resolves to: loopback
+            # else gloo takes the card that the machine's name resolves to: loopback
+            "GLOO_SOCKET_IFNAME": CARD,
             "NCCL_SOCKET_IFNAME": CARD,
-            "NCCL_HOSTID": f"host{i}",  # else nccl sees one machine and goes around the link
+            # else nccl sees one machine and does not use the network
+            "NCCL_HOSTID": f"host{i}",
             "NCCL_IB_DISABLE": "1",
         }
         known.append(
@@ -161,13 +175,14 @@ def _describe(hosts: Sequence[Namespace]) -> str:
 
 
 def _check_kernel(lab: Lab, how: Rights, env: Mapping[str, str]) -> None:
-    """Refuse what this kernel cannot do before anything is made; the attempt is made in a namespace that ends with it."""
+    """Raise if this kernel cannot limit links as wanted, before anything is made; it is tried in a
+    namespace that ends with the try."""
     wanted = (
         [("token bucket", "tbf", "tbf rate 1mbit burst 2kb latency 50ms")] if lab.rate_bits else []
     )
     wanted += [("delay and loss", "netem", "netem delay 1ms")] if lab.delay_s or lab.loss else []
     for what, kind, line in wanted:
-        attempt = [
+        command = [
             "unshare",
             *how.unshare,
             "tc",
@@ -178,12 +193,13 @@ def _check_kernel(lab: Lab, how: Rights, env: Mapping[str, str]) -> None:
             "root",
             *line.split(),
         ]
-        tried = subprocess.run(attempt, capture_output=True, text=True, env=env)
+        tried = subprocess.run(command, capture_output=True, text=True, env=env)
         if tried.returncode:
             without = "--delay and --loss" if kind == "netem" else "--rate"
             raise LaunchError(
-                f"this kernel has no {what} (sch_{kind}; tc says: {tried.stderr.strip()}); as root try modprobe sch_{kind}, "
-                f"or use a kernel built with CONFIG_NET_SCH_{kind.upper()}, or leave out {without}"
+                f"this kernel has no {what} (sch_{kind}; tc says: {tried.stderr.strip()}); as root "
+                f"try modprobe sch_{kind}, or use a kernel built with "
+                f"CONFIG_NET_SCH_{kind.upper()}, or leave out {without}"
             )
 
 
@@ -225,10 +241,9 @@ def _limits(card: str, lab: Lab, outwards: bool) -> list[str]:
     """The queues through which `card` sends."""
     lines, parent = [], "root"
     if outwards and (lab.delay_s or lab.loss):
-        # room for what is under way: the default of 1000 packets would lose more than was asked for
-        lines.append(
-            f"qdisc add dev {card} root handle 1: netem limit 100000 delay {lab.delay_s * 1e6:.0f}us loss {lab.loss:.6%}"
-        )
+        # room for packets under way: the default of 1000 would lose more than asked for
+        netem = f"netem limit 100000 delay {lab.delay_s * 1e6:.0f}us loss {lab.loss:.6%}"
+        lines.append(f"qdisc add dev {card} root handle 1: {netem}")
         parent = "parent 1:1"
     if lab.rate_bits is not None:
         burst = max(SMALLEST_BURST_BYTES, lab.rate_bits / 8 * BURST_S)
@@ -248,7 +263,8 @@ def _each(where: Namespace, tool: str, lines: Sequence[str], env: Mapping[str, s
         at = re.search(r"Command failed -:(\d+)", done.stderr)
         line = lines[int(at[1]) - 1] if at else lines[0]
         raise LaunchError(
-            f"the lab's network could not be made: {tool} {line}: {done.stderr.strip().splitlines()[0]}"
+            f"the lab's network could not be made: {tool} {line}: "
+            f"{done.stderr.strip().splitlines()[0]}"
         )
 
 
@@ -256,7 +272,8 @@ def _each(where: Namespace, tool: str, lines: Sequence[str], env: Mapping[str, s
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Signals are passed on, once each: the command is in a session of its own, where Ctrl-C of the terminal does not come."""
+    """Run the command and pass signals on: it is in a session of its own, which Ctrl-C of the
+    terminal does not reach."""
     process = subprocess.Popen(command, env=env, start_new_session=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -274,7 +291,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-# -- words --
+# -- options --
 
 
 def _number(

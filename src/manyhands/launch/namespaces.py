@@ -1,8 +1,9 @@
-"""Network namespaces that have no name, so that nothing of them can be left behind.
+"""Network namespaces without names, so that none can be left behind.
 
-A namespace lives as long as a process is in it. Each of ours is held by a `cat` that reads from a pipe of ours: when this
-process is gone, however it went, the pipe ends, `cat` ends, and the kernel takes namespace, cards and links away. What
-others started in there and did not end carries our mark in its environment, and is found by that: see `sweep`.
+A namespace lives as long as a process is in it. Each of ours is held by a `cat` that reads from a
+pipe of ours: when this process ends, in any way, the pipe ends, `cat` ends, and the kernel removes
+namespace, cards and links. A process that was started inside and did not end carries our mark in
+its environment; `sweep` finds it by that.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ TOOLS = {
     "nsenter": "util-linux",
     "setpriv": "util-linux",
 }
-BESIDES = ("/usr/sbin", "/sbin")  # not on everybody's path, but where ip and tc are
+BESIDES = ("/usr/sbin", "/sbin")  # not on every PATH, but ip and tc are there
 
 
 @dataclass(frozen=True)
 class Rights:
-    """How this user makes a network namespace: `unshare` with these options; `own_users`: inside a user namespace of its own."""
+    """How this user may make a network namespace: by `unshare` with these options; `own_users`:
+    inside a user namespace of its own."""
 
     unshare: tuple[str, ...]
     own_users: bool
@@ -44,7 +46,8 @@ class Namespace:
     own_users: bool
 
     def enter(self, from_outside: bool = True) -> tuple[str, ...]:
-        """The command prefix that runs a command in here. From inside its user namespace only the network has to change."""
+        """The command prefix that runs a command in this namespace. From inside its user namespace
+        only the network has to change."""
         net = ("nsenter", f"--net=/proc/{self.holder.pid}/ns/net")
         users = (f"--user=/proc/{self.holder.pid}/ns/user", "--preserve-credentials")
         return (*net, *(users if self.own_users and from_outside else ()), "--")
@@ -57,10 +60,11 @@ class Namespace:
 
 
 def rights(env: Mapping[str, str]) -> Rights:
-    """Whether, and as whom, this user may make network namespaces here; refused with the reason and what to do."""
+    """How this user may make network namespaces here; raises with the reason and what to do."""
     if not sys.platform.startswith("linux"):
         raise LaunchError(
-            f"a lab is made of Linux network namespaces, but this is {sys.platform}; use a Linux machine or container"
+            f"a lab is made of Linux network namespaces, but this is {sys.platform}; "
+            "use a Linux machine or container"
         )
     missing = [tool for tool in TOOLS if shutil.which(tool, path=env["PATH"]) is None]
     if missing:
@@ -75,19 +79,19 @@ def rights(env: Mapping[str, str]) -> Rights:
         )
         if tried.returncode == 0:
             return way
-        answers.append(
-            f"unshare {' '.join(way.unshare)}: {tried.stderr.strip().splitlines()[-1].removeprefix('unshare: ')}"
-        )
+        reason = tried.stderr.strip().splitlines()[-1].removeprefix("unshare: ")
+        answers.append(f"unshare {' '.join(way.unshare)}: {reason}")
     raise LaunchError(
-        f"this user may not make network namespaces here ({'; '.join(answers)}); run as root, or allow user namespaces (sysctl "
-        "kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0, where they exist), or in docker "
-        "add --cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined"
+        f"this user may not make network namespaces here ({'; '.join(answers)}); run as root, or "
+        "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1 and "
+        "kernel.apparmor_restrict_unprivileged_userns=0, where they exist), or in docker add "
+        "--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined"
     )
 
 
 def hold(prefix: tuple[str, ...], how: Rights, env: Mapping[str, str]) -> Namespace:
-    """A new namespace, made from where `prefix` leads."""
-    # a session of its own: Ctrl-C on the terminal must not take the ground away from under those who still save
+    """A new namespace, made by a command with this `prefix`."""
+    # a session of its own: Ctrl-C must not end the namespace while workers still save
     holder = subprocess.Popen(
         [*prefix, "unshare", *how.unshare, "cat"],
         stdin=subprocess.PIPE,
@@ -109,16 +113,17 @@ def hold(prefix: tuple[str, ...], how: Rights, env: Mapping[str, str]) -> Namesp
     return Namespace(holder, how.own_users)
 
 
-# -- who belongs to whom --
+# -- which processes belong to which lab --
 
 
 def mark() -> str:
-    """This process, never to be mistaken for a later one with the same number."""
+    """An id of this process: its pid, and its start time because pids are reused."""
     return f"{os.getpid()}/{_started(os.getpid())}"
 
 
 def sweep(maker: str | None = None) -> list[int]:
-    """End what runs in labs whose maker is dead, or in the lab of `maker`; returns the pids. No other process is touched."""
+    """Kill processes of labs whose maker is dead, or of the lab of `maker`; returns their pids. No
+    other process is touched."""
     ended = []
     for pid, belongs_to in _marked():
         if pid != os.getpid() and (belongs_to == maker if maker else not _alive(belongs_to)):
@@ -129,10 +134,10 @@ def sweep(maker: str | None = None) -> list[int]:
 
 
 def _marked() -> list[tuple[int, str]]:
-    """Living processes that carry a lab's mark, and which."""
+    """Living processes that carry a lab's mark, with the mark."""
     found, name = [], f"{environment.LAB_MAKER}=".encode()
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for entry in (path / "environ").read_bytes().split(b"\0"):
                 if entry.startswith(name):
                     found.append(
@@ -147,7 +152,7 @@ def _alive(maker: str) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "" if there is none, or only its grave."""
+    """When a process started, in the kernel's ticks; "" if there is none, or only a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

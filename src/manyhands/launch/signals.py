@@ -1,4 +1,4 @@
-"""Being told to stop: SIGTERM (a scheduler) and Ctrl-C (a person) ask for a checkpoint first; a second Ctrl-C does not."""
+"""Signals as requests to stop: SIGTERM and Ctrl-C save a checkpoint first, a second Ctrl-C not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Stop:
-    """While active, a signal sets `requested` instead of ending the process; the loop looks at it."""
+    """While active, a signal sets `requested` instead of ending the process; the loop checks it."""
 
     def __init__(self, interrupt: bool = True):
         self.requested: int = 0  # the signal's number
@@ -17,7 +17,7 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        # only the main thread may handle signals; elsewhere (a notebook's helper thread) they keep their meaning
+        # only the main thread may handle signals; in others (of a notebook) nothing changes
         if threading.current_thread() is threading.main_thread():
             self._before = {s: signal.signal(s, self._on_signal) for s in self._signals}
             outer = [
@@ -25,9 +25,8 @@ class Stop:
                 for h in self._before.values()
                 if isinstance(getattr(h, "__self__", None), Stop)
             ]
-            self.requested = next(
-                (o.requested for o in outer if o.requested), self.requested
-            )  # told so before we came
+            # a request that came before this one was entered
+            self.requested = next((o.requested for o in outer if o.requested), self.requested)
         return self
 
     def __exit__(

@@ -1,7 +1,8 @@
-"""One process of a job: `python -m manyhands.launch.worker`, started by `launch.local`.
+"""Worker: the process of one rank, `python -m manyhands.launch.worker`, started by `launch.hosts`.
 
-The payload comes on standard input, which then stays open as a lifeline: when the launcher is gone, however it went,
-reading it ends and so does this process. An error goes to the launcher over the rendezvous store, to be printed last.
+The payload comes on standard input, which then stays open as a lifeline: when the launcher ends, in
+any way, reading it ends and so does this process. An error goes to the launcher over the rendezvous
+store, to be printed last.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from manyhands.launch.signals import Stop
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to understand
-    with Stop(
-        interrupt=False
-    ):  # from here on SIGTERM is for the training loop, also if that has yet to start
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    # from here on SIGTERM is for the training loop, also before that has started
+    with Stop(interrupt=False):
         return _work()
 
 
@@ -38,7 +38,9 @@ def _work() -> int:
         os.dup2(nothing.fileno(), 0)  # user code that reads standard input finds it empty
     (length,) = struct.unpack("<Q", _exactly(channel, 8))
     payload = _exactly(channel, length)
-    threading.Thread(target=_follow, args=(channel,), name="lifeline", daemon=True).start()
+    threading.Thread(
+        target=_end_with_launcher, args=(channel,), name="lifeline", daemon=True
+    ).start()
     here = environment.process_info()
     store = environment.store(here, timeout_s=60.0)
     try:
@@ -50,7 +52,7 @@ def _work() -> int:
         code = 0
     except BaseException as e:
         if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
-            code = e.code or 0  # the script's own choice, and no error of ours
+            code = e.code or 0  # the script's own exit code, no error
         else:
             code = 1
             _report(store, here.rank, e)
@@ -61,7 +63,7 @@ def _work() -> int:
 
 def _report(store: dist.Store, rank: int, e: BaseException) -> None:
     kind = type(e).__name__
-    # an error made for people needs no stack; anything else does
+    # our own errors need no stack trace; anything else does
     plain = isinstance(e, ManyhandsError | SystemExit)
     text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
     with contextlib.suppress(Exception):
@@ -75,12 +77,12 @@ def _exactly(channel: object, n: int) -> bytes:
     return bytes(data)
 
 
-def _follow(channel: object) -> None:
+def _end_with_launcher(channel: object) -> None:
     channel.read(1)  # type: ignore[attr-defined]
     os._exit(1)
 
 
 if __name__ == "__main__":
-    # leave without running module teardown: a thread of a dead process group can hang there for minutes
+    # skip module teardown: a thread of a dead process group can hang there for minutes
     code = main()
     os._exit(code)

@@ -34,7 +34,7 @@ from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
-from manyhands.launch.local import LocalLauncher
+from manyhands.launch.hosts import HostsLauncher
 from support.compare import identical_on_ranks
 from support.compressed_exchange import ALL, given, reduced, run, total
 
@@ -281,7 +281,7 @@ def digest(xs: list[Tensor]) -> list[str]:
 
 @functools.cache
 def in_processes() -> dict[str, dict[str, list[str]]]:
-    return LocalLauncher().launch(Job(2, bytes(cloudpickle.dumps(process)), threads=1))
+    return HostsLauncher().launch(Job(2, bytes(cloudpickle.dumps(process)), threads=1))
 
 
 @functools.cache
