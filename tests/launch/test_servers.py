@@ -177,7 +177,7 @@ import sys, time
 import torch.distributed as dist
 from manyhands.core import ProcessInfo
 from manyhands.launch.servers import start
-here = start(2, Place(), dist.HashStore(), workers=1, timeout_s=60, env={})
+here = start(2, ProcessInfo(), dist.HashStore(), workers=1, timeout_s=60, env={})
 print(*(c.process.pid for c in here.children), flush=True)
 sys.stdin.read()
 """
