@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import re
 import runpy
@@ -124,6 +125,8 @@ def test_public_names_are_in_the_reference() -> None:
     pages = "".join((DOCS / "reference" / f"{page}.md").read_text() for page in ("api", "errors"))
     shown = {*re.findall(r'heading: "mh\.(\w+)"', pages), *vars(mh.errors)}
     assert set(mh.__all__) - shown == set()
+    for module, member in re.findall(r"^::: ([\w.]+)\.(\w+)$", pages, re.MULTILINE):
+        assert hasattr(importlib.import_module(module), member), f"{module}.{member}"
 
 
 def test_the_own_loop_of_the_tutorial_trains(
