@@ -165,15 +165,15 @@ class EmbeddingTables:
             return []
         if self._ids is None:
             return [] if self._columns is None else self._columns.of(values, self._notice)
-        told = self._ids(values)
-        if unknown := [name for name in told if name not in self._by_name]:
+        given = self._ids(values)
+        if unknown := [name for name in given if name not in self._by_name]:
             raise TaskError(
                 f"Task.ids gives ids of {', '.join(unknown)}, but the model's tables are "
                 f"{', '.join(self._tables)}; use their names"
             )
         return [
             (self._by_name[n], i)
-            for n, some in told.items()
+            for n, some in given.items()
             for i in ([some] if isinstance(some, Tensor) else some)
         ]
 
