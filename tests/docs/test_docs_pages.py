@@ -126,7 +126,8 @@ def test_public_names_are_in_the_reference() -> None:
     shown = {*re.findall(r'heading: "mh\.(\w+)"', pages), *vars(mh.errors)}
     assert set(mh.__all__) - shown == set()
     for module, member in re.findall(r"^::: ([\w.]+)\.(\w+)$", pages, re.MULTILINE):
-        assert hasattr(importlib.import_module(module), member), f"{module}.{member}"
+        there = hasattr(importlib.import_module(module), member)
+        assert there or importlib.util.find_spec(f"{module}.{member}"), f"{module}.{member}"
 
 
 def test_the_own_loop_of_the_tutorial_trains(
