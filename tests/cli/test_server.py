@@ -134,7 +134,7 @@ def test_a_token_file_that_does_not_exist_is_made_for_this_user_alone(tmp_path: 
         (Given(coordinator="9400"), ROOT, "--coordinator 9400; needed: HOST:PORT"),
         (Given(coordinator="host:http"), ROOT, "--coordinator host:http; needed: HOST:PORT"),
         (Given(role="coordinator", coordinator="a:1"), ROOT, "--coordinator a:1 is for servers"),
-        (Given(servers=2), ServedBy(), "2 servers, but this one is told of no coordinator"),
+        (Given(servers=2), ServedBy(), "2 servers, but this one was given no coordinator"),
         (
             Given(tls_cert=Path("cert.pem")),
             ROOT,

@@ -158,7 +158,7 @@ def test_all_ranks_hear_why_the_server_of_one_could_not_start(
 
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    with pytest.raises(LaunchError, match="waited in vain for rank 1 of 2 to say its host"):
+    with pytest.raises(LaunchError, match="waited in vain for rank 1 of 2 to publish its host"):
         start(1, ProcessInfo(0, 2, host="here"), dist.HashStore(), workers=2, timeout_s=0.2, env={})
 
 
@@ -267,7 +267,7 @@ def test_several_hosts_that_know_only_loopback_are_told_what_to_set() -> None:
     store.set("servers/host/1", '["two", "127.0.0.1"]')
     with pytest.raises(
         LaunchError,
-        match=r"rank 0 on one knows no address of its own but 127.0.0.1, .*; set MASTER_ADDR to",
+        match=r"rank 0 on one has no address but 127.0.0.1, .*; set MASTER_ADDR to",
     ):
         servers._bind_address(
             ProcessInfo(0, 2, host="one"),

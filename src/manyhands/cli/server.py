@@ -1,20 +1,26 @@
-"""`manyhands server`: a parameter server or the coordinator of several, started by hand, as PS-Lite's users do.
+"""`manyhands server`: starts a parameter server, or the coordinator of several, by hand.
 
-    manyhands server                                            one server that also coordinates, for workers of this machine
-    DMLC_ROLE=scheduler DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9400 DMLC_NUM_WORKER=4 DMLC_NUM_SERVER=2 manyhands server
-    DMLC_ROLE=server    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9400 ...                                 manyhands server
+    manyhands server          one server that also coordinates, for workers of this machine
 
-What is said on the command line beats the environment. The settings are settled here, before anything listens; the server
-itself is `server.process`.
+As with PS-Lite, on several machines:
+
+    export DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=9400 DMLC_NUM_WORKER=4 DMLC_NUM_SERVER=2
+    DMLC_ROLE=scheduler manyhands server
+    DMLC_ROLE=server    manyhands server
+
+Options of the command line override the environment. All settings are resolved here, before
+anything listens; the server itself is `server.process`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import re
 import secrets
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -36,11 +42,8 @@ from manyhands.server.network.tls import tls_contexts
 from manyhands.server.process import Server
 
 Role = Literal["server", "coordinator"]
-ROLES = {
-    "server": "server",
-    "coordinator": "coordinator",
-    "scheduler": "coordinator",
-}  # the last is PS-Lite's word
+# scheduler is PS-Lite's name
+ROLES = {"server": "server", "coordinator": "coordinator", "scheduler": "coordinator"}
 SIZES = {
     "": 1,
     **{f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
@@ -53,7 +56,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class Settings:
-    """What one process is to be, with everything settled."""
+    """Everything about one process, resolved."""
 
     role: Role
     bind: str
@@ -61,7 +64,7 @@ class Settings:
     token: str
     token_file: Path | None  # where workers can read it
     coordinator: str | None  # None: this process coordinates
-    workers: int | None = None  # how many will come; None: whoever comes
+    workers: int | None = None  # how many will join; None: as many as the first one says
     servers: int = 1
     shards: int = 1
     memory_bytes: int | None = None
@@ -69,12 +72,12 @@ class Settings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
-    temporary: bool = False  # the token was made for this time only
+    temporary: bool = False  # the token file is deleted at the end
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the command line says; None: nothing."""
+    """Options of the command line; None: not given."""
 
     role: str | None = None
     bind: str | None = None
@@ -85,7 +88,7 @@ class Given:
     shards: int = 1
     memory: str | None = None
     token_file: Path | None = None
-    rules: Sequence[str] = ()
+    modules: Sequence[str] = ()  # of custom optimizers
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
@@ -132,7 +135,7 @@ def start(settings: Settings) -> Server:
 
 
 def introduce(settings: Settings, running: Server) -> list[str]:
-    """Who this is, and what others need to know to come."""
+    """The lines to print first: what this is, and how servers and workers join it."""
     s = settings
     shards = f"{len(running.shards)} shard{'s' * (len(running.shards) > 1)}"
     what = f"at {running.address}" + (f", {shards}" if running.shards else "")
@@ -152,19 +155,21 @@ def introduce(settings: Settings, running: Server) -> list[str]:
     lines = [f"{s.role:<12}{what}, {waits}"]
     if s.token_file is not None:
         lines.append(
-            f"{'token':<12}{s.token_file.resolve()}, which only you can read; the other hosts need it too"
+            f"{'token':<12}{s.token_file.resolve()}, which only you can read; "
+            "the other hosts need it too"
         )
     if s.role == "coordinator" or s.servers > 1:
         lines.append(f"{'servers':<12}{root} {secret} DMLC_ROLE=server manyhands server")
-    lines.append(
-        f"{'workers':<12}{root} {secret} manyhands run SCRIPT data={s.workers or 'N'} servers={s.servers}"
-    )
+    words = f"data={s.workers or 'N'} servers={s.servers}"
+    lines.append(f"{'workers':<12}{root} {secret} manyhands run SCRIPT {words}")
     return lines
 
 
 def watch(running: Server, stop: Stop, live: bool) -> None:
-    """Until a signal comes, all workers have left, or the coordinator is gone; on a terminal one line tells how it goes."""
-    before, told = counted(running), time.monotonic()
+    """Wait for a signal, for all workers to leave, or for the loss of the coordinator; on a
+    terminal (`live`) one line shows the figures.
+    """
+    before, shown = counted(running), time.monotonic()
     nothing = threading.Event()
     while (
         not stop.requested
@@ -173,11 +178,11 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
     ):
         nothing.wait(LOOK_EVERY_S)
         now = time.monotonic()
-        if live and now - told >= LINE_EVERY_S:
+        if live and now - shown >= LINE_EVERY_S:
             after = counted(running)
-            print(f"\r\x1b[2K{tell(since(before, after), now - told)}", end="", flush=True)
-            before, told = after, now
-    nothing.wait(LOOK_EVERY_S)  # for the last worker to hear the answer to its goodbye
+            print(f"\r\x1b[2K{line_of(since(before, after), now - shown)}", end="", flush=True)
+            before, shown = after, now
+    nothing.wait(LOOK_EVERY_S)  # for the last worker to get the answer to its Leave
     if live:
         print("\r\x1b[2K", end="", flush=True)
     if running.lost is not None:
@@ -191,35 +196,36 @@ def counted(running: Server) -> dict[str, float]:
     )
 
 
-def tell(stats: Mapping[str, float], seconds: float) -> str:
+def line_of(stats: Mapping[str, float], seconds: float) -> str:
     """12.3k rows  1.2M rows/s  310.0 MB/s  2 workers  stale 1.5"""
-    told = figures(stats, seconds)
+    shown = figures(stats, seconds)
     parts = [
-        f"{rate(told.get('rows', 0.0))} rows",
-        f"{size(int(told.get('bytes', 0)))}",
-        f"{rate(told['rows_per_s'])} rows/s",
+        f"{rate(shown.get('rows', 0.0))} rows",
+        f"{size(int(shown.get('bytes', 0)))}",
+        f"{rate(shown['rows_per_s'])} rows/s",
     ]
-    parts.append(f"{size(int(told['bytes_per_s']))}/s")
-    if "running" in told:
-        parts.append(f"{told['running']:.0f} workers")
-    if told.get("staleness"):
-        parts.append(f"stale {told['staleness']:.1f}")
-    if told["refused"]:
-        parts.append(f"{told['refused']:.0f} refused")
+    parts.append(f"{size(int(shown['bytes_per_s']))}/s")
+    if "running" in shown:
+        parts.append(f"{shown['running']:.0f} workers")
+    if shown.get("staleness"):
+        parts.append(f"stale {shown['staleness']:.1f}")
+    if shown["refused"]:
+        parts.append(f"{shown['refused']:.0f} refused")
     return "  ".join(parts)
 
 
 def settle(given: Given, found: ServedBy) -> Settings:
-    """Options, then the environment, then what needs no words; what contradicts itself is refused."""
+    """Resolve options, then the environment, then defaults; refuse contradictions."""
     role = _role(given, found)
     coordinator = _coordinator(role, given, found)
     servers = given.servers or found.num_servers or 1
     if coordinator is None and role == "server" and servers > 1:
         raise LaunchError(
-            f"{servers} servers, but this one is told of no coordinator; start one with --role coordinator, then each server with --coordinator HOST:PORT"
+            f"{servers} servers, but this one was given no coordinator; start one with "
+            "--role coordinator, then each server with --coordinator HOST:PORT"
         )
     bind = _bind(role, given, found, coordinator)
-    # the root's port is for whoever is the root; a server that joins it listens anywhere and says where
+    # the root's port is for the coordinator; a server that joins it listens on any free port
     port = given.port if given.port is not None else found.port if coordinator is None else 0
     if (given.tls_cert is None) != (given.tls_key is None):
         raise LaunchError("TLS needs both: --tls-cert FILE and --tls-key FILE")
@@ -231,7 +237,7 @@ def settle(given: Given, found: ServedBy) -> Settings:
         if path is not None and not path.is_file():
             raise LaunchError(f"{option} {path}: there is no such file")
     memory_bytes = None if given.memory is None else parse_bytes("--memory", given.memory)
-    token, token_file = _token(given, found, bind, coordinator)  # last: it may leave a file behind
+    token, token_file = _token(given, found, bind, coordinator)  # last: it may create a file
     return Settings(
         role,
         bind,
@@ -243,7 +249,7 @@ def settle(given: Given, found: ServedBy) -> Settings:
         servers,
         given.shards,
         memory_bytes,
-        tuple(given.rules),
+        tuple(given.modules),
         given.tls_cert,
         given.tls_key,
         given.tls_ca or (Path(found.tls_ca) if found.tls_ca else None),
@@ -268,8 +274,9 @@ def _role(given: Given, found: ServedBy) -> Role:
     if named == "worker":
         where = found.coordinator or "HOST:PORT of the coordinator"
         raise LaunchError(
-            "DMLC_ROLE=worker, but a worker is the training script, not a server: start that one (manyhands run script.py "
-            f"data=N servers=M, or torchrun) with the same DMLC_ variables, and it joins the servers at {where}"
+            "DMLC_ROLE=worker, but a worker is the training script, not a server: start that one "
+            "(manyhands run script.py data=N servers=M, or torchrun) with the same DMLC_ "
+            f"variables, and it joins the servers at {where}"
         )
     if named not in ROLES:
         raise LaunchError(f"--role {named}; needed: server or coordinator")
@@ -280,7 +287,8 @@ def _coordinator(role: Role, given: Given, found: ServedBy) -> str | None:
     if role == "coordinator":
         if given.coordinator is not None:
             raise LaunchError(
-                f"--coordinator {given.coordinator} is for servers; this is the coordinator: --bind and --port"
+                f"--coordinator {given.coordinator} is for servers; this is the coordinator: "
+                "use --bind and --port"
             )
         return None
     if given.coordinator is not None:
@@ -290,7 +298,7 @@ def _coordinator(role: Role, given: Given, found: ServedBy) -> str | None:
                 f"--coordinator {given.coordinator}; needed: HOST:PORT, e.g. 10.0.0.1:9400"
             )
         return given.coordinator
-    # the variables alone: a process that is told its role joins the root; one that is not may be the root itself
+    # by the variables alone, a process with a role joins the root; one without may be the root
     return found.coordinator or None if found.role == "server" or given.role == "server" else None
 
 
@@ -308,9 +316,6 @@ def _bind(role: Role, given: Given, found: ServedBy, coordinator: str | None) ->
 
 def card_address(name: str) -> str:
     """The IPv4 address of a network card."""
-    import fcntl
-    import struct
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             siocgifaddr = 0x8915
@@ -337,13 +342,15 @@ def _token(
         return environment.read_token(path, option), path
     if coordinator is not None:
         raise LaunchError(
-            "a server that joins others needs their token: --token-file FILE, MANYHANDS_TOKEN_FILE or MANYHANDS_TOKEN; "
-            f"the coordinator at {coordinator} printed where it is"
+            "a server that joins others needs their token: --token-file FILE, "
+            "MANYHANDS_TOKEN_FILE or MANYHANDS_TOKEN; the coordinator at "
+            f"{coordinator} printed where it is"
         )
     if path is None and not loopback(bind):
         raise LaunchError(
-            f"listening at {bind} without a token would let everybody who reaches it read and change the tables; give "
-            "--token-file FILE (made if it does not exist), or set MANYHANDS_TOKEN, or use --bind 127.0.0.1"
+            f"listening at {bind} without a token would let everybody who reaches it read and "
+            "change the tables; give --token-file FILE (made if it does not exist), or set "
+            "MANYHANDS_TOKEN, or use --bind 127.0.0.1"
         )
     return make_token(option, path)
 
@@ -352,9 +359,8 @@ def make_token(option: str, path: Path | None) -> tuple[str, Path]:
     """A new secret in a file that only this user can read."""
     made = secrets.token_hex(32)
     if path is None:
-        number, name = tempfile.mkstemp(
-            prefix="manyhands-", suffix=".token"
-        )  # 0600, and nobody can guess the name
+        # 0600, with a name that nobody can guess
+        number, name = tempfile.mkstemp(prefix="manyhands-", suffix=".token")
         path = Path(name)
     else:
         try:

@@ -1,12 +1,14 @@
-"""Parameter servers of a run: server i is a child of rank i % size, so whoever started the ranks has started the servers.
+"""Launch of parameter servers: server i is a child process of rank i % size.
 
     rank 0    token -> store;   start server 0, which also coordinates;   its address -> store
-    rank r    start servers r, r + size, ...;  wait for the coordinator's address, hand it to them;  their addresses -> store
-    all       wait until every server has said where it is, or why it could not start
+    rank r    start servers r, r + size, ...;   wait for the coordinator's address and pass it to
+              them;   their addresses -> store
+    all       wait until every server has published its address, or why it could not start
 
-Standard input is the child's lifeline, as it is a worker's (`launch.worker`): when its rank is gone, however it went, reading
-ends and so does the server. It is a session of its own: Ctrl-C is for the launcher to understand, and a server must outlive
-the last push. Servers that somebody started by hand (DMLC_PS_ROOT_URI) are joined instead.
+Standard input is the child's lifeline, as it is a worker's (`launch.worker`): when its rank is
+gone, however it ended, reading ends and so does the server. The child has a session of its own:
+Ctrl-C is handled by the launcher, and a server must outlive the last push. Servers that were
+started by hand (DMLC_PS_ROOT_URI) are joined instead.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from manyhands.errors import LaunchError
 from manyhands.launch import environment
 from manyhands.launch.environment import ServedBy
 
-MODULE = "manyhands.server.process"  # by name: launch and exchange are strangers
-GRACE_S = 5.0  # after its lifeline was closed: time to answer what is under way
+MODULE = "manyhands.server.process"  # by name: launch may not import server
+GRACE_S = 5.0  # for a child after its lifeline was closed, to answer requests in flight
 POLL_S = 0.05
 TAIL_LINES = 20
 
 
 @dataclass
 class Child:
-    """One server process and what it last said."""
+    """One server process and its last lines of output."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -55,12 +57,12 @@ class Child:
         return self.process.poll() is None
 
     def fate(self) -> str:
-        """How it ended, with its last words; "": it has not."""
+        """How it ended, with its last lines of output; "": it is running."""
         code = self.process.poll()
         if code is None:
             return ""
         for pump in self.pumps:
-            pump.join(timeout=1.0)  # what it said last may still be in the pipe
+            pump.join(timeout=1.0)  # its last lines may still be in the pipe
         ended = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
@@ -73,26 +75,27 @@ class Child:
 
 @dataclass
 class Servers:
-    """Where the servers of this run are, and those of them that this process has started."""
+    """The servers of a run, and those of them that this process has started."""
 
     coordinator: str  # "host:port"
     token: str
-    addresses: tuple[str, ...] = ()  # by index; (): they were started by hand, ask the coordinator
+    addresses: tuple[str, ...] = ()  # by index; (): started by hand, ask the coordinator
     children: list[Child] = field(default_factory=list)
     tls: ssl.SSLContext | None = None  # to connect with
-    leave: Callable[[], None] = lambda: None  # come back when no other rank needs them
+    leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
 
     def alive(self) -> bool:
         """Whether all servers that this process started are running."""
         return all(child.alive for child in self.children)
 
     def fate(self) -> str:
-        """What became of those that are not: for the error of whoever misses them."""
+        """How those that are not running ended, for an error message."""
         return "\n".join(filter(None, (child.fate() for child in self.children)))
 
     def close(self) -> None:
-        """This rank is done with all servers. When the others are, end its own: their lifeline first, after a grace period by
-        force. May be called twice."""
+        """This rank is done with all servers. When the other ranks are, end its own: close their
+        lifelines, and after a grace period kill them. May be called twice.
+        """
         self.leave()
         self.leave = lambda: None
         _end(self.children)
@@ -112,8 +115,12 @@ def start(
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Servers:
-    """Every rank calls it; it returns on all of them when all servers answer, or raises on all of them what went wrong.
-    `workers` is how many will come, `memory_bytes` the limit of each server, `modules` those of user rules they may import."""
+    """Start or join the servers of a run. Every rank calls it; it returns on all of them when all
+    servers are up, or raises on all of them what went wrong.
+
+    `workers` is how many will join, `memory_bytes` the limit of each server, `modules` those of
+    custom optimizers that servers may import.
+    """
     served = environment.served(env) if served is None else served
     if served.coordinator:
         return join(served, count, workers)
@@ -129,8 +136,8 @@ def start(
     ).decode()
     children: list[Child] = []
     try:
-        with _told_to_all(store, process):
-            for i in mine:  # before anything is waited for: starting Python takes a second
+        with _errors_to_all_ranks(store, process):
+            for i in mine:  # before any wait: starting Python takes a second
                 children.append(_spawn(i))
             coordinator = ""
             for child in children:
@@ -157,10 +164,11 @@ def start(
 
 
 def join(served: ServedBy, count: int, workers: int) -> Servers:
-    """The servers that the environment names, if they can be those that the plan means."""
+    """The servers that the environment names, where they agree with the plan."""
     if served.role not in (None, "worker"):
         raise LaunchError(
-            f"DMLC_ROLE={served.role}, but this process trains; start it with DMLC_ROLE=worker, and the {served.role} with `manyhands server`"
+            f"DMLC_ROLE={served.role}, but this process trains; start it with DMLC_ROLE=worker, "
+            f"and the {served.role} with `manyhands server`"
         )
     for name, there, needed, word in (
         ("DMLC_NUM_WORKER", served.num_workers, workers, "data"),
@@ -168,13 +176,15 @@ def join(served: ServedBy, count: int, workers: int) -> Servers:
     ):
         if there is not None and needed and there != needed:
             raise LaunchError(
-                f"{name}={there}, but the plan says {word}={needed}; make them equal: the servers count on it"
+                f"{name}={there}, but the plan says {word}={needed}; "
+                "make them equal: the servers count on it"
             )
     try:
         tls = ssl.create_default_context(cafile=served.tls_ca) if served.tls_ca else None
     except (OSError, ssl.SSLError) as e:
         raise LaunchError(
-            f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); give the servers' --tls-ca, PEM"
+            f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); "
+            "give the servers' --tls-ca, PEM"
         ) from e
     return Servers(served.coordinator, served.secret(), tls=tls)
 
@@ -210,7 +220,8 @@ def _spawn(index: int) -> Child:
         **environment.variables(),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # it computes on the CPU, and must not take memory of the rank's GPU
+        # it computes on the CPU, and must not take memory of the rank's GPU
+        "CUDA_VISIBLE_DEVICES": "",
     }
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],
@@ -237,17 +248,18 @@ def _spawn(index: int) -> Child:
 
 
 def _begin(child: Child, request: Mapping[str, Any], deadline: float) -> str:
-    """Tell it what to do; its address."""
+    """Send it its configuration; returns its address."""
     process = child.process
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once; its words follow
+    with contextlib.suppress(BrokenPipeError):  # it died at once; its output follows
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()  # and stay open: the server lives as long as this pipe
     try:
         line = child.answers.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
         raise LaunchError(
-            f"server {child.index} (pid {process.pid}) did not say where it listens in time; raise timeout_s"
+            f"server {child.index} (pid {process.pid}) did not publish its address in time; "
+            "raise timeout_s"
         ) from None
     try:
         answer = json.loads(line)
@@ -257,7 +269,7 @@ def _begin(child: Child, request: Mapping[str, Any], deadline: float) -> str:
             process.wait(GRACE_S)
         fate = (
             child.fate()
-            or f"server {child.index} (pid {process.pid}) said {line!r} instead of where it listens"
+            or f"server {child.index} (pid {process.pid}) printed {line!r} instead of its address"
         )
         raise LaunchError(f"a parameter server could not start: {fate}") from None
 
@@ -269,9 +281,8 @@ def _pump(pipe: IO[bytes], prefix: str, tail: list[str], first: queue.Queue[byte
         line = raw.decode(errors="replace")
         tail.append(line)
         del tail[:-TAIL_LINES]
-        with contextlib.suppress(
-            Exception
-        ):  # our own may be closed, and the server must not stall for that
+        # our stderr may be closed, and the server must not stall for that
+        with contextlib.suppress(Exception):
             sys.stderr.write(f"{prefix}{line}")
             sys.stderr.flush()
 
@@ -299,8 +310,8 @@ def _end(children: Sequence[Child]) -> None:
 
 
 @contextlib.contextmanager
-def _told_to_all(store: dist.Store, process: ProcessInfo) -> Iterator[None]:
-    """What goes wrong here is raised here, and on all other ranks, who would wait for ever."""
+def _errors_to_all_ranks(store: dist.Store, process: ProcessInfo) -> Iterator[None]:
+    """Publish an error to all other ranks, which would wait for ever, and raise it here."""
     try:
         yield
     except Exception as e:
@@ -313,8 +324,10 @@ def _told_to_all(store: dist.Store, process: ProcessInfo) -> Iterator[None]:
 
 
 def _leave(store: dist.Store, process: ProcessInfo, has_servers: bool) -> None:
-    """A server that ended while another rank still says goodbye would be that rank's error. After an error nobody waits."""
-    with contextlib.suppress(Exception):  # whoever hosts the store may be gone
+    """Wait until all ranks are done: a server that ended while another rank still closes its store
+    would be an error of that rank. After an error, do not wait.
+    """
+    with contextlib.suppress(Exception):  # the rank that hosts the store may be gone
         store.set(f"servers/done/{process.rank}", "")
         deadline = time.monotonic() + GRACE_S
         while has_servers and sys.exc_info()[0] is None and time.monotonic() < deadline:
@@ -335,41 +348,39 @@ def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
             raise LaunchError(json.loads(store.get("servers/error")))
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"waited in vain for {what}; look at the words of that rank above, or raise timeout_s"
+                f"waited in vain for {what}; look at the output of that rank above, "
+                "or raise timeout_s"
             )
-        time.sleep(
-            POLL_S
-        )  # not store.wait: an error that another rank reports must end this at once
+        # not store.wait: an error that another rank publishes must end this at once
+        time.sleep(POLL_S)
     return bytes(store.get(key))
 
 
 def _bind_address(
     process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
 ) -> str:
-    """Loopback where all ranks share a host: nobody else can then even try. Else what the other hosts reach."""
+    """Loopback where all ranks share a host, so that no other host can connect; otherwise an
+    address that the other hosts reach.
+    """
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
     store.set(f"servers/host/{process.rank}", json.dumps([process.host, ours]))
-    found = [
-        json.loads(
-            _get(
-                store, f"servers/host/{r}", deadline, f"rank {r} of {process.size} to say its host"
-            )
-        )
-        for r in range(process.size)
-    ]
+    found = []
+    for r in range(process.size):
+        what = f"rank {r} of {process.size} to publish its host"
+        found.append(json.loads(_get(store, f"servers/host/{r}", deadline, what)))
     if len({host for host, _ in found}) == 1:
         return "127.0.0.1"
-    if _loopback(
-        ours
-    ):  # the name of the rendezvous resolves to loopback on its own host: look towards the others instead
+    # the name of the rendezvous resolves to loopback on its own host: use the route to the others
+    if _loopback(ours):
         others = [
             address for host, address in found if host != process.host and not _loopback(address)
         ]
         ours = environment.address_towards(others[0]) if others else ours
     if _loopback(ours):
         raise LaunchError(
-            f"rank {process.rank} on {process.host} knows no address of its own but {ours}, which other hosts cannot reach; set "
-            "MASTER_ADDR to an address or name of rank 0 that is not loopback, or DMLC_NODE_HOST on each host"
+            f"rank {process.rank} on {process.host} has no address but {ours}, which other hosts "
+            "cannot reach; set MASTER_ADDR to an address or name of rank 0 that is not loopback, "
+            "or DMLC_NODE_HOST on each host"
         )
     return ours
 
