@@ -73,7 +73,8 @@ def test_every_launcher_is_understood(env: dict[str, str], expected: ProcessInfo
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "contradict"),
         (
             {"RANK": "one", "WORLD_SIZE": "2"},
-            "RANK='one', but a whole number is needed; the program that started this process must set it",
+            "RANK='one', but a whole number is needed; "
+            "the program that started this process must set it",
         ),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},

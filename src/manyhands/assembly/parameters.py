@@ -142,7 +142,7 @@ def _broadcast_start(context: RankContext, flat: FlatParameters) -> None:
     span = torch.cat([sums, -sums])
     context.data_group.all_reduce({"span": span}, op="max").wait()
     if not torch.equal(span[: len(sums)], -span[len(sums) :]):
-        context.data_group.broadcast(flat.values)
+        context.data_group.broadcast(flat.values).wait()
 
 
 def _broadcast_rest(context: RankContext, module: nn.Module) -> None:
@@ -150,4 +150,4 @@ def _broadcast_rest(context: RankContext, module: nn.Module) -> None:
     frozen = [p.data for p in module.parameters() if not p.requires_grad]
     rest = {str(i): value for i, value in enumerate([*frozen, *module.buffers()])}
     if rest:
-        context.data_group.broadcast(rest)
+        context.data_group.broadcast(rest).wait()

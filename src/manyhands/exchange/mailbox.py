@@ -82,7 +82,7 @@ class Mailboxes:
             ring.put(int(self._sent[pair]) % SLOTS, parcel)
             self._fence()  # the chunk is there before the counter says so
             self._sent[pair] += 1
-        # only when mapped: a sender that leaves removes a buffer that nobody has mapped
+        # only when mapped: a sender that leaves removes a buffer that the receiver has not mapped
         return not parcel.left and self._state[pair] == MAPPED
 
     def _pull(self, peer: int, parcel: Parcel) -> bool:

@@ -80,8 +80,8 @@ class NoiseGauge(GroupWrapper):
     def _due(self, op: Op) -> bool:
         return op == "sum" and self._round() % self._every == 0
 
-    def _add(self, merged: Iterable[Tensor], share: float) -> None:
-        self._merged = self._merged + share * _square(merged)
+    def _add(self, merged: Iterable[Tensor], fraction: float) -> None:
+        self._merged = self._merged + fraction * _square(merged)
 
     def _close(self, own: Tensor, total: Tensor) -> None:
         """End a measured round. The count comes last: all gradients of the round have been seen."""

@@ -3,8 +3,9 @@
     reduce-scatter    part j of every rank goes to rank j, which adds them up  n - 1 messages of 1/n
     all-gather        rank j sends its part to all                             n - 1 messages of 1/n
 
-For groups that have none of their own. Every rank owns an equal, contiguous part of each vector. The owner adds its own part and then
-those of the others by rank, so a sum has the same bits in every run.
+For groups that have none of their own. Every rank owns an equal, contiguous part of each vector.
+The owner adds its own part and then those of the others by rank, so a sum has the same bits in
+every run.
 """
 
 from __future__ import annotations

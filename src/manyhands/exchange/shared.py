@@ -286,7 +286,7 @@ class SharedGroup(Group):
             )
 
     def _finish(self, call: _Call) -> None:
-        # common memory is complete for everybody as soon as its owners have posted the call
+        # common memory is complete for all ranks as soon as its owners have posted the call
         common = call.kind == "all_gather" and all(
             s.common for s in map(self._vectors.segment, call.tensors)
         )

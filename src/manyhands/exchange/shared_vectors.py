@@ -131,7 +131,7 @@ class SharedVectors:
         return rows
 
     def read_from(self, source: int, tensor: Tensor) -> None:
-        """Copy what rank `source` has at the place of `tensor` into this rank's memory."""
+        """Copy what rank `source` has in the range of `tensor` into this rank's memory."""
         segment = self.segment(tensor)
         if source != self.rank and not segment.common:
             offset = tensor.data_ptr() - segment.first

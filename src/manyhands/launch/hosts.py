@@ -64,10 +64,10 @@ class HostedRank:
 def assign_ranks(size: int, hosts: Sequence[Host]) -> list[HostedRank]:
     """Ranks in order over hosts in order; the first hosts take one more if they do not divide
     evenly."""
-    share, rest = divmod(size, len(hosts))
+    each, rest = divmod(size, len(hosts))
     found: list[HostedRank] = []
     for i, host in enumerate(hosts):
-        here = share + (i < rest)
+        here = each + (i < rest)
         found += [HostedRank(len(found) + j, host, j, here) for j in range(here)]
     return found
 

@@ -106,13 +106,13 @@ class PowerSGD:
     def _lay_out(
         self, numel: int, memory: Memory
     ) -> tuple[list[tuple[slice, int, int, int]], list[slice]]:
-        """(where, m, n, r) of each matrix, and where what travels as it is."""
+        """(where, m, n, r) of each matrix, and where what is sent uncompressed is."""
         if memory.shapes is None:
             m = math.isqrt(numel - 1) + 1
             n = -(-numel // m)
             return [(slice(0, m * n), m, n, min(self.rank, m, n))], []
         matrices = []
-        for s, shape in sorted(memory.shapes, key=lambda piece: piece[0].start):
+        for s, shape in sorted(memory.shapes, key=lambda parameter: parameter[0].start):
             if len(shape) > 1 and (m := shape[0]) and (n := shape.numel() // m):
                 r = min(self.rank, m, n)
                 if r * (m + n) < m * n:
