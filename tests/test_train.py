@@ -22,7 +22,7 @@ from manyhands.limits import Limits
 from manyhands.merge.downpour import Downpour
 from manyhands.recover.checkpoint import Checkpoints, read_manifest
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.server.clock import Clock
 from manyhands.server.inproc_store import InprocStore
@@ -39,7 +39,7 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
     model = nn.Linear(1, 1, bias=False).double()
     flat = FlatParameters(model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
     update = WholeUpdate(flat, model, torch.optim.SGD(model.parameters(), lr=1.0))
-    replica = ModuleReplica(flat, update, lambda: Micro(model.weight.sum(), 1, True), nominal=1)
+    replica = ModuleReplica(flat, update, lambda: MicroLoss(model.weight.sum(), 1, True), nominal=1)
     for key, vector in flat.values.items():
         store.create(
             Table(

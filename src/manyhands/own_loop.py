@@ -34,7 +34,7 @@ from manyhands.launch.signals import Stop
 from manyhands.observe import curves
 from manyhands.plan import words as plan_words
 from manyhands.replica import forward
-from manyhands.replica.module import Micro
+from manyhands.replica.module import MicroLoss
 from manyhands.train import Result, Trainer
 
 
@@ -49,7 +49,7 @@ class Run:
         self._loop: Any = None
         self._ended: Result | None = None  # how, where the loop was told to stop
         self._outside: Any = None
-        self._micro: Micro | None = None
+        self._micro: MicroLoss | None = None
         self._batch: Batch | None = None
 
     def prepare(
@@ -103,7 +103,7 @@ class Run:
             )
         n = self._batch.count if count is None else count
         # a mean over nothing is 0/0
-        self._hand_over(Micro(loss if n else loss.nan_to_num(), n, self._batch.last))
+        self._hand_over(MicroLoss(loss if n else loss.nan_to_num(), n, self._batch.last))
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers of your own; rank 0's are kept."""
@@ -144,14 +144,14 @@ class Run:
         assert self.trainer is not None
         self.trainer.limits.end_here()
         self.trainer.replica.closing = True
-        self._micro = Micro(None, 0, True)  # a step without samples changes nothing
+        self._micro = MicroLoss(None, 0, True)  # a step without samples changes nothing
         self._outside = greenlet.getcurrent()
         ended: Result | None = self._loop.switch()
         return ended
 
     # control passes between the strategy's round and the user's loop
 
-    def _ask(self) -> Micro:
+    def _ask(self) -> MicroLoss:
         self._outside.switch()
         assert self._micro is not None
         return self._micro
@@ -168,7 +168,7 @@ class Run:
             self._loop = greenlet.greenlet(self.trainer.loop)
             self._loop.switch()  # up to the first question for a loss
 
-    def _hand_over(self, micro: Micro) -> None:
+    def _hand_over(self, micro: MicroLoss) -> None:
         self._start_loop()
         self._micro = micro
         result = self._loop.switch()
@@ -200,7 +200,7 @@ class LoopData:
             batch = self._batches.next()
             self._run._batch = batch
             if batch.values is None:  # no sample left for this rank, but the others wait for it
-                self._run._hand_over(Micro(None, 0, batch.last))
+                self._run._hand_over(MicroLoss(None, 0, batch.last))
             else:
                 yield batch.values
 

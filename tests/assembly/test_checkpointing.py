@@ -51,7 +51,7 @@ from manyhands.recover.checkpoint import (
     pick,
 )
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate, prime
 from manyhands.split.shard_slice import AnyShardSpec, ShardSlice, numel
 from manyhands.split.shard_spec import ShardSpec, bounds
@@ -248,7 +248,7 @@ def rank(
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
     flat = FlatParameters(module, context.allocate, 2**20)
     update = WholeUpdate(flat, module, optimizer)
-    replica = ModuleReplica(flat, update, lambda: Micro(None, 0, True), nominal=1)
+    replica = ModuleReplica(flat, update, lambda: MicroLoss(None, 0, True), nominal=1)
     prime(optimizer)
     rule = ActiveStrategy(
         "merge",

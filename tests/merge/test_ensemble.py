@@ -218,7 +218,7 @@ def train(
         sent = link.nbytes
         model = rule.consensus(w.replica, link, state)  # type: ignore[arg-type]
         assert model is not None
-        link.account.nbytes = sent
+        link.totals.nbytes = sent
         return w, model, state, link
 
     return World(size).run(main)

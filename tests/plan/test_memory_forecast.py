@@ -38,7 +38,7 @@ from manyhands.plan.memory_forecast import (
 )
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import autocast
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.schedules import max_in_flight
 from manyhands.split.stages import balance_stages
@@ -101,9 +101,11 @@ def measured(case: Case, micros: int, overlap: bool) -> int:
     flat = FlatParameters(case.model, lambda n, dtype: torch.zeros(n, dtype=dtype), 1 << 20)
     drawn = iter(range(100))
 
-    def next_loss() -> Micro:
+    def next_loss() -> MicroLoss:
         values, number = tuple(v.clone() for v in case.values), next(drawn)
-        return Micro(case.loss_of(case.model, values), len(values[0]), (number + 1) % micros == 0)
+        return MicroLoss(
+            case.loss_of(case.model, values), len(values[0]), (number + 1) % micros == 0
+        )
 
     replica = ModuleReplica(
         flat,

@@ -20,7 +20,7 @@ from manyhands.parallel.zero.full_state import model_state
 from manyhands.parallel.zero.memory_use import Peak
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from support.processes import PRELOAD
 
 STEPS, BATCH, LIMIT_S = 3, 12, 60.0
@@ -89,9 +89,9 @@ def trained(
         block_bytes=10**6,
     )
 
-    def next_loss() -> Micro:
+    def next_loss() -> MicroLoss:
         x = mine.pop(0)
-        return Micro(loss(model, x), len(x), True)
+        return MicroLoss(loss(model, x), len(x), True)
 
     replica = ModuleReplica(flat, ShardUpdate(flat, made), next_loss, nominal=BATCH, clip=0.5)
     peak = Peak(flat, made)

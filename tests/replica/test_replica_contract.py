@@ -192,7 +192,7 @@ def in_stages(group: Group, sizes: Sizes, make: Make, **options: Any) -> Built:
         flat,
         update,
         lambda: pytest.fail("a pipeline runs all micro-batches of a step itself"),
-        passes=lambda scaled: executor(scaled, batches),
+        run_micro_batches=lambda scaled: executor(scaled, batches),
         replica_group=whole,
         **finished(batches, update.optimizer, options),
     )

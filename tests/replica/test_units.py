@@ -13,7 +13,7 @@ from manyhands.data.sources import StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.thinned import ThinnedReplica, thinned
 from manyhands.replica.units import FoundUnits, find
 from manyhands.replica.update import WholeUpdate
@@ -169,7 +169,7 @@ def replica(
     plain = ModuleReplica(
         flat,
         WholeUpdate(flat, net, make(net.parameters())),
-        lambda: Micro(net(X).square().mean(), 8, True),
+        lambda: MicroLoss(net(X).square().mean(), 8, True),
         nominal=8,
     )
     found = find(net, flat, lambda: net(X).square().mean())
@@ -258,7 +258,7 @@ def test_a_network_without_such_layers_and_a_loop_of_ones_own_are_told_so() -> N
     plain = ModuleReplica(
         flat,
         WholeUpdate(flat, net, torch.optim.SGD(net.parameters(), lr=0.1)),
-        lambda: Micro(None, 0, True),
+        lambda: MicroLoss(None, 0, True),
         nominal=1,
     )
     batches: Any = None

@@ -33,7 +33,7 @@ from manyhands.exchange.inproc import (
 )
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from manyhands.server.clock import Clock
 from manyhands.server.inproc_store import InprocStore
@@ -143,12 +143,12 @@ class Rank:
             flat, self.update, self._next, nominal=nominal, ended=lambda: self.step >= total
         )
 
-    def _next(self) -> Micro:
+    def _next(self) -> MicroLoss:
         count = self.counts(self.rank, self.step)
         self.spend(self.step)
         self.step += 1
         if not count:
-            return Micro(None, 0, True)
+            return MicroLoss(None, 0, True)
         x, A, b = (
             torch.cat([self.model.u, self.model.v]),
             self.problem.A[self.rank],
@@ -163,7 +163,7 @@ class Rank:
             loss = loss + self.problem.noise * x @ torch.randn(
                 len(x), generator=g, dtype=torch.float64
             )
-        return Micro(loss, count, True)
+        return MicroLoss(loss, count, True)
 
     def point(self, values: Tensors | None = None) -> Tensor:
         """x of these flat vectors, without their padding."""

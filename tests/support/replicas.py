@@ -14,7 +14,7 @@ from manyhands.exchange.inproc import World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate
 
 Micros = Sequence[
@@ -77,13 +77,13 @@ def replica(
     """
     todo = [(micro, i == len(step) - 1) for step in steps for i, micro in enumerate(step)]
 
-    def next_loss() -> Micro:
+    def next_loss() -> MicroLoss:
         batch, last = todo.pop(0)
         if not len(batch):
-            return Micro(None, 0, last)
+            return MicroLoss(None, 0, last)
         got = loss(model, batch)
         value, count = got if isinstance(got, tuple) else (got, len(batch))
-        return Micro(value, count, last)
+        return MicroLoss(value, count, last)
 
     flat = FlatParameters(model, memory, bucket_bytes)
     made = optimizer(model.parameters())

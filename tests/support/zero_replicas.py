@@ -26,7 +26,7 @@ from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.update import WholeUpdate
 from support.compare import assert_tensors_close
 from support.paths import zoo_file
@@ -91,16 +91,16 @@ class NextLosses:
         self.todo = [(micro, i == len(step) - 1) for step in steps for i, micro in enumerate(step)]
         self.model, self.loss, self.borrow = model, loss, borrow
 
-    def __call__(self) -> Micro:
+    def __call__(self) -> MicroLoss:
         batch, last = self.todo.pop(0)
         count = len(batch[0])
         if not count and not self.borrow:
-            return Micro(None, 0, last)
+            return MicroLoss(None, 0, last)
         value = self.loss(
             self.model,
             batch if count else tuple(torch.zeros(1, *x.shape[1:], dtype=x.dtype) for x in batch),
         )
-        return Micro(value, count, last)
+        return MicroLoss(value, count, last)
 
 
 def spread(

@@ -94,7 +94,7 @@ class Checkpointing:
         model = active.consensus(self.replica, context.group)
         own = self.own.gather(active, model is not None)
         empty = Snapshot(round, {}, {}, {}, self.batches.position)
-        if context.rank != 0 and not update.part_only:
+        if context.rank != 0 and not update.slice_only:
             return empty
         tensors, optimizer_meta = update.save(
             lambda values: context.group.all_reduce(values).wait()

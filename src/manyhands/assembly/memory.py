@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.assembly.rank_context import RankContext, micro_batches
-from manyhands.assembly.strategies import updates_parts
+from manyhands.assembly.strategies import updates_slices
 from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import PlanError
@@ -113,7 +113,7 @@ def _setting(
 ) -> memory_forecast.Setting:
     """Of the plan, what memory depends on."""
     layout, agree = plan.layout, plan.strategy.replicas_agree
-    parted = layout.data if updates_parts(context, plan, agree, optimizer) else 1
+    parted = layout.data if updates_slices(context, plan, agree, optimizer) else 1
     trained = {p.dtype: 0 for p in model.parameters() if p.requires_grad}
     for p in model.parameters():
         trained[p.dtype] += p.numel() if p.requires_grad else 0

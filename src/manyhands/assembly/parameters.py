@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
-from manyhands.assembly.strategies import replicas_agree, updates_parts
+from manyhands.assembly.strategies import replicas_agree, updates_slices
 from manyhands.assembly.tables import RunTables, open_tables
 from manyhands.core import Plan
 from manyhands.errors import TaskError
@@ -26,7 +26,7 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.recompute import recompute
 from manyhands.replica.update import (
-    PartUpdate,
+    SliceUpdate,
     Update,
     WholeUpdate,
     has_sparse_gradients,
@@ -114,7 +114,7 @@ def _flat(
             gather_dtype=torch.bfloat16 if plan.precision == "bf16" else None,
         )
         return sharded, ShardUpdate(sharded, optimizer)
-    if not updates_parts(context, plan, replicas_agree(plan), optimizer):
+    if not updates_slices(context, plan, replicas_agree(plan), optimizer):
         flat = FlatParameters(module, context.allocate, bucket_bytes)
         _broadcast_start(context, flat)
         return flat, WholeUpdate(flat, module, optimizer)
@@ -130,7 +130,7 @@ def _flat(
     else:
         flat = FlatParameters(module, shared.allocate, bucket_bytes)
         _broadcast_start(context, flat)
-    return flat, PartUpdate(flat, module, optimizer, shared.own)
+    return flat, SliceUpdate(flat, module, optimizer, shared.own)
 
 
 def _broadcast_start(context: RankContext, flat: FlatParameters) -> None:

@@ -1,10 +1,9 @@
-"""Replica of a rank: the module replica, and the wrappers that the plan's strategies need around it."""
+"""Replica of a rank: the module replica, and the wrappers that the strategies of the plan need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from manyhands.replica.captured import CapturedReplica
 from manyhands.replica.distillation import student
 from manyhands.replica.module import ModuleReplica, NextLoss
 from manyhands.replica.thinned import thinned
+from manyhands.replica.wrapper import ReplicaWrapper
 
 
 def module_replica(
@@ -62,14 +62,14 @@ def module_replica(
         scaler=torch.amp.GradScaler(context.device.type) if plan.precision == "fp16" else None,
         # buckets sent among BatchNorm's own exchanges could come in another order on other ranks
         overlap=not synced,
-        left_out=[p for p in model.module.parameters() if not p.requires_grad],
+        frozen=[p for p in model.module.parameters() if not p.requires_grad],
         on_unused=notice_unused,
         ended=feed.limits.block_ends,
         steps_alone=not agree,
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
-        passes=None
+        run_micro_batches=None
         if model.pipeline is None
-        else PipelinePasses(context, model.pipeline, feed.batches),
+        else PipelineMicroBatches(context, model.pipeline, feed.batches),
         replica_group=None if part is None else part.replica_group(context, model.flat),
         schedule_at=(lambda: claims.latest.steps // size) if claims and shares else None,
         scheduled=start.position.steps // size,
@@ -105,7 +105,7 @@ class RowPush:
 
 
 @dataclass
-class PipelinePasses:
+class PipelineMicroBatches:
     """All forward and backward passes of a step, by the pipeline's schedule."""
 
     context: RankContext
@@ -125,8 +125,8 @@ class PipelinePasses:
 class Wrapped:
     """The replica that computes, and the one by which strategies make their state."""
 
-    replica: Any
-    known: Any
+    replica: ModuleReplica | ReplicaWrapper
+    known: ModuleReplica | ReplicaWrapper
 
 
 def wrapped(
@@ -140,7 +140,7 @@ def wrapped(
 ) -> Wrapped:
     """What the plan's strategies need: a student, a thinned replica, or a step as a CUDA graph."""
     used = strategies(plan).values()
-    replica: Any = plain
+    replica: ModuleReplica | ReplicaWrapper
     if any(strategy.distils for strategy in used):
         replica = student(plain, next_loss)
     else:
@@ -152,7 +152,7 @@ def wrapped(
             "merge=skeleton leaves out units of whole layers, which tensor=, pipe= and shard= "
             "split; leave them out"
         )
-    thin: Any = thinned(replica, model.module, next_loss, train)
+    thin = thinned(replica, model.module, next_loss, train)
     context.to_close.append(thin.close)
     context.notice(
         f"units of {', '.join(thin.names)} may be left out; everything else is on every rank"

@@ -15,7 +15,8 @@ from manyhands.exchange import algorithms, compression
 from manyhands.exchange.noise_scale import NoiseGauge
 from manyhands.exchange.shared import SharedGroup
 from manyhands.replica.module import ModuleReplica
-from manyhands.replica.update import can_part
+from manyhands.replica.update import can_slice
+from manyhands.replica.wrapper import ReplicaWrapper
 from manyhands.server.device_store import DeviceStore
 from manyhands.trainer_parts import ActiveStrategy
 
@@ -31,12 +32,12 @@ def replicas_agree(plan: Plan) -> bool:
     return all(strategy.replicas_agree for strategy in strategies(plan).values())
 
 
-def updates_parts(context: RankContext, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
+def updates_slices(context: RankContext, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
     """Whether the replicas of a host have one copy of the parameters, of which each updates a part."""
     # only the plain shared-memory group reduces in two phases
     plain = plan.codec is None and plan.algorithm == "native"
     agree = agree and plain and plan.precision != "fp16" and plan.layout.shard == 1
-    return isinstance(context.data_group.group, SharedGroup) and agree and can_part(optimizer)
+    return isinstance(context.data_group.group, SharedGroup) and agree and can_slice(optimizer)
 
 
 def first_word(plan: Plan, saved: Snapshot | None) -> str:
@@ -49,7 +50,7 @@ def first_word(plan: Plan, saved: Snapshot | None) -> str:
 def activate(
     context: RankContext,
     plan: Plan,
-    replica: ModuleReplica,
+    replica: ModuleReplica | ReplicaWrapper,
     word: str,
     tables: RunTables | None = None,
     saved: Snapshot | None = None,

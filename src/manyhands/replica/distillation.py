@@ -23,11 +23,11 @@ from manyhands.core import Tensors
 from manyhands.errors import TaskError
 from manyhands.replica import forward
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import Micro, ModuleReplica
+from manyhands.replica.module import MicroLoss, ModuleReplica
 from manyhands.replica.wrapper import ReplicaWrapper
 
 # (teachers, weight of the labels, share) -> the next loss
-DistilledLoss = Callable[[Sequence[Tensors], float, float], Micro]
+DistilledLoss = Callable[[Sequence[Tensors], float, float], MicroLoss]
 
 
 def check(next_loss: object) -> None:
@@ -78,10 +78,10 @@ class DistillationLoss:
     def __init__(self, flat: FlatParameters, task: forward.TaskLoss):
         self.flat, self.task = flat, task
 
-    def __call__(self, teachers: Sequence[Tensors], weight: float, share: float) -> Micro:
+    def __call__(self, teachers: Sequence[Tensors], weight: float, share: float) -> MicroLoss:
         batch = self.task.batches.next()
         if batch.values is None:
-            return Micro(None, 0, batch.last)
+            return MicroLoss(None, 0, batch.last)
         *inputs, target = forward._pair(batch.values)
         mean_probabilities = self.mean_probabilities(teachers, inputs)
         loss = self.task.loss
@@ -98,7 +98,7 @@ class DistillationLoss:
         )
         soft = soft.sum(1).mean() if taught else nothing
         total = (taught * (weight * hard + (1 - weight) * soft) + (rows - taught) * rest) / rows
-        return Micro(total if batch.count else total.nan_to_num(), batch.count, batch.last)
+        return MicroLoss(total if batch.count else total.nan_to_num(), batch.count, batch.last)
 
     @torch.no_grad()
     def mean_probabilities(self, teachers: Sequence[Tensors], inputs: Sequence[Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
-from manyhands.replica.module import Micro
+from manyhands.replica.module import MicroLoss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,12 +39,12 @@ class TaskLoss:
         self.module, self.batches, self.loss, self.step = module, batches, loss, step
         self.precision, self.device = precision, device
 
-    def __call__(self) -> Micro:
+    def __call__(self) -> MicroLoss:
         batch = self.batches.next()
         if batch.values is None:
-            return Micro(None, 0, batch.last)
+            return MicroLoss(None, 0, batch.last)
         loss, count = self.forward(batch.values, batch.count)
-        return Micro(loss, count, batch.last)
+        return MicroLoss(loss, count, batch.last)
 
     def forward(self, values: Any, count: int) -> tuple[Tensor, int]:
         with autocast(self.precision, self.device):

@@ -26,7 +26,7 @@ from manyhands.replica.update import Update, moments
 
 
 @dataclass
-class Micro:
+class MicroLoss:
     """Loss of one micro-batch: a mean over `count` samples; None where this rank has none left."""
 
     loss: Tensor | None
@@ -34,7 +34,7 @@ class Micro:
     last: bool  # the last micro-batch of this rank in the step
 
 
-NextLoss = Callable[[], Micro]
+NextLoss = Callable[[], MicroLoss]
 # Runs all micro-batches of a step: calls backward on scaled(loss, count) of each, and returns the
 # sum of loss * count and the sum of counts.
 RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
@@ -58,14 +58,14 @@ class ModuleReplica:
         schedule: LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
         overlap: bool = True,
-        left_out: Sequence[nn.Parameter] = (),
+        frozen: Sequence[nn.Parameter] = (),
         on_unused: Callable[[list[str]], None] = lambda names: None,
         ended: Callable[[], bool] = lambda: False,
         steps_alone: bool = False,
         on_window: Callable[[ModuleReplica], None] | None = None,
         schedule_at: Callable[[], int] | None = None,
         scheduled: int = 0,
-        passes: RunMicroBatches | None = None,
+        run_micro_batches: RunMicroBatches | None = None,
         replica_group: ReplicaGroup | None = None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
@@ -73,7 +73,7 @@ class ModuleReplica:
         self.nominal, self.schedule, self.scaler = nominal, schedule, scaler
         # the ranks over which this replica is split; None: this rank holds all of it
         self.replica_group = replica_group or flat.replica_group
-        self.window = GradientWindow(flat, overlap, left_out, on_unused)
+        self.window = GradientWindow(flat, overlap, frozen, on_unused)
         self.optimizer_step = OptimizerStep(
             flat,
             update,
@@ -90,7 +90,7 @@ class ModuleReplica:
         self.in_block = False  # between two local steps of a strategy
         self.closing = False  # further steps only end a block; they are no steps of the run
         self._ended = ended  # whether the run is at its end
-        self._run_micro_batches = passes
+        self._run_micro_batches = run_micro_batches
         self._on_window = on_window  # called after a step's last backward pass
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class ModuleReplica:
 
     @property
     def updates_slice(self) -> bool:
-        return self.update.part_only
+        return self.update.slice_only
 
     @property
     def params(self) -> Tensors:

@@ -1,6 +1,6 @@
 """Update: applies the merged gradient with the user's optimizer, whole or by slices.
 
-`WholeUpdate` leaves the optimizer on the module's parameters. `PartUpdate` gives it, instead of
+`WholeUpdate` leaves the optimizer on the module's parameters. `SliceUpdate` gives it, instead of
 each parameter, the slices of it that this rank owns. For optimizers that treat every element by
 itself this changes no bit of the result, but each of M ranks does 1/M of the work and keeps 1/M of
 the optimizer's state. Both save state by parameter name, so checkpoints of the two are the same.
@@ -23,7 +23,7 @@ from manyhands.replica.flat import FlatParameters, ParameterView
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # treat each element by itself, have no state before the first step
-PARTED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # their state per element; a rank that owns nothing cannot know which of them are in use
 PER_ELEMENT = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -34,7 +34,7 @@ class Update(Protocol):
     """Applies the merged gradient; saves and loads optimizer state by parameter name."""
 
     optimizer: Optimizer
-    part_only: bool  # each rank updates only the slices that it owns
+    slice_only: bool  # each rank updates only the slices that it owns
     placed: list[int]  # the views whose gradients the last `place` returned
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
@@ -53,7 +53,7 @@ class Update(Protocol):
 class WholeUpdate:
     """Every rank updates all parameters."""
 
-    part_only = False
+    slice_only = False
 
     def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
         self.flat, self.module, self.optimizer = flat, module, optimizer
@@ -89,13 +89,13 @@ class _Slice:
     stop: int
 
 
-class PartUpdate:
+class SliceUpdate:
     """Each rank updates the slices it owns.
 
     `own(vector)` lists them for a flat vector; they are the same for values and gradients.
     """
 
-    part_only = True
+    slice_only = True
 
     def __init__(
         self,
@@ -238,10 +238,10 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
     return new
 
 
-def can_part(optimizer: Optimizer) -> bool:
+def can_slice(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
     chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
-    return type(optimizer) in PARTED and not optimizer.state and not chosen
+    return type(optimizer) in ELEMENTWISE and not optimizer.state and not chosen
 
 
 def has_sparse_gradients(module: nn.Module) -> bool:

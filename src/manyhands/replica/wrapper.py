@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from manyhands.core import OnReady, Tensors
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
+
+if TYPE_CHECKING:
+    from manyhands.core import (
+        GradientReplica,
+        LoopReplica,
+        PartialStepReplica,
+        ServedReplica,
+        Student,
+    )
+    from manyhands.replica.distillation import StudentReplica
+    from manyhands.replica.thinned import ThinnedStudent
 
 
 class ReplicaWrapper:
@@ -112,3 +124,12 @@ class ReplicaWrapper:
 
     def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
         return self.inner.holding(values)
+
+
+if TYPE_CHECKING:
+
+    def _has_all_protocols(
+        replica: ModuleReplica | ReplicaWrapper, student: StudentReplica | ThinnedStudent
+    ) -> tuple[GradientReplica, PartialStepReplica, ServedReplica, LoopReplica, Student]:
+        """Only for mypy: every replica here fulfils the protocols of `core`."""
+        return replica, replica, replica, replica, student

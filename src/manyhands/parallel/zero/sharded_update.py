@@ -64,7 +64,7 @@ def check(optimizer: Optimizer, axis: str = "shard") -> None:
 class ShardUpdate:
     """`Update` of a sharded replica."""
 
-    part_only = False  # between replicas every rank updates all that it holds
+    slice_only = False  # between replicas every rank updates all that it holds
 
     def __init__(self, flat: ShardedParameters, optimizer: Optimizer):
         check(optimizer)
