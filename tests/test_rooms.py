@@ -32,7 +32,7 @@ ROOMS = (
 )
 READS_ENVIRONMENT = {
     "launch/environment.py": None,
-    "datasets.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"},
+    "datasets/folders.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"},
 }
 # model parallelism inside a replica is built on these; they take a mesh and never open a connection
 # themselves

@@ -1,38 +1,41 @@
-"""Errors: everything manyhands raises on purpose.
+"""Exceptions: everything manyhands raises on purpose.
 
     ManyhandsError
     +-- PlanError        a plan word that is unknown, impossible or without effect (also ValueError)
-    +-- TaskError        the user's task cannot be trained as it stands            (also ValueError)
-    +-- PeerLost         another rank died or never came; the round did not happen
-    +-- ServerLost       a parameter server died, is not there or does not answer in time
+    +-- TaskError        the task cannot be trained as written                     (also ValueError)
+    +-- PeerLost         another rank died or did not respond in time
+    +-- ServerLost       a parameter server died, or does not respond in time
     +-- StoreError       a server refused a request: wrong ids, memory limit       (also ValueError)
-    |   +-- NotFinite    ... because updates in it are NaN or infinite
-    +-- Deadlock         ranks wait for each other for ever, or exchange different things
+    |   +-- NotFinite    ... because its values are NaN or infinite
+    +-- Deadlock         ranks wait for each other, or exchange different things
     +-- Diverged         loss or parameters are NaN or infinite
-    +-- CheckpointError  a checkpoint is damaged, or of another model
-    +-- RunBusy          the run directory belongs to a live run
+    +-- CheckpointError  a checkpoint is missing, damaged, or of another model
+    +-- RunBusy          the run directory is in use by another run
     +-- LaunchError      processes could not be started, or one of them failed
 
-Each message says what was given, what is needed and what to do.
+Each message says what was given, what is needed and what to do:
+
+    rank 1 sent no heartbeat for 10 s, so the coordinator removed it (lease_s=10). If it was only
+    paused, raise lease_s; otherwise look at rank 1's log.
 """
 
 
 class ManyhandsError(Exception):
-    """Root of the tree."""
+    """Base class of all exceptions of manyhands."""
 
 
 class PlanError(ManyhandsError, ValueError):
-    """A plan that cannot be run as written."""
+    """The plan cannot be run as written: a word is unknown, impossible or without effect."""
 
 
 class TaskError(ManyhandsError, ValueError):
-    """A task that cannot be trained as it stands."""
+    """The task cannot be trained as written."""
 
 
 class PeerLost(ManyhandsError):
-    """Another rank died or did not come in time.
+    """Another rank died or did not respond in time; the round was not completed.
 
-    `ranks` are the guilty ones, as far as this rank can tell.
+    `ranks` are the ranks that are lost, as far as this rank knows.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
@@ -41,22 +44,22 @@ class PeerLost(ManyhandsError):
 
 
 class ServerLost(ManyhandsError):
-    """A parameter server died, is not there or did not answer in time.
+    """A parameter server died, cannot be reached or did not respond in time.
 
-    The message names it, the table and the operation.
+    The message names the server, the table and the operation.
     """
 
 
 class StoreError(ManyhandsError, ValueError):
-    """A request that a store refused; its tables are as before."""
+    """A parameter server refused a request; its tables are unchanged."""
 
 
 class NotFinite(StoreError):
-    """Updates that a store refused because some of them are NaN or infinite."""
+    """A parameter server refused a push because some of its values are NaN or infinite."""
 
 
 class Deadlock(ManyhandsError):
-    """Ranks wait for ranks that will not come, or do not exchange the same thing."""
+    """Ranks wait for each other, or exchange different things in one call."""
 
 
 class Diverged(ManyhandsError):
@@ -64,17 +67,17 @@ class Diverged(ManyhandsError):
 
 
 class CheckpointError(ManyhandsError):
-    """A checkpoint that cannot be used."""
+    """A checkpoint is missing, damaged, or of another model."""
 
 
 class RunBusy(ManyhandsError):
-    """The run directory is in use by a live run."""
+    """The run directory is in use by another run."""
 
 
 class LaunchError(ManyhandsError):
     """Processes could not be started, or one of them failed.
 
-    `exit_code` is what the command should exit with.
+    `exit_code` is the exit code that the command should return.
     """
 
     def __init__(self, message: str, exit_code: int = 1):

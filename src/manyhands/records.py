@@ -1,4 +1,10 @@
-"""What is written down of a run: where it stands, what it is to reach, what happened, and all of it at the end of a round."""
+"""Records: plain data types of a run that all packages share and that import nothing of ours.
+
+Plan, Layout        what to run, and on which ranks
+Position, Goal      how far training is, and what it is to reach
+Event, Snapshot     one thing that happened; the whole state at the end of a round
+ProcessInfo, Job    this process among all; the processes to start
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands in the data, counted over all ranks: free of how many ranks there are."""
+    """Position in the data, counted over all ranks and independent of their number."""
 
     epoch: int = 0
     offset: int = 0  # samples of this epoch already consumed
@@ -23,7 +29,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Goal:
-    """A number to reach: `accuracy:0.88` is at least that, `-loss:0.3` at most; `epoch:5` and `step:1000` are goals too."""
+    """Goal: a number to reach. `accuracy:0.88` is at least that, `-loss:0.3` at most.
+
+    `epoch:5` and `step:1000` are goals too.
+    """
 
     name: str
     bound: float
@@ -48,10 +57,11 @@ class Goal:
 
 @dataclass
 class Snapshot:
-    """All of a run at the end of a round, by parameter name: free of layout, world size and buffers.
+    """Snapshot: the whole state of a run at the end of a round, by parameter name.
 
-    `params` is the one model that the ranks stand for. What is a rank's own (its model where replicas differ, its
-    momentum, its error feedback) stands in `ranks` under "<rank>/<kind>/<name>", or "*/..." where all ranks have the same.
+    It depends on no layout, world size or buffer. `params` is the merged model of all ranks. State
+    that each rank has for itself (its model where replicas differ, its momentum, its error
+    feedback) is in `ranks` under "<rank>/<kind>/<name>", or "*/..." where all ranks have the same.
     """
 
     round: int
@@ -60,15 +70,17 @@ class Snapshot:
     state: Tensors
     position: Position
     rng: Tensors = field(default_factory=dict)  # "<rank>/<generator>" -> bytes
-    meta: dict[str, Any] = field(
-        default_factory=dict
-    )  # plain JSON: hyper-parameters, schedule, scaler, plan
+    # plain JSON: hyper-parameters, schedule, scaler, plan
+    meta: dict[str, Any] = field(default_factory=dict)
     ranks: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened on one rank. Text, JSONL, TensorBoard and traces are sinks of the same events."""
+    """Event: one thing that happened on one rank.
+
+    Text, JSONL, TensorBoard and traces are sinks of the same events.
+    """
 
     time_s: float
     rank: int
@@ -84,7 +96,7 @@ Emit = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class DataShard:
-    """What one rank owns after a split: rows and/or columns of the data; None: all of them."""
+    """Data shard: the rows and/or columns of the data that one rank owns; None: all of them."""
 
     rank: int
     size: int
@@ -94,7 +106,10 @@ class DataShard:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks on named axes. `data` is outermost: neighbours on the inner axes are neighbouring ranks."""
+    """Layout: ranks on named axes.
+
+    `data` is outermost: neighbours on the inner axes are neighbouring ranks.
+    """
 
     data: int = 1
     shard: int = 1
@@ -123,12 +138,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. One line of `key=value` words resolves to this; `plan.words` parses and prints it."""
+    """Plan: what to run; `plan.words` parses it from a line of `key=value` words and prints it."""
 
     layout: Layout
     strategy: Any  # a `core.Strategy`
     merge: str = "all_reduce"
-    then: str | None = None  # the rule to change to when `at` is reached
+    then: str | None = None  # the merge strategy to change to when `at` is reached
     next_strategy: Any = None
     at: Goal | None = None
     compress: str = "none"
@@ -136,9 +151,8 @@ class Plan:
     algorithm: str = "native"
     split: str = "shuffled"
     batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
-    micro: int | None = (
-        None  # micro-batches that a rank's batch is cut into; None: as many as a pipeline needs, else 1
-    )
+    # micro-batches of a rank's batch; None: as many as a pipeline needs, else 1
+    micro: int | None = None
     accumulate: int = 1
     epochs: float | None = None
     steps: int | None = None
@@ -150,24 +164,23 @@ class Plan:
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = (
-        "1f1b"  # in which order a pipeline's stages work
-    )
-    cut: str = "auto"  # of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a stage begins: a,b,c
-    sequence: bool = (
-        False  # under tensor=: what lies between split layers is split along the sequence
-    )
-    zero: Literal[1, 2, 3] = (
-        3  # what shard= splits: the optimizer's state, gradients too, parameters too
-    )
-    recompute: bool = False  # forget activations, and compute them again in backward
-    servers: int = 0  # processes that hold tables
-    lookahead: int = 1  # batches whose rows are fetched while one computes; 0: each fetches its own when it comes
+    # the order in which a pipeline's stages compute
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    # stages of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a
+    # stage begins: a,b,c
+    cut: str = "auto"
+    # under tensor=: activations between split layers are split along the sequence
+    sequence: bool = False
+    # what shard= splits: the optimizer's state, gradients too, parameters too
+    zero: Literal[1, 2, 3] = 3
+    recompute: bool = False  # drop activations, and compute them again in backward
+    servers: int = 0  # processes that store tables
+    # batches whose rows are prefetched while one computes; 0: none
+    lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
     cache_age: int = 8
-    embeddings: Literal["async", "sync"] = (
-        "async"  # each rank's rows are updated as it comes, or all ranks' of a step at once
-    )
+    # async: rows are updated push by push; sync: those of all ranks and one step together
+    embeddings: Literal["async", "sync"] = "async"
     threads: int | None = None
     bucket_mb: float = 8.0
     loaders: int | None = None
@@ -183,7 +196,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where this process stands among all processes; `launch.environment` reads it from whoever started us."""
+    """Process info: rank, world size and host; `launch.environment` reads it from the launcher."""
 
     rank: int = 0
     size: int = 1
@@ -195,7 +208,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher starts: `size` processes that each unpickle `payload` and call it."""
+    """Job: what a launcher starts, `size` processes that each unpickle `payload` and call it."""
 
     size: int
     payload: bytes
@@ -204,6 +217,11 @@ class Job:
 
 
 class Launcher(Protocol):
+    """Launcher: starts the processes of a job."""
+
     def launch(self, job: Job) -> dict[str, Any]:
-        """Run to the end and return what rank 0 returned; raise LaunchError with the first failing rank's words."""
+        """Run to the end and return what rank 0 returned.
+
+        Raises LaunchError with the message of the first rank that failed.
+        """
         ...

@@ -1,4 +1,7 @@
-"""What the user brings: a model, a loss, data, an optimizer. Nothing in it knows about other processes."""
+"""Task: what the user brings to a run, a model, a loss, data and an optimizer.
+
+A task knows nothing about other processes; the plan says how many there are.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,13 @@ Metric = Callable[[Any, Any], Tensor]
 
 
 class Callback:
-    """Override what you need; every method is called on every rank, `run` is the run it happens in. `on_checkpoint` comes when
-    the snapshot is taken; its folder is written in the background. `on_end` comes once, after the last evaluation and snapshot,
-    while links and servers are still there, also where a signal ended the run; a run that fails has `on_failure` in its place.
-    Ranks of one host may share one copy of the parameters: who changes them from here does so on one rank (`run.rank == 0`) only.
+    """Callback: override the methods you need; each is called on every rank with its run.
+
+    `on_checkpoint` is called when the snapshot is taken; its folder is written in the background.
+    `on_end` is called once, after the last evaluation and snapshot, while groups and servers are
+    still connected, also where a signal ended the run. A run that fails calls `on_failure` instead.
+    Ranks of one host may share one copy of the parameters: a callback that changes them does so on
+    one rank (`run.rank == 0`) only.
     """
 
     def on_round(self, run: Any, round: int, loss: Tensor) -> None: ...
@@ -37,10 +43,11 @@ class Callback:
 class Task:
     """One training task.
 
-    `loss(model(*inputs), target)` for batches (inputs..., target), or `step(model, batch)` returning the mean loss,
-    or the mean loss and the number it is a mean over (tokens, say). `batch` is what one rank computes at once.
-    `train` and `test` may be a tuple of tensors or arrays, a map-style Dataset, an IterableDataset or a DataLoader
-    (its dataset, collate function and batch size are used; the order comes from the plan's split).
+    Give `loss(model(*inputs), target)` for batches (inputs..., target), or `step(model, batch)`
+    returning the mean loss, or the mean loss and the number it is a mean over (tokens, say).
+    `batch` is what one rank computes at once. `train` and `test` may be a tuple of tensors or
+    arrays, a map-style Dataset, an IterableDataset or a DataLoader (its dataset, collate function
+    and batch size are used; the order comes from the plan's split).
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -56,24 +63,24 @@ class Task:
     schedule: Callable[[Optimizer], LRScheduler] | None = None  # stepped once per optimizer step
     clip: float | None = None
     seed: int = 0
-    name: str = ""  # said at the start of a run: what is trained on what
+    name: str = ""  # printed at the start of a run: what is trained on what
     callbacks: Sequence[Callback] = ()
-    tensor: Mapping[str, str] = field(
-        default_factory=dict
-    )  # modules by pattern -> column, row, ...: how tensor= splits them
-    ids: Callable[[Any], Mapping[str, Any]] | None = (
-        None  # of a batch: what its mh.Embedding tables will look up, by their names
-    )
+    # how tensor= splits modules: name pattern -> column, row, ...
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    # of a batch: the ids that its mh.Embedding tables will look up, by table name
+    ids: Callable[[Any], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
             given = "both" if self.loss is not None else "neither"
             raise TaskError(
-                f"Task needs either loss=(outputs, target) -> mean loss or step=(model, batch) -> mean loss; got {given}"
+                "Task needs either loss=(outputs, target) -> mean loss or "
+                f"step=(model, batch) -> mean loss; got {given}"
             )
         if self.metrics and self.loss is None:
             raise TaskError(
-                "metrics compare model(*inputs) with the target, but the task has step= and no loss=; give loss= instead of step="
+                "metrics compare model(*inputs) with the target, but the task has step= "
+                "and no loss=; give loss= instead of step="
             )
         if self.batch is not None and self.batch < 1:
             raise TaskError(
@@ -96,9 +103,8 @@ def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
         and outputs.ndim > 2
         and outputs.shape[2:] == target.shape[1:]
     ):
-        return (
-            (outputs.argmax(1) == target).float().mean()
-        )  # (N, classes, ...), as torch's cross_entropy takes it
+        # (N, classes, ...), as torch's cross_entropy accepts it
+        return (outputs.argmax(1) == target).float().mean()
     return (outputs.argmax(-1) == target).float().mean()
 
 
@@ -110,13 +116,14 @@ def build_model(task: Task) -> nn.Module:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise TaskError(
-            f"{type(model).__name__} has no parameter with requires_grad=True: there is nothing to train"
+            f"{type(model).__name__} has no parameter with requires_grad=True: "
+            "there is nothing to train"
         )
     return model
 
 
 def resolve(make: Task | Callable[[], Task], seed: int | None) -> tuple[Task, int]:
-    """Build the task with its random numbers fixed, so that every rank starts from the same weights."""
+    """Build the task with its random seed fixed: every rank starts from the same weights."""
     first = 0 if seed is None else seed
     task = _make(make, first)
     wanted = task.seed if seed is None else seed

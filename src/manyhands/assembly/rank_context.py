@@ -29,6 +29,8 @@ from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.launch.malloc import keep_freed_memory
 from manyhands.observe.events import Recorder, Sink
+from manyhands.observe.progress import Progress
+from manyhands.observe.tensorboard import TensorBoard
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.task import Callback
@@ -234,11 +236,7 @@ def _sinks(path: Path, process: ProcessInfo, options: Options) -> list[Sink]:
         return []
     sinks: list[Sink] = []
     if not options.quiet:
-        from manyhands.observe.progress import Progress
-
         sinks.append(Progress(sys.stdout))
     if options.tensorboard:
-        from manyhands.observe.tensorboard import TensorBoard
-
         sinks.append(TensorBoard(path))
     return sinks
