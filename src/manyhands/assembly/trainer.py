@@ -24,7 +24,7 @@ from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
 from manyhands.assembly.parameters import LocalModel, lay_out
 from manyhands.assembly.rank_context import RankContext
-from manyhands.assembly.replicas import module_replica, wrapped
+from manyhands.assembly.replica_setup import module_replica, wrapped
 from manyhands.assembly.resume import Start, start
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import activate, first_word, replicas_agree

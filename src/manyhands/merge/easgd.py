@@ -2,11 +2,11 @@
 
     every T steps:   e_i = alpha (x_i - c);   x_i <- x_i - e_i;   c <- c + sum_i e_i
 
-`alpha` is beta / M where it is not given; the elastic part is stable for 0 < alpha < 2 / (M + 1).
-A merge conserves the sum of all x_i and c, and multiplies the gap between mean x_i and c by 1 - (M
-+ 1) alpha. Costs one all-reduce of the model every T steps and one vector c. Replicas differ, so
-that they can explore; the centre is evaluated and saved. A rank without samples is pulled like any
-other.
+`alpha` is beta / M where it is not given; the elastic part is stable for 0 < alpha < 2 / (M + 1). A
+merge conserves the sum of all x_i and c. It multiplies the gap between mean x_i and c by the factor
+1 - (M + 1) alpha. Costs one all-reduce of the model every T steps and one vector c. Replicas
+differ, so that they can explore; the centre is evaluated and saved. A rank without samples is
+pulled like any other.
 
 Use it when replicas may differ and a flat, averaged solution is wanted; with momentum in the
 optimizer this is EAMSGD.
