@@ -74,7 +74,7 @@ def test_evaluate_every_n_steps_counts_steps_and_not_rounds(tmp_path: Path) -> N
     assert steps == [8, 12], "at the end of the block in which the fifth, and the tenth, step lies"
 
 
-def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
+def test_a_strategy_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
     tmp_path: Path,
 ) -> None:
     words = "then=diloco then.period=4 at=step:8 steps=24"
@@ -90,7 +90,7 @@ def test_a_rule_changes_at_a_step_and_the_checkpoint_knows_which_one_is_at_work(
     assert result.rounds == 8 + 24 // 4, "it goes on with the second rule"
 
 
-def test_a_rule_changes_when_a_metric_says_so(tmp_path: Path) -> None:
+def test_a_strategy_changes_when_a_metric_says_so(tmp_path: Path) -> None:
     mh.train(
         task,
         "then=local_sgd at=accuracy:0.8 evaluate=2 steps=40",
@@ -196,7 +196,7 @@ def weights(run: Path) -> Tensor:
     return torch.cat([v.flatten() for v in saved.params.values()])
 
 
-def test_resumed_right_where_its_rule_changes_it_changes_first(tmp_path: Path) -> None:
+def test_resumed_right_where_its_strategy_changes_it_changes_first(tmp_path: Path) -> None:
     words = "merge=local_sgd merge.period=4 then=diloco then.period=4 at=epoch:1"
     mh.train(task, f"{words} epochs=2", directory=tmp_path / "whole", quiet=True)
     mh.train(task, f"{words} epochs=1", directory=tmp_path / "halves", quiet=True)
@@ -204,7 +204,7 @@ def test_resumed_right_where_its_rule_changes_it_changes_first(tmp_path: Path) -
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
 
 
-def test_a_rule_can_be_followed_by_itself_with_other_options(tmp_path: Path) -> None:
+def test_a_strategy_can_be_followed_by_itself_with_other_options(tmp_path: Path) -> None:
     words = "merge=local_sgd merge.period=1 then=local_sgd then.period=6 at=epoch:1 epochs=2"
     assert mh.train(task, words, directory=tmp_path / "run", quiet=True).rounds == 12 + 2
 
@@ -266,7 +266,7 @@ def test_a_schedule_counts_the_steps_of_a_loop_and_not_the_end_of_its_block(tmp_
 
 
 @pytest.mark.parametrize("rule", ["admm", pytest.param("robust", marks=pytest.mark.slow)])
-def test_half_precision_trains_as_full_does_where_a_rule_works_on_gradients(
+def test_half_precision_trains_as_full_does_where_a_strategy_works_on_gradients(
     rule: str, tmp_path: Path
 ) -> None:
     """The loss scale is in the gradients a rule sees, and an overflow at first is no reason to stop

@@ -78,7 +78,7 @@ def test_the_changelog_has_a_place_for_what_comes_next() -> None:
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)
-def test_every_rule_has_its_paper(rule: str) -> None:
+def test_every_strategy_has_its_paper(rule: str) -> None:
     rows = [
         line
         for line in (REPOSITORY / "docs/papers.md").read_text().splitlines()

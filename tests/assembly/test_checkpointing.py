@@ -257,7 +257,7 @@ def rank(
         context.data_group,
         plan.strategy.init(replica),
     )
-    walk = SimpleNamespace(position=Position(1, 5, 7))
+    batches = SimpleNamespace(position=Position(1, 5, 7))
     # of the whole model, as far as matrices are split: which of them are its own, a rank of a
     # pipeline knows by its module
     at, no_stages = layout.coordinates(group.rank), dataclasses.replace(layout, data=1, pipe=1)
@@ -276,7 +276,7 @@ def rank(
         plan,
         module,
         replica,
-        cast(Any, walk),
+        cast(Any, batches),
         8,
         {"seed": 1},
         resharding=assembled,
@@ -498,7 +498,7 @@ def test_in_the_same_layout_each_rank_takes_its_own_back(tmp_path: Path) -> None
     }  # the centre once for both replicas
 
 
-def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the_rules_state(
+def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the_strategys_state(
     tmp_path: Path,
 ) -> None:
     start(tmp_path)
@@ -519,7 +519,7 @@ def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the
 
 
 @pytest.mark.parametrize("words", ["pipe=2", "data=4", "alone"])
-def test_in_another_layout_what_the_rule_kept_starts_anew_and_that_is_said(
+def test_in_another_layout_what_the_strategy_kept_starts_anew_and_that_is_said(
     tmp_path: Path, words: str
 ) -> None:
     start(tmp_path)

@@ -79,7 +79,7 @@ def test_one_process_learns_the_bits_of_a_dense_embedding(shape: tuple[int, ...]
     assert torch.equal(torch.stack([rows_of(held)[i] for i in range(12)]), theirs.weight)
 
 
-def test_gradients_of_an_id_that_repeats_are_summed_before_the_rule() -> None:
+def test_gradients_of_an_id_that_repeats_are_summed_before_the_optimizer() -> None:
     model = Embedding("rows", 2, optimizer="adagrad", lr=1.0, init="zeros")
     held = attached(model)
     out = model(torch.tensor([3, 8, 3, 3]))
@@ -406,7 +406,7 @@ def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(
     ("options", "named"),
     [({"optimizer": "nesterof"}, "nesterof"), ({"optimizer": "sgd", "epsilon": 1.0}, "epsilon")],
 )
-def test_an_unknown_rule_or_option_is_refused_when_the_table_is_made(
+def test_an_unknown_optimizer_or_option_is_refused_when_the_table_is_made(
     options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(StoreError, match=named):

@@ -78,7 +78,7 @@ def columns(n: int = 40) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def walk(batch: int = 8, n: int = 40) -> IndexedBatches:
+def batch_iterator(batch: int = 8, n: int = 40) -> IndexedBatches:
     data = columns(n)
     return IndexedBatches(
         TensorSource(data, torch.device("cpu")),
@@ -95,7 +95,11 @@ def trained(
     model = Model()
     tables = EmbeddingTables(model, store, **options)
     tables.attach()
-    batches = walk() if lookahead is None else PrefetchedBatches(walk(), tables, lookahead)
+    batches = (
+        batch_iterator()
+        if lookahead is None
+        else PrefetchedBatches(batch_iterator(), tables, lookahead)
+    )
     losses = []
     for _ in range(steps):
         for _ in range(accumulate):
@@ -305,10 +309,10 @@ def test_tables_whose_names_begin_alike_each_get_their_own_rows_back() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_batches_drawn_ahead_do_not_move_the_position_of_the_run(lookahead: int) -> None:
-    plain = walk()
+    plain = batch_iterator()
     tables = EmbeddingTables(Model(), Counted())
     tables.attach()
-    ahead = PrefetchedBatches(walk(), tables, lookahead)
+    ahead = PrefetchedBatches(batch_iterator(), tables, lookahead)
     assert ahead.position == plain.position == Position()
     for _ in range(12):
         a, b = ahead.next(), plain.next()
@@ -320,7 +324,7 @@ def test_batches_drawn_ahead_do_not_move_the_position_of_the_run(lookahead: int)
 # -- several ranks --
 
 
-def test_gradients_held_together_equal_one_process() -> None:
+def test_gradients_pending_together_equal_one_process() -> None:
     """Two ranks, each with half of every batch and a loss scaled by its share, and a rule that is
     not linear.
     """

@@ -65,10 +65,10 @@ Outcomes = dict[
 ]  # (observed, check) -> hash of the results, or what went wrong
 
 
-def run_checks(link: Group) -> Outcomes:
+def run_checks(group: Group) -> Outcomes:
     outcomes: Outcomes = {}
     for observed in (False, True):
-        over = ObservedGroup(link, lambda event: None) if observed else link
+        over = ObservedGroup(group, lambda event: None) if observed else group
         for name, f in (OBSERVED if observed else CHECKS).items():
             try:
                 digest = hashlib.sha256()
@@ -78,7 +78,7 @@ def run_checks(link: Group) -> Outcomes:
                     )
                 outcomes[observed, name] = digest.hexdigest()
             except Exception:  # the ranks are out of step now: what follows would only confuse
-                outcomes[observed, name] = f"rank {link.rank}:\n{traceback.format_exc()}"
+                outcomes[observed, name] = f"rank {group.rank}:\n{traceback.format_exc()}"
                 return outcomes
     return outcomes
 
@@ -92,9 +92,9 @@ def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
         wait_for_workers=False,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    link = case.connect(rank, store)
-    outcomes = run_checks(link)
-    link.close()
+    group = case.connect(rank, store)
+    outcomes = run_checks(group)
+    group.close()
     left = [p.name for p in segments.directory().glob(f"{segments.PREFIX}{os.getpid()}-*")]
     parent.send((outcomes, left))
 
@@ -102,9 +102,9 @@ def be_a_rank(case: Case, rank: int, port: int, parent: Connection) -> None:
 @functools.cache
 def outcomes_of(case: Case) -> list[Outcomes]:
     """Every rank's outcomes."""
-    if case.link == "solo":
+    if case.kind == "solo":
         return [run_checks(SoloGroup())]
-    if case.link == "inproc":
+    if case.kind == "inproc":
         return World(case.size).run(run_checks)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [start(be_a_rank, (case, rank, store.port)) for rank in range(case.size)]
@@ -146,19 +146,19 @@ def assert_kept(case: Case, name: str, observed: bool) -> None:
     assert len(set(outcomes)) == 1, f"ranks hold different bits: {outcomes}"
 
 
-@pytest.mark.parametrize("case", some(lambda c: c.link not in ("solo", "inproc")))
+@pytest.mark.parametrize("case", some(lambda c: c.kind not in ("solo", "inproc")))
 def test_no_shared_memory_is_left_behind(case: Case) -> None:
     assert [mine[False, "shared memory"] for mine in outcomes_of(case)] == ["[]"] * case.size
 
 
-@pytest.mark.parametrize("case", some(lambda c: c.link in ("solo", "inproc")))
-def test_every_link_is_a_group(case: Case) -> None:
+@pytest.mark.parametrize("case", some(lambda c: c.kind in ("solo", "inproc")))
+def test_every_kind_is_a_group(case: Case) -> None:
     links: list[Any] = (
-        [SoloGroup()] if case.link == "solo" else World(case.size).run(lambda link: link)
+        [SoloGroup()] if case.kind == "solo" else World(case.size).run(lambda group: group)
     )
-    for rank, link in enumerate(links):
-        assert isinstance(link, Group) and (link.rank, link.size) == (rank, case.size)
-        assert isinstance(ObservedGroup(link, lambda event: None), Group)
+    for rank, group in enumerate(links):
+        assert isinstance(group, Group) and (group.rank, group.size) == (rank, case.size)
+        assert isinstance(ObservedGroup(group, lambda event: None), Group)
 
 
 def test_who_is_alone_swaps_with_nobody_else() -> None:

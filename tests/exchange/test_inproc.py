@@ -16,8 +16,8 @@ from manyhands.exchange.inproc import InprocGroup, World
 Trace = list[tuple[int, float, str]]
 
 
-def reduce_once(link: Group, numel: int = 2) -> None:
-    link.all_reduce({"w": torch.ones(numel)}).wait()
+def reduce_once(group: Group, numel: int = 2) -> None:
+    group.all_reduce({"w": torch.ones(numel)}).wait()
 
 
 def traced(world: World) -> Trace:
@@ -26,17 +26,17 @@ def traced(world: World) -> Trace:
     """
     trace: Trace = []
 
-    def main(link: InprocGroup) -> None:
-        x = torch.full((3,), float(link.rank))
+    def main(group: InprocGroup) -> None:
+        x = torch.full((3,), float(group.rank))
         for turn in range(4):
-            world.spend(link.rank, 0.3 * (link.rank * 5 % 3) + 0.1)
-            trace.append((link.rank, world.now[link.rank], f"computed {turn}"))
-            work = link.all_reduce({"x": x}, "mean")
-            world.spend(link.rank, 0.25)
+            world.spend(group.rank, 0.3 * (group.rank * 5 % 3) + 0.1)
+            trace.append((group.rank, world.now[group.rank], f"computed {turn}"))
+            work = group.all_reduce({"x": x}, "mean")
+            world.spend(group.rank, 0.25)
             work.wait()
-            trace.append((link.rank, world.now[link.rank], f"reduced {turn}: {x.tolist()}"))
-            link.swap({"x": x}, [(link.rank - 1) % link.size, (link.rank + 1) % link.size])
-            trace.append((link.rank, world.now[link.rank], f"swapped {turn}"))
+            trace.append((group.rank, world.now[group.rank], f"reduced {turn}: {x.tolist()}"))
+            group.swap({"x": x}, [(group.rank - 1) % group.size, (group.rank + 1) % group.size])
+            trace.append((group.rank, world.now[group.rank], f"swapped {turn}"))
 
     world.run(main)
     return trace
@@ -53,10 +53,10 @@ def test_the_same_run_gives_the_same_trace() -> None:
 def test_the_turn_goes_to_the_smallest_time_and_then_the_smallest_rank() -> None:
     world, seen = World(3), []
 
-    def main(link: InprocGroup) -> None:
+    def main(group: InprocGroup) -> None:
         for _ in range(3):
-            world.spend(link.rank, 3.0 - link.rank)
-            seen.append((world.now[link.rank], link.rank))
+            world.spend(group.rank, 3.0 - group.rank)
+            seen.append((world.now[group.rank], group.rank))
 
     world.run(main)
     assert seen == sorted(seen)
@@ -65,27 +65,27 @@ def test_the_turn_goes_to_the_smallest_time_and_then_the_smallest_rank() -> None
 def test_exactly_one_rank_runs_at_a_time() -> None:
     world, inside = World(4), threading.Lock()
 
-    def main(link: InprocGroup) -> None:
+    def main(group: InprocGroup) -> None:
         for _ in range(50):
             assert inside.acquire(blocking=False), "two ranks run at once"
             torch.ones(1000).sum()
             inside.release()
-            reduce_once(link)
+            reduce_once(group)
 
     world.run(main)
 
 
 def test_every_rank_returns_its_own_result() -> None:
-    assert World(4).run(lambda link: link.rank * 10) == [0, 10, 20, 30]
+    assert World(4).run(lambda group: group.rank * 10) == [0, 10, 20, 30]
 
 
 def test_one_tick_a_call() -> None:
     world = World(3)
 
-    def main(link: InprocGroup) -> None:
-        reduce_once(link)
-        link.swap({"w": torch.ones(1)}, [])
-        reduce_once(link)
+    def main(group: InprocGroup) -> None:
+        reduce_once(group)
+        group.swap({"w": torch.ones(1)}, [])
+        reduce_once(group)
 
     world.run(main)
     assert world.now == [3.0, 3.0, 3.0]
@@ -101,12 +101,12 @@ def test_an_exchange_is_paid_for_only_as_far_as_it_is_not_hidden() -> None:
 
     world = World(2, cost)
 
-    def main(link: InprocGroup) -> None:
+    def main(group: InprocGroup) -> None:
         world.spend(
-            link.rank, 1.0 + link.rank
+            group.rank, 1.0 + group.rank
         )  # the slower one comes at 2: the exchange lasts from 2 to 6
-        work = link.all_reduce({"w": torch.ones(10)})
-        world.spend(link.rank, 1.0 + 2 * link.rank)  # rank 0 waits from 2 on, rank 1 from 5 on
+        work = group.all_reduce({"w": torch.ones(10)})
+        world.spend(group.rank, 1.0 + 2 * group.rank)  # rank 0 waits from 2 on, rank 1 from 5 on
         work.wait()
 
     world.run(main)
@@ -127,9 +127,9 @@ def test_a_barrier_ends_when_the_last_rank_has_come_and_costs_no_bytes() -> None
 
     world = World(3, cost)
 
-    def main(link: InprocGroup) -> None:
-        world.spend(link.rank, 1.0 + link.rank)
-        link.barrier()
+    def main(group: InprocGroup) -> None:
+        world.spend(group.rank, 1.0 + group.rank)
+        group.barrier()
 
     world.run(main)
     assert asked == [("barrier", 0, 3)]
@@ -146,11 +146,11 @@ def test_a_broadcast_travels_like_an_all_reduce() -> None:
 
     world = World(2, cost)
 
-    def main(link: InprocGroup) -> float:
-        world.spend(link.rank, 1.0 + link.rank)
-        x = torch.full((10,), 7.0 + link.rank)
-        work = link.broadcast({"x": x}, source=1)
-        world.spend(link.rank, 1.0)
+    def main(group: InprocGroup) -> float:
+        world.spend(group.rank, 1.0 + group.rank)
+        x = torch.full((10,), 7.0 + group.rank)
+        work = group.broadcast({"x": x}, source=1)
+        world.spend(group.rank, 1.0)
         work.wait()
         return x.tolist()
 
@@ -161,7 +161,7 @@ def test_a_broadcast_travels_like_an_all_reduce() -> None:
 
 def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock() -> None:
     with pytest.raises(Deadlock, match=r"rank 0 waits in barrier #0 for rank 1; rank 1 finished"):
-        World(2).run(lambda link: link.barrier() if link.rank == 0 else None)
+        World(2).run(lambda group: group.barrier() if group.rank == 0 else None)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +179,20 @@ def test_a_barrier_that_one_rank_leaves_out_is_a_deadlock() -> None:
 )
 def test_a_barrier_or_broadcast_against_another_call_is_refused(call, needed: str) -> None:
     with pytest.raises(Deadlock, match=needed):
-        World(2).run(lambda link: reduce_once(link) if link.rank == 0 else call(link))
+        World(2).run(lambda group: reduce_once(group) if group.rank == 0 else call(group))
 
 
 def test_broadcasts_from_different_sources_are_refused() -> None:
     with pytest.raises(Deadlock, match="different sources"):
-        World(2).run(lambda link: link.broadcast({"w": torch.ones(2)}, link.rank).wait())
+        World(2).run(lambda group: group.broadcast({"w": torch.ones(2)}, group.rank).wait())
 
 
 def test_waiting_for_a_slow_rank_is_told_from_exchange() -> None:
     world = World(2)
 
-    def main(link: InprocGroup) -> None:
-        world.spend(link.rank, 5.0 * link.rank)
-        link.swap({"w": torch.ones(1)}, [1 - link.rank])
+    def main(group: InprocGroup) -> None:
+        world.spend(group.rank, 5.0 * group.rank)
+        group.swap({"w": torch.ones(1)}, [1 - group.rank])
 
     world.run(main)
     assert world.busy == [
@@ -204,8 +204,8 @@ def test_waiting_for_a_slow_rank_is_told_from_exchange() -> None:
 def test_all_reduces_follow_each_other_on_the_link() -> None:
     world = World(2, lambda what, nbytes, peers: 3.0)
 
-    def main(link: InprocGroup) -> None:
-        for work in [link.all_reduce({"w": torch.ones(1)}) for _ in range(4)]:
+    def main(group: InprocGroup) -> None:
+        for work in [group.all_reduce({"w": torch.ones(1)}) for _ in range(4)]:
             work.wait()
 
     world.run(main)
@@ -213,10 +213,10 @@ def test_all_reduces_follow_each_other_on_the_link() -> None:
 
 
 def test_meta_tensors_travel_like_others() -> None:
-    def main(link: Group) -> torch.Size:
+    def main(group: Group) -> torch.Size:
         x = torch.empty(1000, 1000, device="meta")
-        link.all_reduce({"x": x}, "mean").wait()
-        return link.swap({"x": x}, [1 - link.rank])[0]["x"].shape
+        group.all_reduce({"x": x}, "mean").wait()
+        return group.swap({"x": x}, [1 - group.rank])[0]["x"].shape
 
     assert World(2).run(main) == [(1000, 1000)] * 2
 
@@ -230,21 +230,21 @@ def test_a_sender_goes_on_while_its_message_travels_and_its_port_is_busy() -> No
 
     world = World(3, cost)
 
-    def main(link: InprocGroup) -> float:
-        if link.rank == 0:
+    def main(group: InprocGroup) -> float:
+        if group.rank == 0:
             works = [
-                link.transfer({1: torch.ones(4), 2: torch.ones(2)}, {}),
-                link.transfer({1: torch.ones(1)}, {}),
+                group.transfer({1: torch.ones(4), 2: torch.ones(2)}, {}),
+                group.transfer({1: torch.ones(1)}, {}),
             ]
             sent_at = world.now[0]
             for work in works:
                 work.wait()
             return sent_at
-        world.spend(link.rank, 1.0)
-        link.transfer({}, {0: torch.zeros(6 - 2 * link.rank)}).wait()
-        came_at = world.now[link.rank]
-        if link.rank == 1:
-            link.transfer({}, {0: torch.zeros(1)}).wait()
+        world.spend(group.rank, 1.0)
+        group.transfer({}, {0: torch.zeros(6 - 2 * group.rank)}).wait()
+        came_at = world.now[group.rank]
+        if group.rank == 1:
+            group.transfer({}, {0: torch.zeros(1)}).wait()
         return came_at
 
     # the first is on the way from 0 to 4, the second, from the same port, from 4 to 6, the third to
@@ -258,32 +258,32 @@ def test_a_sender_goes_on_while_its_message_travels_and_its_port_is_busy() -> No
 def test_who_asks_before_anything_was_sent_waits_and_only_the_rest_is_exchange() -> None:
     world = World(2, lambda what, nbytes, peers: 2.0)
 
-    def main(link: InprocGroup) -> None:
-        if link.rank == 0:
+    def main(group: InprocGroup) -> None:
+        if group.rank == 0:
             world.spend(0, 5.0)
-            link.transfer({1: torch.ones(1)}, {})
+            group.transfer({1: torch.ones(1)}, {})
         else:
-            link.transfer({}, {0: torch.zeros(1)}).wait()
+            group.transfer({}, {0: torch.zeros(1)}).wait()
 
     world.run(main)
     assert world.busy[1] == {"compute": 0.0, "exchange": 2.0, "wait": 5.0}
 
 
 def test_transfers_are_not_counted_among_the_calls_that_all_ranks_make() -> None:
-    def main(link: Group) -> list[float]:
-        x = torch.full((1,), float(link.rank))
-        if link.rank < 2:
-            link.transfer({1 - link.rank: x.clone()}, {1 - link.rank: x}).wait()
-        link.all_reduce({"x": x}).wait()
+    def main(group: Group) -> list[float]:
+        x = torch.full((1,), float(group.rank))
+        if group.rank < 2:
+            group.transfer({1 - group.rank: x.clone()}, {1 - group.rank: x}).wait()
+        group.all_reduce({"x": x}).wait()
         return x.tolist()
 
     assert World(3).run(main) == [[3.0]] * 3
 
 
 def test_a_meta_tensor_is_transferred_like_others() -> None:
-    def main(link: Group) -> None:
+    def main(group: Group) -> None:
         x, into = torch.empty(1000, 1000, device="meta"), torch.empty(1000, 1000, device="meta")
-        link.transfer({1 - link.rank: x}, {1 - link.rank: into}).wait()
+        group.transfer({1 - group.rank: x}, {1 - group.rank: into}).wait()
 
     world = World(2, lambda what, nbytes, peers: nbytes)
     world.run(main)
@@ -294,10 +294,10 @@ def test_a_meta_tensor_is_transferred_like_others() -> None:
 
 
 def test_a_message_that_nobody_sends() -> None:
-    def main(link: Group) -> None:
-        if link.rank < 2:
-            link.transfer({1 - link.rank: torch.ones(1)}, {1 - link.rank: torch.ones(1)}).wait()
-            link.transfer({}, {r: torch.ones(1) for r in range(3) if r != link.rank}).wait()
+    def main(group: Group) -> None:
+        if group.rank < 2:
+            group.transfer({1 - group.rank: torch.ones(1)}, {1 - group.rank: torch.ones(1)}).wait()
+            group.transfer({}, {r: torch.ones(1) for r in range(3) if r != group.rank}).wait()
 
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
@@ -312,9 +312,9 @@ def test_a_message_that_nobody_asks_for() -> None:
     only.
     """
 
-    def main(link: Group) -> None:
-        link.transfer({1 - link.rank: torch.ones(1)}, {}).wait()
-        link.transfer({}, {1 - link.rank: torch.ones(1)}).wait()
+    def main(group: Group) -> None:
+        group.transfer({1 - group.rank: torch.ones(1)}, {}).wait()
+        group.transfer({}, {1 - group.rank: torch.ones(1)}).wait()
 
     with pytest.raises(
         Deadlock,
@@ -325,9 +325,9 @@ def test_a_message_that_nobody_asks_for() -> None:
 
 @pytest.mark.parametrize("into", [torch.ones(3), torch.ones(2, dtype=torch.int64)])
 def test_the_two_ends_of_a_message_must_agree(into: torch.Tensor) -> None:
-    def main(link: Group) -> None:
-        link.transfer(
-            {1: torch.ones(2)} if link.rank == 0 else {}, {0: into} if link.rank == 1 else {}
+    def main(group: Group) -> None:
+        group.transfer(
+            {1: torch.ones(2)} if group.rank == 0 else {}, {0: into} if group.rank == 1 else {}
         ).wait()
 
     other = f"{into.numel()} {str(into.dtype).removeprefix('torch.')}"
@@ -336,9 +336,9 @@ def test_the_two_ends_of_a_message_must_agree(into: torch.Tensor) -> None:
 
 
 def test_a_rank_that_finished_is_named_by_those_that_wait_for_it() -> None:
-    def main(link: Group) -> None:
-        for _ in range(4 if link.rank != 2 else 3):
-            reduce_once(link)
+    def main(group: Group) -> None:
+        for _ in range(4 if group.rank != 2 else 3):
+            reduce_once(group)
 
     with pytest.raises(Deadlock) as e:
         World(4).run(main)
@@ -348,11 +348,11 @@ def test_a_rank_that_finished_is_named_by_those_that_wait_for_it() -> None:
 
 
 def test_a_rank_that_waits_elsewhere_is_named_with_where() -> None:
-    def main(link: Group) -> None:
-        if link.rank == 0:
-            link.all_reduce({"w": torch.ones(2)})
-        if link.rank < 2:
-            reduce_once(link)
+    def main(group: Group) -> None:
+        if group.rank == 0:
+            group.all_reduce({"w": torch.ones(2)})
+        if group.rank < 2:
+            reduce_once(group)
 
     with pytest.raises(Deadlock) as e:
         World(3).run(main)
@@ -363,9 +363,9 @@ def test_a_rank_that_waits_elsewhere_is_named_with_where() -> None:
 
 
 def test_a_swap_with_a_rank_that_does_not_come() -> None:
-    def main(link: Group) -> None:
-        if link.rank < 2:
-            link.swap({"w": torch.ones(1)}, [(link.rank + 1) % 3, (link.rank + 2) % 3])
+    def main(group: Group) -> None:
+        if group.rank < 2:
+            group.swap({"w": torch.ones(1)}, [(group.rank + 1) % 3, (group.rank + 2) % 3])
 
     with pytest.raises(
         Deadlock,
@@ -376,12 +376,12 @@ def test_a_swap_with_a_rank_that_does_not_come() -> None:
 
 
 def test_different_calls_name_both_ranks_and_both_calls() -> None:
-    def main(link: Group) -> None:
-        reduce_once(link)
-        if link.rank == 0:
-            reduce_once(link, 5)
+    def main(group: Group) -> None:
+        reduce_once(group)
+        if group.rank == 0:
+            reduce_once(group, 5)
         else:
-            link.swap({"b": torch.ones(3, dtype=torch.int64)}, [0])
+            group.swap({"b": torch.ones(3, dtype=torch.int64)}, [0])
 
     with pytest.raises(Deadlock) as e:
         World(2).run(main)
@@ -399,37 +399,39 @@ def test_different_calls_name_both_ranks_and_both_calls() -> None:
         ({}, "of nothing: different names, shapes or dtypes"),
     ],
 )
-def test_different_tensors_do_not_meet(other: dict[str, torch.Tensor], reason: str) -> None:
+def test_different_tensors_do_not_match(other: dict[str, torch.Tensor], reason: str) -> None:
     with pytest.raises(Deadlock, match=reason):
         World(2).run(
-            lambda link: link.all_reduce({"w": torch.ones(2)} if link.rank == 0 else other).wait()
+            lambda group: group.all_reduce(
+                {"w": torch.ones(2)} if group.rank == 0 else other
+            ).wait()
         )
     with pytest.raises(Deadlock, match=reason):
         World(2).run(
-            lambda link: link.swap(
-                {"w": torch.ones(2)} if link.rank == 0 else other, [1 - link.rank]
+            lambda group: group.swap(
+                {"w": torch.ones(2)} if group.rank == 0 else other, [1 - group.rank]
             )
         )
 
 
-def test_different_ops_do_not_meet() -> None:
+def test_different_ops_do_not_match() -> None:
     with pytest.raises(Deadlock, match="different ops"):
         World(2).run(
-            lambda link: link.all_reduce(
-                {"w": torch.ones(2)}, "sum" if link.rank == 0 else "max"
+            lambda group: group.all_reduce(
+                {"w": torch.ones(2)}, "sum" if group.rank == 0 else "max"
             ).wait()
         )
 
 
 def test_a_swap_must_be_symmetric() -> None:
     with pytest.raises(Deadlock, match="more often than it is named itself"):
-        World(2).run(lambda link: link.swap({"w": torch.ones(2)}, [1] if link.rank == 0 else []))
+        World(2).run(lambda group: group.swap({"w": torch.ones(2)}, [1] if group.rank == 0 else []))
 
 
 @pytest.mark.parametrize("peer", [-1, 2])
 def test_a_swap_with_a_rank_that_is_not_there(peer: int) -> None:
     with pytest.raises(ValueError, match=f"swaps with rank {peer}, but ranks are 0 to 1"):
-        World(2).run(lambda link: link.swap({}, [peer]))
+        World(2).run(lambda group: group.swap({}, [peer]))
 
 
 # -- where a rank fails --
@@ -438,19 +440,19 @@ def test_a_swap_with_a_rank_that_is_not_there(peer: int) -> None:
 def test_what_a_rank_raises_comes_out_as_itself_and_the_others_unwind() -> None:
     before, left, error = threading.active_count(), [], KeyError("mine")
 
-    def main(link: Group) -> None:
+    def main(group: Group) -> None:
         try:
-            reduce_once(link)
-            if link.rank == 1:
+            reduce_once(group)
+            if group.rank == 1:
                 raise error
             try:
-                reduce_once(link)
+                reduce_once(group)
             except (
                 Exception
             ):  # unwinding is no Exception: a strategy's own handler does not stop it
                 left.append("swallowed")
         finally:
-            left.append(link.rank)
+            left.append(group.rank)
 
     with pytest.raises(KeyError) as e:
         World(4).run(main)
@@ -463,14 +465,14 @@ def test_what_a_rank_raises_comes_out_as_itself_and_the_others_unwind() -> None:
 def test_a_call_on_the_way_out_leaves_at_once() -> None:
     before = threading.active_count()
 
-    def main(link: Group) -> None:
+    def main(group: Group) -> None:
         try:
-            reduce_once(link)
-            if link.rank == 0:
+            reduce_once(group)
+            if group.rank == 0:
                 raise ValueError("first")
-            reduce_once(link)
+            reduce_once(group)
         finally:
-            reduce_once(link)
+            reduce_once(group)
 
     with pytest.raises(ValueError, match="first"):
         World(3).run(main)
@@ -480,18 +482,18 @@ def test_a_call_on_the_way_out_leaves_at_once() -> None:
 def test_no_thread_outlives_a_deadlock() -> None:
     before = threading.active_count()
     with pytest.raises(Deadlock):
-        World(8).run(lambda link: None if link.rank == 7 else reduce_once(link))
+        World(8).run(lambda group: None if group.rank == 7 else reduce_once(group))
     assert threading.active_count() == before
 
 
 def test_an_interrupt_ends_all_ranks() -> None:
     before = threading.active_count()
 
-    def main(link: Group) -> None:
-        if link.rank == 1:
+    def main(group: Group) -> None:
+        if group.rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
         while True:
-            reduce_once(link)
+            reduce_once(group)
 
     with pytest.raises(KeyboardInterrupt):
         World(3).run(main)
@@ -501,4 +503,4 @@ def test_an_interrupt_ends_all_ranks() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])
 def test_time_does_not_run_backwards(seconds: float) -> None:
     with pytest.raises(ValueError, match="backwards"):
-        World(1).run(lambda link: link.world.spend(0, seconds))
+        World(1).run(lambda group: group.world.spend(0, seconds))

@@ -29,23 +29,23 @@ def values() -> Tensors:
 
 
 def test_an_all_reduce_is_reported_when_its_wait_is_over() -> None:
-    link, events = watched()
-    link.round = 7
-    work = link.all_reduce(values())
-    link.round = 8
-    assert events == [] and (link.calls, link.nbytes, link.seconds) == (1, 64, 1.0)
+    group, events = watched()
+    group.round = 7
+    work = group.all_reduce(values())
+    group.round = 8
+    assert events == [] and (group.calls, group.nbytes, group.seconds) == (1, 64, 1.0)
     work.wait()
     assert events == [Event(98.0, 0, 7, "all_reduce", seconds=2.0, nbytes=64)], (
         "one second in the call, one in the wait"
     )
     work.wait()
-    assert len(events) == 1 and (link.calls, link.nbytes, link.seconds) == (1, 64, 2.0)
+    assert len(events) == 1 and (group.calls, group.nbytes, group.seconds) == (1, 64, 2.0)
 
 
 def test_a_swap_counts_its_bytes_once_a_peer() -> None:
-    def main(link: object) -> list[Event]:
+    def main(group: object) -> list[Event]:
         events: list[Event] = []
-        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
+        over = ObservedGroup(group, events.append)  # type: ignore[arg-type]
         over.swap(values(), [r for r in range(over.size) if r != over.rank])
         assert (over.calls, over.nbytes) == (1, 2 * 64)
         return events
@@ -55,9 +55,9 @@ def test_a_swap_counts_its_bytes_once_a_peer() -> None:
 
 
 def test_a_broadcast_counts_what_its_source_gives_and_a_barrier_nothing() -> None:
-    def main(link: object) -> list[Event]:
+    def main(group: object) -> list[Event]:
         events: list[Event] = []
-        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
+        over = ObservedGroup(group, events.append)  # type: ignore[arg-type]
         over.broadcast(values(), source=1).wait()
         over.barrier()
         assert (over.calls, over.nbytes) == (2, 64 if over.rank == 1 else 0)
@@ -71,9 +71,9 @@ def test_a_broadcast_counts_what_its_source_gives_and_a_barrier_nothing() -> Non
 
 
 def test_a_transfer_counts_what_is_given() -> None:
-    def main(link: object) -> list[Event]:
+    def main(group: object) -> list[Event]:
         events: list[Event] = []
-        over = ObservedGroup(link, events.append)  # type: ignore[arg-type]
+        over = ObservedGroup(group, events.append)  # type: ignore[arg-type]
         right, left = (over.rank + 1) % 3, (over.rank - 1) % 3
         over.transfer(
             {right: torch.ones(10), left: torch.ones(4)},
@@ -87,21 +87,21 @@ def test_a_transfer_counts_what_is_given() -> None:
 
 
 def test_totals_count_all_rounds_and_events_come_for_some() -> None:
-    link, events = watched(every=3)
-    for link.round in range(7):
-        link.all_reduce(values()).wait()
-        link.swap(values(), [])
+    group, events = watched(every=3)
+    for group.round in range(7):
+        group.all_reduce(values()).wait()
+        group.swap(values(), [])
     assert [e.round for e in events if e.name == "all_reduce"] == [0, 3, 6]
     assert [e.round for e in events if e.name == "swap"] == [0, 3, 6]
-    assert link.calls == 14 and link.seconds == 7 * 3.0
+    assert group.calls == 14 and group.seconds == 7 * 3.0
 
 
 def test_memory_is_that_of_the_group() -> None:
-    link = SharedGroup(0, 1, dist.HashStore())
-    placed = ObservedGroup(link, print).allocate(5, torch.int64)
-    assert placed.tolist() == [0] * 5 and link.own(placed) == [slice(0, 5)]
+    group = SharedGroup(0, 1, dist.HashStore())
+    placed = ObservedGroup(group, print).allocate(5, torch.int64)
+    assert placed.tolist() == [0] * 5 and group.own(placed) == [slice(0, 5)]
     with pytest.raises(ValueError, match="has owners"):
-        link.own(ObservedGroup(SoloGroup(), print).allocate(5, torch.int64))
+        group.own(ObservedGroup(SoloGroup(), print).allocate(5, torch.int64))
 
 
 @pytest.mark.parametrize("every", [0, -1])

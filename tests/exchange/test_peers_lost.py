@@ -27,31 +27,31 @@ def wait_for_a_peer(case: Case, how: str, rank: int, port: int, parent: Connecti
         wait_for_workers=False,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    link = case.connect(rank, store)
-    x = place(link, 9001, torch.float32)
-    everyone = [r for r in range(link.size) if r != rank]
-    link.all_reduce({"x": x}).wait()
-    link.swap({"x": x}, everyone)
-    link.transfer(dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}).wait()
+    group = case.connect(rank, store)
+    x = place(group, 9001, torch.float32)
+    everyone = [r for r in range(group.size) if r != rank]
+    group.all_reduce({"x": x}).wait()
+    group.swap({"x": x}, everyone)
+    group.transfer(dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}).wait()
     parent.send("ready")
     try:
-        if rank == link.size - 1:
+        if rank == group.size - 1:
             parent.recv()  # never comes: this rank is to be killed
         elif how == "swap":
-            link.swap({"x": x}, everyone)
+            group.swap({"x": x}, everyone)
         elif how == "broadcast":
-            link.broadcast({"x": x}, source=link.size - 1).wait()
+            group.broadcast({"x": x}, source=group.size - 1).wait()
         elif how == "barrier":
-            link.barrier()
+            group.barrier()
         elif how == "transfer":
-            link.transfer(
+            group.transfer(
                 dict.fromkeys(everyone, x), {r: torch.empty(9001) for r in everyone}
             ).wait()
         else:
-            link.all_reduce({"x": x}).wait()
+            group.all_reduce({"x": x}).wait()
     except PeerLost as e:
         parent.send((str(e), e.ranks))
-    link.close()
+    group.close()
     # stay alive: the others must learn it from the link, not from the end of this process
     parent.recv()
 
@@ -75,12 +75,12 @@ def test_a_killed_peer_is_lost_to_all_others(case: Case, how: str) -> None:
         assert pipe.poll(TIMEOUT_S / 2), f"rank {rank} still waits"
         message, lost = pipe.recv()
         assert f"rank {rank} " in message and how in message
-        if case.link == "shared":
+        if case.kind == "shared":
             assert (
                 lost == (case.size - 1,)
                 and f"rank {case.size - 1} (pid {victim.pid}) died" in message
             )
-    if case.link == "shared":
+    if case.kind == "shared":
         assert time.monotonic() - killed_at < 5.0
     pids = [process.pid for process, _ in ranks]
     for _, pipe in ranks[:-1]:

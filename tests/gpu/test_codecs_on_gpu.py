@@ -42,11 +42,13 @@ CODECS: dict[str, Any] = {
 
 
 def reduced(codec: Any, device: str, bad_step: int = -1) -> list[list[Tensor]]:
-    def body(link: Any) -> list[Tensor]:
-        over, got = CompressedGroup(link, codec), []
+    def body(group: Any) -> list[Tensor]:
+        over, got = CompressedGroup(group, codec), []
         for step in range(6):
-            x = torch.randn(10_001, generator=torch.Generator().manual_seed(100 * link.rank + step))
-            x[77] = torch.nan if (link.rank, step) == (1, bad_step) else x[77]
+            x = torch.randn(
+                10_001, generator=torch.Generator().manual_seed(100 * group.rank + step)
+            )
+            x[77] = torch.nan if (group.rank, step) == (1, bad_step) else x[77]
             x = x.to(device)
             over.all_reduce({"x": x}).wait()
             got.append(x.clone())

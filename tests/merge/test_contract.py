@@ -111,7 +111,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def test_every_rule_has_its_case_here_and_its_name_in_its_file() -> None:
+def test_every_strategy_has_its_case_here_and_its_name_in_its_file() -> None:
     assert CASES.keys() == STRATEGIES.keys()
     for name, kind in STRATEGIES.items():
         assert kind.__module__ == f"manyhands.merge.{name}"
@@ -439,7 +439,7 @@ def test_admm_moves_rho_until_its_residuals_are_of_one_size_and_stops_once_they_
     assert distance(stopped[0].consensus, problem.optimum()) < 0.02
 
 
-def test_a_frozen_rule_holds_nothing_of_a_run() -> None:
+def test_a_frozen_strategy_holds_nothing_of_a_run() -> None:
     """One object may serve all ranks and a second run: what it learns is in the state alone."""
     for name in STRATEGIES:
         rule = rule_of(name)

@@ -69,14 +69,14 @@ PAIRS: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("left", "right"), PAIRS, ids=str)
 @pytest.mark.parametrize("counts", [full, uneven], ids=["full", "uneven"])
-def test_in_their_limits_rules_are_each_other(left: Any, right: Any, counts: Counts) -> None:
+def test_in_their_limits_strategies_are_each_other(left: Any, right: Any, counts: Counts) -> None:
     assert_outcomes_close(
         run(left, NOISY, 5, make=momentum, counts=counts),
         run(right, NOISY, 5, make=momentum, counts=counts),
     )
 
 
-def test_streaming_in_one_piece_is_diloco() -> None:
+def test_streaming_in_one_fragment_is_diloco() -> None:
     whole = run(DILOCO, NOISY, 5, make=momentum)
     assert_outcomes_close(
         run(
@@ -89,7 +89,9 @@ def test_streaming_in_one_piece_is_diloco() -> None:
     )
 
 
-def test_streaming_in_one_piece_weighs_uneven_shares_as_diloco_does_to_single_precision() -> None:
+def test_streaming_in_one_fragment_weighs_uneven_shares_as_diloco_does_to_single_precision() -> (
+    None
+):
     """Shares travel as a part of a step's samples, in float32, so that nobody has to wait for their
     sum first.
     """

@@ -359,7 +359,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(make: Any, says: str
 @pytest.mark.parametrize(
     "rule", [DPSGD(), DPSGD("one_peer", order="atc"), ADPSGD(), SGP()], ids=str
 )
-def test_a_wire_that_rounds_moves_no_mean(rule: Any) -> None:
+def test_a_codec_that_rounds_moves_no_mean(rule: Any) -> None:
     """Without gradients: what rounding gives to one rank it takes from another."""
     size, numel = 4, 3000
     start = torch.randn(

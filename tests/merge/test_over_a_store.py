@@ -225,7 +225,7 @@ def test_under_delays_it_runs_the_same_way_every_time(rule: Any) -> None:
     assert [o.link.world.now for o in first] == [o.link.world.now for o in second]
 
 
-def test_every_rule_over_a_store_is_asked_here() -> None:
+def test_every_strategy_over_a_store_is_asked_here() -> None:
     assert {type(rule) for rule in EVERY} == {
         rule for rule in STRATEGIES.values() if rule.link is Store
     }

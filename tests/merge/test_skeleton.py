@@ -76,7 +76,7 @@ def test_where_explorers_are_all_of_the_rest_it_is_synchronous_sgd_too() -> None
     assert_trained_close(train(Skeleton(core=0.5, explore=1.0), 2, 5), train(AllReduce(), 2, 5))
 
 
-def test_one_rank_to_which_all_is_dealt_is_the_plain_optimizer() -> None:
+def test_one_rank_to_which_all_is_assigned_is_the_plain_optimizer() -> None:
     assert_trained_close(train(Skeleton(draw="disjoint"), 1, 5), train(AllReduce(), 1, 5))
 
 
@@ -123,7 +123,7 @@ def test_the_skeleton_follows_the_gradient_and_not_the_size_of_weights_alone() -
     assert not torch.equal(by_size, by_both)
 
 
-def test_dealt_out_all_units_are_trained_in_every_round() -> None:
+def test_assigned_to_ranks_all_units_are_trained_in_every_round() -> None:
     _, seen = watch(Skeleton(draw="disjoint"), 3, 4)
     for per_rank in zip(*seen, strict=True):
         held = torch.stack([scales > 0 for _, scales in per_rank])

@@ -287,7 +287,7 @@ def test_sharding_divides_what_each_stage_of_zero_says(size: int) -> None:
     assert max(of[2].total, of[3].total) < of[1].total
 
 
-def test_a_rank_of_a_tensor_group_holds_shares() -> None:
+def test_a_rank_of_a_tensor_group_holds_shards() -> None:
     made = case("gpt", 48)
     study = Study(
         made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
@@ -369,7 +369,7 @@ def test_what_cannot_run_without_memory_is_run_with_it_and_that_is_said() -> Non
     assert all(p.grad is None for p in made.model.parameters())
 
 
-def test_a_trial_leaves_no_trace_in_the_model() -> None:
+def test_a_dry_run_leaves_no_trace_in_the_model() -> None:
     made = case("cnn", 4)
     before = {k: v.clone() for k, v in made.model.state_dict().items()}
     forecast(made, Setting(recompute=True))
@@ -443,7 +443,7 @@ def test_stages_are_guessed_about_even_and_every_parameter_is_in_one() -> None:
         forecast(made, Setting(Layout(pipe=3), stages=stages))
 
 
-def test_what_a_rule_remembers_is_counted() -> None:
+def test_what_a_strategy_remembers_is_counted() -> None:
     assert rule_bytes(AllReduce(), {torch.float32: 1000}) == 0
     assert rule_bytes(EASGD(), {torch.float32: 1000}) == 4000
 

@@ -76,7 +76,7 @@ def five_ranks(rule: str) -> str:
     return f"data=5 merge={rule}" + (" servers=2" if STRATEGIES[rule].link is Store else "")
 
 
-def test_a_word_of_a_rule_over_servers_names_the_rule_too() -> None:
+def test_a_word_of_a_strategy_over_servers_names_the_strategy_too() -> None:
     assert parse("data=4 servers=2 staleness=4") == parse(
         "data=4 servers=2 merge=stale_sync merge.staleness=4"
     )
@@ -90,7 +90,7 @@ def test_a_word_of_a_rule_over_servers_names_the_rule_too() -> None:
 
 @pytest.mark.parametrize("rule", STRATEGIES)
 @pytest.mark.parametrize("wire", CODECS)
-def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: str) -> None:
+def test_a_codec_either_carries_a_strategy_or_says_which_one_would(rule: str, wire: str) -> None:
     plan = f"{five_ranks(rule)} compress="
     if (reason := refusal(CODECS[wire], STRATEGIES[rule])) is None:
         assert parse(f"{plan}{wire}").compress == wire
@@ -102,13 +102,13 @@ def test_a_wire_either_carries_a_rule_or_says_which_one_would(rule: str, wire: s
 
 
 @pytest.mark.parametrize("rule", STRATEGIES)
-def test_every_rule_survives_being_written_down(rule: str) -> None:
+def test_every_strategy_survives_being_written_down(rule: str) -> None:
     later = "" if STRATEGIES[rule].link is Store else f"then={rule} at=-loss:0.25 algorithm=ring"
     plan = parse(f"{five_ranks(rule)} {later} until=accuracy:0.9")
     assert parse(describe(plan)) == plan == parse(to_dict(plan))
 
 
 @pytest.mark.parametrize("wire", CODECS)
-def test_every_wire_survives_being_written_down(wire: str) -> None:
+def test_every_codec_survives_being_written_down(wire: str) -> None:
     plan = parse(f"data=2 compress={wire}")
     assert parse(describe(plan)) == plan and plan.codec == CODECS[wire]()

@@ -95,7 +95,9 @@ def test_nothing_said_is_one_rank_with_all_defaults() -> None:
     assert parse() == parse([]) == parse({}) == Plan(Layout(), AllReduce())
 
 
-def test_options_of_a_rule_are_words_and_a_toml_table(with_options: None, tmp_path: Path) -> None:
+def test_options_of_a_strategy_are_words_and_a_toml_table(
+    with_options: None, tmp_path: Path
+) -> None:
     (tmp_path / "plan.toml").write_text('[merge]\nname = "with_options"\nperiod = 4\nalpha = 1\n')
     expected = WithOptions(4, 1.0)
     for words in (
@@ -198,7 +200,7 @@ def test_a_value_that_cannot_be_is_refused_with_what_is_needed(words: str, says:
     assert isinstance(refused.value, ManyhandsError) and isinstance(refused.value, ValueError)
 
 
-def test_an_option_that_the_rule_does_not_have_names_those_it_has(with_options: None) -> None:
+def test_an_option_that_the_strategy_does_not_have_names_those_it_has(with_options: None) -> None:
     with pytest.raises(
         PlanError,
         match=r"merge\.perod has no effect: merge=with_options has merge\.period, merge\.alpha, "
@@ -242,7 +244,7 @@ def test_describe_and_toml_are_understood_again_to_the_last_bit(words: str, tmp_
     assert parse(str(tmp_path / "again.toml")) == plan
 
 
-def test_a_rule_with_options_is_described_with_them(with_options: None, tmp_path: Path) -> None:
+def test_a_strategy_with_options_is_described_with_them(with_options: None, tmp_path: Path) -> None:
     plan = parse("merge=with_options merge.period=3 merge.alpha=0.1234567891 merge.outer=adam")
     assert "merge.period=3" in describe(plan) and parse(describe(plan)) == plan
     (tmp_path / "again.toml").write_text(to_toml(plan))

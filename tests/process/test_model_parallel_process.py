@@ -79,7 +79,7 @@ def test_hugging_face_models_are_split_as_they_are(model: str, layout: str) -> N
         ("data=2 pipe=2 micro=4 merge=diloco batch=8", "data=2 micro=4 merge=diloco batch=8"),
     ],
 )
-def test_replicas_that_are_split_do_under_any_rule_what_whole_ones_do(
+def test_replicas_that_are_split_do_under_any_strategy_what_whole_ones_do(
     split: str, whole: str
 ) -> None:
     assert compare_runs(split) == pytest.approx(compare_runs(whole), rel=1e-6)

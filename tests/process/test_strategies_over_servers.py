@@ -184,7 +184,7 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[k] - b[k]).abs().max() / b[k].abs().max()) for k in a)
 
 
-def test_every_rule_over_servers_is_here() -> None:
+def test_every_strategy_over_servers_is_here() -> None:
     assert {name for name, kind in STRATEGIES.items() if kind.link is Store} == {
         *RULES,
         "stale_sync",
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_servers_goes_on_without_them_momentum_and_all(ran: Path
 
 
 @pytest.mark.parametrize("name", quick_and_slow(["ssp", *RULES], NEAR))
-def test_every_rule_learns_over_real_servers(served: Callable[[bool], Path], name: str) -> None:
+def test_every_strategy_learns_over_real_servers(served: Callable[[bool], Path], name: str) -> None:
     found = result(served(name in NEAR), name)
     assert found["metrics"]["accuracy"] > 0.75 and found["epochs"] == EPOCHS
 
@@ -251,7 +251,7 @@ def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(
             ), (name, i)
 
 
-def test_at_a_meeting_all_ranks_tell_of_the_same_round(ran: Path) -> None:
+def test_at_a_sync_point_all_ranks_report_of_the_same_round(ran: Path) -> None:
     events = [e for e in read(ran / "downpour") if e.name == "all_reduce"]
     last = [max(e.round for e in events if e.rank == rank) for rank in range(SIZE)]
     assert last == [result(ran, "downpour")["rounds"]] * SIZE

@@ -123,7 +123,7 @@ def test_it_learns_and_saves_the_model_that_was_evaluated(
 
 
 @every_rule
-def test_both_links_give_the_same_numbers(ran: dict[str, Path], name: str) -> None:
+def test_both_kinds_of_group_give_the_same_numbers(ran: dict[str, Path], name: str) -> None:
     shared, gloo = (saved(ran[link] / name / "whole") for link in LINKS)
     for key in shared:
         torch.testing.assert_close(

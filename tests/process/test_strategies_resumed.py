@@ -42,19 +42,21 @@ def blocks(rule: str) -> str:
 
 
 CASES = {name: blocks(name) for name, rule in STRATEGIES.items() if rule.link is Group}
-CASES |= {f"{wire} wire": f"compress={wire}" for wire in CODECS}
+CASES |= {f"compress={codec}": f"compress={codec}" for codec in CODECS}
 CASES |= {
-    "topk wire of updates": "compress=topk compress.density=0.1 merge=local_sgd merge.period=4",
-    "momentum wire": "compress=topk compress.density=0.1 compress.momentum=0.9",
+    "topk of updates": "compress=topk compress.density=0.1 merge=local_sgd merge.period=4",
+    "momentum codec": "compress=topk compress.density=0.1 compress.momentum=0.9",
     "ring": "algorithm=ring",
-    "changed rule": "then=easgd then.period=4 at=step:8",
+    "changed strategy": "then=easgd then.period=4 at=step:8",
 }
 
 
 def make(case: str) -> mh.Task:
     def optimizer(p: Any) -> torch.optim.Optimizer:
         return (
-            torch.optim.SGD(p, lr=0.05) if case == "momentum wire" else torch.optim.Adam(p, lr=0.01)
+            torch.optim.SGD(p, lr=0.05)
+            if case == "momentum codec"
+            else torch.optim.Adam(p, lr=0.01)
         )
 
     model = nn.Sequential(nn.Linear(30, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 3))

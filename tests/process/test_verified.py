@@ -123,7 +123,7 @@ def ran(
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("name", TASKS)
-def test_n_ranks_equal_one_process_over_every_link(ran: Any, name: str, link: str) -> None:
+def test_n_ranks_equal_one_process_over_every_kind_of_group(ran: Any, name: str, link: str) -> None:
     size, folder, references = ran
     ours = [load_file(folder / f"{name}-{link}" / f"rank-{r}.safetensors") for r in range(size)]
     deviation = verifying._deviation(
@@ -135,7 +135,7 @@ def test_n_ranks_equal_one_process_over_every_link(ran: Any, name: str, link: st
     )
 
 
-def test_the_ranks_own_part_of_the_update_is_the_whole_update_bit_for_bit(ran: Any) -> None:
+def test_the_ranks_own_shard_of_the_update_is_the_whole_update_bit_for_bit(ran: Any) -> None:
     """Over shared memory each rank updates its part of one copy, over gloo every rank all of its
     own.
     """

@@ -111,7 +111,7 @@ def test_the_file_has_the_bytes_that_one_process_would_have_written(
 
 
 @pytest.mark.parametrize("way", ["rows", "columns", "groups", "slices"])
-def test_a_rank_reads_back_the_regions_that_it_wants(tmp_path: Path, way: str) -> None:
+def test_a_rank_reads_back_the_shards_that_it_wants(tmp_path: Path, way: str) -> None:
     whole = of_every_kind()
     save_file(whole, tmp_path / "one")
     with Reader(tmp_path / "one") as reader:
@@ -263,7 +263,7 @@ group.close()
 """
 
 
-def test_no_process_needs_memory_for_more_than_its_own_part(tmp_path: Path) -> None:
+def test_no_process_needs_memory_for_more_than_its_own_shard(tmp_path: Path) -> None:
     """128 MiB in all, of which each of two processes holds half; it writes that without a copy of
     it.
     """

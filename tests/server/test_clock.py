@@ -171,7 +171,7 @@ def test_a_tick_with_a_quorum_takes_part_also_without_a_push() -> None:
     assert clock.tick_answer(0) == clock.tick_answer(1) == Tick(1)
 
 
-def test_one_that_waits_without_having_held_does_not_stop_those_who_have() -> None:
+def test_one_that_waits_without_a_pending_push_does_not_stop_those_who_have() -> None:
     clock = Clock(3)
     clock.post_tick(0, 0, 0, pending=True)
     clock.post_tick(1, 0, 0, pending=False)
@@ -344,7 +344,7 @@ def rounds(
 ) -> Iterator[dict[int, list[int]]]:
     """The steps that each worker claimed between two sync points, under a random schedule."""
     while True:
-        dealt: dict[int, list[int]] = {w: [] for w in range(size)}
+        claimed: dict[int, list[int]] = {w: [] for w in range(size)}
         at_work = set(range(size))
         while at_work:
             if chance.random() < call:
@@ -354,38 +354,38 @@ def rounds(
             if number is None:
                 at_work.remove(w)
             else:
-                dealt[w].append(number)
-        yield dealt
+                claimed[w].append(number)
+        yield claimed
         if clock.unclaimed() >= limit:
             return
 
 
 @pytest.mark.parametrize("call", [0.0, 0.05, 0.5])
 def test_a_shared_count_gives_every_number_to_one_worker(call: float) -> None:
-    meetings = 0
+    sync_points = 0
     for seed in range(60):
         chance, clock, stands = random.Random(seed), Clock(3), 0
-        for dealt in rounds(clock, 3, 50, True, chance, call):
-            numbers = sorted(n for some in dealt.values() for n in some)
+        for claimed in rounds(clock, 3, 50, True, chance, call):
+            numbers = sorted(n for some in claimed.values() for n in some)
             assert numbers == list(range(stands, clock.unclaimed())), "each once, none is left out"
-            stands, meetings = clock.unclaimed(), meetings + 1
+            stands, sync_points = clock.unclaimed(), sync_points + 1
         assert stands == 50
-    assert (meetings == 60) == (call == 0)
+    assert (sync_points == 60) == (call == 0)
 
 
 @pytest.mark.parametrize("call", [0.0, 0.05, 0.5])
 def test_own_counts_give_every_number_to_every_worker_and_all_stop_at_the_same(call: float) -> None:
     for seed in range(60):
         chance, clock, stands = random.Random(seed), Clock(3), 0
-        for dealt in rounds(clock, 3, 50, False, chance, call):
-            for some in dealt.values():
+        for claimed in rounds(clock, 3, 50, False, chance, call):
+            for some in claimed.values():
                 assert some == list(range(stands, clock.unclaimed()))
             stands = clock.unclaimed()
         assert stands == 50
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_call_of_one_meeting_does_not_end_the_next_period(shared: bool) -> None:
+def test_a_request_of_one_sync_point_does_not_end_the_next_period(shared: bool) -> None:
     clock = Clock(2)
     assert clock.claim(0, 100, shared) == 0
     clock.request_sync(0)
@@ -399,7 +399,9 @@ def test_a_call_of_one_meeting_does_not_end_the_next_period(shared: bool) -> Non
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_call_while_all_rest_asks_for_another_meeting_at_the_same_number(shared: bool) -> None:
+def test_a_request_while_all_wait_asks_for_another_sync_point_at_the_same_number(
+    shared: bool,
+) -> None:
     clock = Clock(2)
     for w in (0, 1):
         while clock.claim(w, 3, shared) is not None:
@@ -410,14 +412,14 @@ def test_a_call_while_all_rest_asks_for_another_meeting_at_the_same_number(share
     assert clock.claim(1, 9, shared) == 3
 
 
-def test_a_call_before_anything_was_dealt_meets_at_once() -> None:
+def test_a_request_before_any_claim_syncs_at_once() -> None:
     clock = Clock(2)
     clock.request_sync(0)
     assert clock.claim(1, 5, False) is None and clock.claim(0, 5, False) is None
     assert clock.claim(0, 5, False) == 0
 
 
-def test_a_deal_asked_again_gives_the_same_number() -> None:
+def test_a_claim_asked_again_gives_the_same_number() -> None:
     clock = Clock(2)
     assert clock.claim(0, 5, True, request=1) == clock.claim(0, 5, True, request=1) == 0
     assert clock.claim(1, 5, True, request=1) == 1
@@ -426,7 +428,7 @@ def test_a_deal_asked_again_gives_the_same_number() -> None:
     assert clock.claim(0, 5, True, request=3) == 2, "one None was dealt, not two"
 
 
-def test_after_a_meeting_counting_may_change_its_kind() -> None:
+def test_after_a_sync_point_counting_may_change_its_kind() -> None:
     clock = Clock(2)
     for w in (0, 1, 0, 1, 0):
         clock.claim(w, 4, True)
@@ -434,7 +436,7 @@ def test_after_a_meeting_counting_may_change_its_kind() -> None:
     assert [clock.claim(w, 6, False) for w in (0, 1, 0, 1)] == [4, 4, 5, 5]
 
 
-def test_one_that_rests_is_not_waited_for_until_the_meeting_is_over() -> None:
+def test_one_that_syncs_is_not_waited_for_until_the_sync_point_is_over() -> None:
     workers = Workers(2, staleness=0)
     clock = workers.clock
     assert clock.claim(0, 1, True) == 0
@@ -450,7 +452,7 @@ def test_one_that_rests_is_not_waited_for_until_the_meeting_is_over() -> None:
     assert workers.waiting() == []
 
 
-def test_resting_moves_quorums_on() -> None:
+def test_syncing_moves_quorums_on() -> None:
     workers = Workers(3, pending=True)
     for w in range(3):
         assert workers.clock.claim(w, 3, True) == w
@@ -462,7 +464,7 @@ def test_resting_moves_quorums_on() -> None:
     assert workers.clock.commits_since(0) == [(1, [(0, 0), (1, 0)])]
 
 
-def test_a_worker_ahead_at_the_meeting_is_not_held_back_after_it() -> None:
+def test_a_worker_ahead_at_the_sync_point_is_not_held_back_after_it() -> None:
     workers = Workers(2, staleness=5)
     clock = workers.clock
     for _ in range(5):
@@ -499,7 +501,7 @@ def test_one_that_was_left_behind_by_a_quorum_goes_on_where_the_others_are() -> 
     assert workers.clock.claim(0, 100, False) is None
 
 
-def test_a_dead_worker_does_not_keep_others_from_meeting() -> None:
+def test_a_dead_worker_does_not_keep_others_from_syncing() -> None:
     clock = Clock(3)
     for _ in range(4):
         clock.claim(2, 100, False)

@@ -66,7 +66,7 @@ def test_a_newer_incarnation_begins_anew_and_the_older_is_refused() -> None:
         marks.fresh(3, 1, 2)
 
 
-def test_marks_survive_a_dump() -> None:
+def test_dedup_marks_survive_a_dump() -> None:
     marks = DedupMarks()
     for sequence in (0, 1, 5, 9):
         marks.add(4, 2, sequence)

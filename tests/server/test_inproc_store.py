@@ -159,7 +159,7 @@ def test_a_table_that_rank_0_never_makes_is_waited_for_by_name() -> None:
         stores(2, main)
 
 
-def test_nobody_waits_for_a_rank_that_rests() -> None:
+def test_nobody_waits_for_a_rank_that_syncs() -> None:
     def main(store: InprocStore, group: InprocGroup) -> int:
         done = 0
         while store.claim_step(2 if store.rank else 5, shared=False) is not None:

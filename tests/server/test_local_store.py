@@ -160,7 +160,9 @@ def test_a_second_store_of_a_rank_goes_on_where_the_first_was() -> None:
 # -- several ranks --
 
 
-def test_held_training_is_a_function_of_its_inputs_however_threads_interleave() -> None:
+def test_training_with_pending_pushes_is_a_function_of_its_inputs_however_threads_interleave() -> (
+    None
+):
     def main(store: LocalStore) -> list[Tensor]:
         store.create(ROWS)
         store.create(

@@ -91,7 +91,7 @@ def test_duplicated_reordered_and_retried_pushes_give_the_state_of_once_only(see
     assert np.array_equal(rows(shard, *range(7)), rows(once, *range(7)))
 
 
-def test_a_dump_carries_the_marks_so_that_a_copy_refuses_what_the_original_had() -> None:
+def test_a_dump_carries_the_dedup_marks_so_that_a_copy_refuses_what_the_original_had() -> None:
     shard = shard_with(DENSE)
     assert push(shard, vector(1), sequence=0) and push(shard, vector(2), sequence=2)
     copy = shard_with(DENSE)
@@ -101,7 +101,7 @@ def test_a_dump_carries_the_marks_so_that_a_copy_refuses_what_the_original_had()
     assert dense(copy).tolist() == [7] * 6
 
 
-def test_a_newer_incarnation_replaces_what_the_older_held() -> None:
+def test_a_newer_incarnation_replaces_what_the_older_had_pending() -> None:
     shard = shard_with(DENSE)
     shard.push(0, 0, 0, [vector(5)], PushMessage(clock=3, pending=True))
     assert shard.push(0, 1, 0, [vector(1)], PushMessage())
@@ -357,7 +357,7 @@ def test_results_depend_neither_on_who_came_first_nor_on_the_number_of_shards(
             assert np.array_equal(got, wanted)
 
 
-def test_the_newest_held_push_of_a_worker_replaces_its_older() -> None:
+def test_the_newest_pending_push_of_a_worker_replaces_its_older() -> None:
     shard = shard_with(DENSE)
     push(shard, vector(1), sequence=0, clock=0, pending=True)
     push(shard, vector(2), sequence=2, clock=5, pending=True)
@@ -368,7 +368,7 @@ def test_the_newest_held_push_of_a_worker_replaces_its_older() -> None:
     assert dense(shard).tolist() == [2] * 6
 
 
-def test_pushes_of_one_clock_to_several_tables_are_held_together() -> None:
+def test_pushes_of_one_clock_to_several_tables_are_pending_together() -> None:
     shard = shard_with(DENSE, ROWS)
     push(shard, vector(1), pending=True)
     push(shard, block([3, 3], 2), pending=True)
@@ -391,7 +391,7 @@ def test_each_table_is_committed_with_the_lr_that_its_pushes_gave() -> None:
     assert dense(shard).tolist() == [0.5] * 6 and dense(shard, name="v").tolist() == [2] * 6
 
 
-def test_held_pushes_are_copies() -> None:
+def test_pending_pushes_are_copies() -> None:
     shard = shard_with(DENSE, ROWS)
     one, two = vector(1), block([3], 1)
     push(shard, one, two, pending=True)

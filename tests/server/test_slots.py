@@ -27,7 +27,7 @@ def slot_map(shards: int) -> SlotMap:
     return SlotMap.start([ShardAddress("host", 9000 + i) for i in range(shards)])
 
 
-def test_the_place_of_a_row_is_the_same_in_every_process() -> None:
+def test_the_shard_of_a_row_is_the_same_in_every_process() -> None:
     code = """
 import numpy as np
 from manyhands.server.protocol.messages import ShardAddress

@@ -288,7 +288,7 @@ def _came(nodes: list[GraphNode], where: list[int], part: Any) -> set[str]:
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_lists_of_actions_can_be_walked_together_and_keep_to_the_window(
+def test_lists_of_actions_can_be_run_together_and_keep_to_the_window(
     ranks: int, window: int
 ) -> None:
     for seed in range(15):

@@ -194,7 +194,7 @@ class WithFunction(nn.Module):
         return Doubled.apply(self.down(y)) if self.last else self.down(Doubled.apply(y))
 
 
-def test_shares_never_go_into_a_function_with_a_backward_of_its_own() -> None:
+def test_shards_never_go_into_a_function_with_a_backward_of_its_own() -> None:
     x = torch.randn(2, 4, 4)
     found = of(WithFunction(last=False), x)
     assert "up.weight" not in found.cuts

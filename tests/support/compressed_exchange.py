@@ -55,12 +55,12 @@ def run(
     **more: Any,
 ) -> list[Any]:
     return World(size).run(
-        lambda link: body(CompressedGroup(link, codec, sends, **{"smallest": 1, **more}))
+        lambda group: body(CompressedGroup(group, codec, sends, **{"smallest": 1, **more}))
     )
 
 
 def reduced(
-    link: CompressedGroup,
+    group: CompressedGroup,
     steps: Sequence[int],
     numel: int,
     dtype: torch.dtype = torch.float32,
@@ -68,7 +68,7 @@ def reduced(
 ) -> list[Tensor]:
     got = []
     for step in steps:
-        x = given(link.rank, step, numel, dtype)
-        link.all_reduce({"x": x}, op).wait()
+        x = given(group.rank, step, numel, dtype)
+        group.all_reduce({"x": x}, op).wait()
         got.append(x)
     return got

@@ -420,7 +420,7 @@ def test_the_same_run_takes_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_keeps_the_contract_of_a_link(name: str) -> None:
+def test_it_keeps_the_contract_of_a_group(name: str) -> None:
     checks = {
         k: f
         for k, f in CHECKS.items()
@@ -443,7 +443,7 @@ def test_it_keeps_the_contract_of_a_link(name: str) -> None:
         assert all(digests == everyone[0] for digests in everyone)
 
 
-def test_truth_values_and_short_integers_are_reduced_as_by_other_links() -> None:
+def test_truth_values_and_short_integers_are_reduced_as_by_other_groups() -> None:
     def main(link: InprocGroup) -> list[list[object]]:
         found = []
         for op in ("sum", "mean", "max"):

@@ -229,7 +229,7 @@ def test_a_codec_that_only_all_ranks_can_read_swaps_in_plain() -> None:
 # -- two processes --
 
 
-def every_wire(link: Group) -> dict[str, list[Tensor]]:
+def every_codec(link: Group) -> dict[str, list[Tensor]]:
     results = {}
     for name, codec in ALL.items():
         over = wrap(link, codec)
@@ -264,7 +264,7 @@ def process() -> dict[str, Any]:
 
 
 def over(link: Group) -> dict[str, list[str]]:
-    results = every_wire(link)
+    results = every_codec(link)
     agree = {k: [x.clone() for x in v[:-1]] for k, v in results.items()}  # all but what was swapped
     for xs in agree.values():
         for x in xs:
@@ -286,7 +286,7 @@ def in_processes() -> dict[str, dict[str, list[str]]]:
 
 @functools.cache
 def in_the_world() -> dict[str, list[str]]:
-    return {k: digest(v) for k, v in World(2).run(every_wire)[0].items()}
+    return {k: digest(v) for k, v in World(2).run(every_codec)[0].items()}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -519,7 +519,7 @@ class Sums(Strategy[Any, Group]):
     link: ClassVar[type] = Group
 
 
-def test_a_codec_that_cannot_carry_a_rule_says_why_and_which_can() -> None:
+def test_a_codec_that_cannot_carry_a_strategy_says_why_and_which_can() -> None:
     for name in ("onebit", "topk", "randomk", "powersgd"):
         said = refusal(CODECS[name](), Averages)
         assert (

@@ -245,7 +245,7 @@ def test_values_of_every_kind_cross_a_cut_also_where_shapes_follow_the_data(
     assert_gradients_close(functools.reduce(lambda a, b: a | b, World(3).run(main)), theirs)
 
 
-def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_share_gets_its_gradient() -> None:
+def test_a_tensor_that_is_cut_over_ranks_stays_so_and_its_shard_gets_its_gradient() -> None:
     """Here the other ranks of the axis are only thought of: what travels is this rank's share and
     how it lies in the whole.
     """

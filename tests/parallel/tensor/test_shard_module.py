@@ -228,7 +228,7 @@ def test_loss_gradients_and_buffers_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
-def test_three_steps_and_then_the_shares_put_together_are_the_trained_model(name: str) -> None:
+def test_three_steps_and_then_the_shards_put_together_are_the_trained_model(name: str) -> None:
     model, loss, inputs, target = made(name)
     cuts = cuts_of(model, loss, inputs, target, 2)
 
@@ -294,7 +294,7 @@ def test_in_sequence_parallel_a_layer_gathers_and_reduce_scatters_twice_each_way
     ]  # and the gradients of two norms are summed
 
 
-def test_between_layers_sequence_parallel_holds_a_share_of_the_rows() -> None:
+def test_between_layers_sequence_parallel_holds_a_shard_of_the_rows() -> None:
     model, loss, inputs, target = made("gpt")
     cuts = cuts_of(model, loss, inputs, target, 2)
 
@@ -352,7 +352,7 @@ def test_a_recomputed_block_gives_the_same_gradients_dropout_included(
             torch.testing.assert_close(recomputed[n], g, msg=lambda m, n=n: f"{n}: {m}")
 
 
-def test_dropout_is_the_same_on_whole_tensors_and_another_on_shares() -> None:
+def test_dropout_is_the_same_on_whole_tensors_and_another_on_shards() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -407,7 +407,7 @@ def test_evaluation_without_gradients_and_its_metrics_see_the_whole_output(name:
 
 
 @pytest.mark.parametrize("cut_first", [False, True], ids=["synchronised first", "cut first"])
-def test_batchnorm_over_replicas_works_on_shares_of_the_channels(cut_first: bool) -> None:
+def test_batchnorm_over_replicas_works_on_shards_of_the_channels(cut_first: bool) -> None:
     """Two replicas of two ranks each, with half of the batch a replica: all as on one rank with the
     batch.
     """
@@ -486,7 +486,7 @@ def test_a_part_of_the_model_is_cut_by_the_names_of_the_whole() -> None:
     World(2).run(main)
 
 
-def test_under_autocast_the_shares_are_computed_in_bfloat16() -> None:
+def test_under_autocast_the_shards_are_computed_in_bfloat16() -> None:
     model, loss, inputs, target = made("gpt")
     model = model.float()
     cuts = cuts_of(model, loss, inputs, target, 2)

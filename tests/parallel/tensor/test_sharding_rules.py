@@ -164,7 +164,7 @@ def on_whole(func: Callable[[Any], Any]) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_shares_is_that_of_the_whole_and_gathers_only_where_it_must(
+def test_a_function_of_shards_is_that_of_the_whole_and_gathers_only_where_it_must(
     name: str, size: int
 ) -> None:
     func, free = FUNCTIONS[name]
@@ -259,7 +259,7 @@ def test_it_speaks_of_the_whole() -> None:
     World(3).run(main)
 
 
-def test_what_has_no_rule_is_said_once_and_counted() -> None:
+def test_what_has_no_sharding_rule_is_said_once_and_counted() -> None:
     def main(group: Group) -> TensorAxis:
         axis = TensorAxis(group, group.rank, 2)
         for _ in range(3):
@@ -292,7 +292,7 @@ def test_one_input_of_several_layers_enters_once() -> None:
     assert World(2).run(main) == [2, 2]  # the sum forward, and the gradient of x once for all three
 
 
-def test_random_numbers_differ_on_shares_and_a_recomputation_meets_them_again() -> None:
+def test_random_numbers_differ_on_shards_and_a_recomputation_meets_them_again() -> None:
     def main(group: Group) -> tuple[Tensor, Tensor]:
         axis = TensorAxis(group, group.rank, 2)
         drawn = []
@@ -418,7 +418,7 @@ def test_in_bfloat16_the_loss_is_summed_in_float32() -> None:
     [{}, {"kdim": 6, "vdim": 10}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}],
     ids=str,
 )
-def test_multihead_attention_of_torch_runs_on_shares_of_its_heads(
+def test_multihead_attention_of_torch_runs_on_shards_of_its_heads(
     kind: dict[str, Any], options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)

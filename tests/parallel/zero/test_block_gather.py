@@ -220,7 +220,13 @@ def test_passes_that_others_drive_are_summed_at_the_end_of_the_step(stage: int) 
             return sum(loss.detach() * n for loss, n in zip(losses, (1, 3), strict=True)), 4
 
         replica = spread(
-            group, model, stage, None, nominal=8, optimizer=OPTIMIZERS["adam"], run_micro_batches=passes
+            group,
+            model,
+            stage,
+            None,
+            nominal=8,
+            optimizer=OPTIMIZERS["adam"],
+            run_micro_batches=passes,
         )
         for _ in data:
             replica.backward()

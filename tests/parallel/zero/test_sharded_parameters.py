@@ -356,7 +356,7 @@ RULES: dict[str, Strategy[Any, Any]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_between_spread_replicas_does_what_it_does_between_plain_ones(
+def test_a_strategy_between_spread_replicas_does_what_it_does_between_plain_ones(
     rule: str, stage: int
 ) -> None:
     data, loss, strategy = data_of("mlp", 4, 16), MLP["loss"], RULES[rule]

@@ -151,7 +151,7 @@ def test_plain_sgd_steps_are_made_here_too() -> None:
     )
 
 
-def test_what_is_held_or_of_another_rule_is_seen_when_it_is_fetched_again() -> None:
+def test_what_is_pending_or_of_another_optimizer_is_seen_when_it_is_fetched_again() -> None:
     for rule, options, pending in (
         ("adagrad", {}, False),
         ("sgd", {"decay": 0.1}, False),

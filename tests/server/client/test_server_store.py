@@ -180,7 +180,7 @@ def together(
     return [results[r] for r in range(count)]
 
 
-def test_held_pushes_of_two_workers_are_committed_together_on_every_shard() -> None:
+def test_pending_pushes_of_two_workers_are_committed_together_on_every_shard() -> None:
     def main(store: TableStore) -> Tensors:
         create(store)
         for rows, updates in batches(4):

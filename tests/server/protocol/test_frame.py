@@ -325,7 +325,7 @@ def test_a_list_of_another_length_is_another_list() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_pieces_of_memory_never_overlap_and_are_used_again(shared: bool) -> None:
+def test_blocks_of_memory_never_overlap_and_are_used_again(shared: bool) -> None:
     arena, rng = arenas.Arena(shared), np.random.default_rng(0)
     live: list[tuple[arenas.ArenaBlock, int]] = []
     for i in range(400):

@@ -125,7 +125,7 @@ OTHERS: list[tuple[str, dict[str, float], Callable[[Any], torch.optim.Optimizer]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rule", "options", "theirs"), OTHERS)
-def test_adaptive_rules_equal_torch_where_every_row_is_touched(
+def test_adaptive_optimizers_equal_torch_where_every_row_is_touched(
     rule: str, options: dict[str, float], theirs: Any, dtype: str
 ) -> None:
     w, grads = dice().standard_normal(96).astype(dtype), gradients(96, dtype)
@@ -226,7 +226,7 @@ def test_sum_adds() -> None:
 
 
 @pytest.mark.parametrize("rule", TRAINED)
-def test_every_rule_decays_weights(rule: str) -> None:
+def test_every_optimizer_decays_weights(rule: str) -> None:
     w, zero = dice().standard_normal(16) + 3, [np.zeros(16)] * 3
     plain, decayed = (dense_run(rule, w, zero, lr=0.1, decay=d).values for d in (0.0, 0.1))
     np.testing.assert_array_equal(plain, w)
@@ -290,7 +290,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["rules_of_mine"]
 
 
-def test_a_rule_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None:
+def test_an_optimizer_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None:
     table = SparseTable(
         Table("t", dim=3, optimizer="rules_of_mine:Sign", init="zeros", options={"c": 2.0}),
         modules=own,
@@ -313,7 +313,7 @@ def test_a_rule_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None
     np.testing.assert_array_equal(dense.values, [-0.5, 0.5, -0.5, 0])
 
 
-def test_a_rule_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
+def test_an_optimizer_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
     table = SparseTable(Table("t", dim=2, optimizer="rules_of_mine:Broken"), modules=own)
     ids, before, after = (
         np.array([1, 2]),
@@ -340,7 +340,7 @@ def test_a_rule_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
     np.testing.assert_array_equal(dense.values, np.zeros(4))
 
 
-def test_what_is_not_a_rule_is_refused(own: list[str]) -> None:
+def test_what_is_not_an_optimizer_is_refused(own: list[str]) -> None:
     with pytest.raises(StoreError, match=r"optimizer 'sdg' is unknown; known: .*sgd.*module:Class"):
         resolve("sdg")
     with pytest.raises(StoreError, match="may not import the module 'os'"):

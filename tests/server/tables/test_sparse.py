@@ -164,7 +164,7 @@ def test_untouched_rows_keep_their_bits() -> None:
         assert all(before[i][:3] != after[i][:3] for i in range(50))
 
 
-def test_repeated_ids_are_summed_before_the_rule() -> None:
+def test_repeated_ids_are_summed_before_the_optimizer() -> None:
     rng = dice(5)
     for n, distinct in ((40, 5), (3000, 1), (3000, 700)):
         ids = any_ids(distinct)[rng.integers(0, distinct, n)]
