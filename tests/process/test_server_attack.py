@@ -1,4 +1,4 @@
-"""Servers under attack: strangers, garbage and dying clients.
+"""Servers under attack: unauthenticated peers, garbage and dying clients.
 
 The server counts them and keeps answering. A witness pushes and pulls during every attack, and
 every answer it gets must be right.
@@ -177,7 +177,7 @@ PROOF = m.Proof(b"n" * 16, "data", 0, 1, 0, b"c" * 32)
 KIND = frame.KIND_OF[m.Proof]
 
 
-# -- strangers --
+# -- unauthenticated peers --
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ KIND = frame.KIND_OF[m.Proof]
         (frame.encode(PROOF), "token"),
     ],
 )
-def test_a_stranger_is_sent_away_with_a_reason_that_is_counted(
+def test_an_unauthenticated_peer_is_sent_away_with_a_reason_that_is_counted(
     servers: Servers, witness: Witness, sent: bytes, reason: str
 ) -> None:
     with knock(servers) as sock:
@@ -228,7 +228,7 @@ def test_bytes_without_meaning_are_only_counted(servers: Servers, witness: Witne
                 pass  # it has heard enough
     until(
         lambda: sum(witness.refused().values()) == 200,
-        "end of the strangers",
+        "end of the unauthenticated connections",
         lambda: str(witness.refused()),
     )
     witness.some_rounds()
@@ -336,7 +336,7 @@ def test_a_crowd_that_comes_back_is_bounded_and_workers_still_come_in(
         assert store.pull({"sum": torch.tensor([-5])})["sum"].tolist() == [[0.0] * 4]
         store.close()
         witness.some_rounds()
-        assert held.threads < 150, "strangers must not cost a thread each"
+        assert held.threads < 150, "unauthenticated connections must not cost a thread each"
     assert witness.refused().get("crowd", 0) > 100
 
 
@@ -399,9 +399,14 @@ INSANE = [
         m.Refused,
     ),
     ("a dump of what is not", m.DumpTable("nope"), [], m.Failed),
-    ("a rule that is not", m.CreateTable(Table("bad", optimizer="nope"), None, []), [], m.Failed),
     (
-        "a rule of a module that was not allowed",
+        "an optimizer that is not",
+        m.CreateTable(Table("bad", optimizer="nope"), None, []),
+        [],
+        m.Failed,
+    ),
+    (
+        "an optimizer of a module that was not allowed",
         m.CreateTable(Table("bad", optimizer="os:system"), None, []),
         [],
         m.Failed,

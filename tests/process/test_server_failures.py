@@ -222,7 +222,7 @@ def raw_head(version: int = 1, size: int = 0, more: int = 0, kind: int = 2) -> b
         (raw_head(size=16) + b"\xff" * 16, "garbage"),
     ],
 )
-def test_a_stranger_is_told_why_and_counted_and_the_server_goes_on(
+def test_an_unauthenticated_peer_is_told_why_and_counted_and_the_server_goes_on(
     said: bytes, reason: str
 ) -> None:
     with servers() as (server,):
@@ -246,7 +246,7 @@ def test_a_wrong_token_is_refused_by_name() -> None:
         assert server.refused == {"token": 1}
 
 
-def test_strangers_who_say_nothing_are_limited_in_number_and_time(
+def test_silent_connections_are_limited_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)

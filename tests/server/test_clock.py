@@ -336,7 +336,7 @@ def test_who_enters_late_is_not_late() -> None:
     assert clock.tick_answer(2) == Tick(2)
 
 
-# -- deals --
+# -- step claims and sync points --
 
 
 def rounds(
@@ -425,7 +425,7 @@ def test_a_claim_asked_again_gives_the_same_number() -> None:
     assert clock.claim(1, 5, True, request=1) == 1
     assert clock.claim(0, 2, True, request=2) is clock.claim(0, 2, True, request=2) is None
     assert clock.claim(1, 2, True, request=2) is None
-    assert clock.claim(0, 5, True, request=3) == 2, "one None was dealt, not two"
+    assert clock.claim(0, 5, True, request=3) == 2, "one None was given, not two"
 
 
 def test_after_a_sync_point_counting_may_change_its_kind() -> None:
@@ -446,7 +446,7 @@ def test_one_that_syncs_is_not_waited_for_until_the_sync_point_is_over() -> None
     assert clock.claim(0, 1, True) is None
     assert clock.claim(0, 9, True) == 1
     workers.finish(0)
-    assert workers.waiting() == [0], "the meeting is over for both, though 1 has not dealt yet"
+    assert workers.waiting() == [0], "the sync point is over for both, though 1 has not claimed yet"
     assert clock.claim(1, 9, True) == 2
     workers.finish(1)
     assert workers.waiting() == []
@@ -545,7 +545,7 @@ def test_what_a_tick_cannot_mean_is_refused(words: dict[str, object], says: str)
     assert clock.behind(0) == [1], "the refused tick was none"
 
 
-def test_strangers_are_refused() -> None:
+def test_unknown_workers_are_refused() -> None:
     with pytest.raises(StoreError, match="worker 2, but workers are 0 to 1"):
         Clock(2).join(2)
     with pytest.raises(StoreError, match="a clock for 0 workers"):

@@ -30,13 +30,13 @@ def together(
     size: int, main: Callable[[LocalStore], object], shards: int = 2, timeout_s: float = 60.0
 ) -> list[object]:
     """Run `main` on `size` ranks that are threads; raise what the first of them raises."""
-    held, clock = [Shard(i) for i in range(shards)], Clock(size)
+    shared, clock = [Shard(i) for i in range(shards)], Clock(size)
     results: dict[int, object] = {}
     errors: list[BaseException] = []
 
     def body(rank: int) -> None:
         try:
-            results[rank] = main(LocalStore(rank, size, held, clock, timeout_s=timeout_s))
+            results[rank] = main(LocalStore(rank, size, shared, clock, timeout_s=timeout_s))
         except BaseException as e:
             errors.append(e)
             clock.evict(rank)
@@ -61,8 +61,8 @@ def test_a_dense_table_goes_on_from_what_was_dumped_as_if_it_had_never_stopped(s
     )
 
     def opened(values: Tensor, state: Tensors) -> list[LocalStore]:
-        held, clock = [Shard(i) for i in range(shards)], Clock(2)
-        stores = [LocalStore(rank, 2, held, clock) for rank in range(2)]
+        shared, clock = [Shard(i) for i in range(shards)], Clock(2)
+        stores = [LocalStore(rank, 2, shared, clock) for rank in range(2)]
         for store in stores:
             store.create(table, values, state)
         return stores
@@ -106,9 +106,9 @@ def test_one_worker_is_serial_sgd_to_the_bit(
     optimizer = torch.optim.SGD([w], lr=0.05, **options)  # type: ignore[arg-type]
     store = store_of(shards)
     served = {"decay" if k == "weight_decay" else k: float(v) for k, v in options.items()}
-    rule = "momentum" if "momentum" in options else "sgd"
+    kind = "momentum" if "momentum" in options else "sgd"
     store.create(
-        Table("w", length=5000, dtype=n, optimizer=rule, options={"lr": 0.05, **served}),
+        Table("w", length=5000, dtype=n, optimizer=kind, options={"lr": 0.05, **served}),
         w.detach().clone(),
     )  # type: ignore[arg-type]
     for step in range(5):
@@ -120,13 +120,15 @@ def test_one_worker_is_serial_sgd_to_the_bit(
         assert torch.equal(store.pull({"w": None})["w"], w), "and it reads what it wrote"
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "lazy_adam", "ftrl"])
-@pytest.mark.parametrize("held", [False, True])
-def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "lazy_adam", "ftrl"])
+@pytest.mark.parametrize("pending", [False, True])
+def test_the_number_of_shards_changes_nothing(optimizer: str, pending: bool) -> None:
     def train(shards: int) -> list[Tensor]:
         store, random = store_of(shards), torch.Generator().manual_seed(3)
-        store.create(Table("rows", dim=4, optimizer=rule, options={"lr": 0.1}))
-        store.create(Table("w", length=3000, optimizer=rule, options={"lr": 0.1}), torch.ones(3000))
+        store.create(Table("rows", dim=4, optimizer=optimizer, options={"lr": 0.1}))
+        store.create(
+            Table("w", length=3000, optimizer=optimizer, options={"lr": 0.1}), torch.ones(3000)
+        )
         for _ in range(6):
             ids = torch.randint(-20, 20, (7,), generator=random)
             updates = {
@@ -134,7 +136,7 @@ def test_the_number_of_shards_changes_nothing(rule: str, held: bool) -> None:
                 "w": torch.randn(3000, generator=random),
             }
             store.push(
-                {"rows": ids, "w": None}, updates, pending=held, weight=2.0 if held else None
+                {"rows": ids, "w": None}, updates, pending=pending, weight=2.0 if pending else None
             )
             store.tick(0)
         return [x for name in ("rows", "w") for x in store.dump(name).values()]

@@ -238,7 +238,7 @@ def test_a_table_that_is_there_is_compared() -> None:
     assert shard.tables() == ["w"]
 
 
-# -- hold and commit --
+# -- pending and commit --
 
 
 def test_a_commit_applies_the_weighted_mean_of_its_members_once() -> None:
@@ -662,12 +662,12 @@ def test_threads_that_push_at_once_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
+    "optimizer", ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "lazy_adam", "ftrl"]
 )
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_a_table_goes_on_from_its_dump_to_the_bit(rule: str, kind: str) -> None:
+def test_a_table_goes_on_from_its_dump_to_the_bit(optimizer: str, kind: str) -> None:
     table = Table(
-        "t", dim=2, length=64 if kind == "dense" else None, optimizer=rule, options={"lr": 0.1}
+        "t", dim=2, length=64 if kind == "dense" else None, optimizer=optimizer, options={"lr": 0.1}
     )
     shard, generator = shard_with(table), np.random.default_rng(5)
 

@@ -79,25 +79,25 @@ class Shard:
     def create(
         self,
         table: Table,
-        part: tuple[int, int] | None = None,
+        span: tuple[int, int] | None = None,
         values: np.ndarray | None = None,
         state: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Create a table, or refuse one that exists with another spec.
 
-        `part` is the range of a dense table that is stored here; `values` and `state` (zeros where
+        `span` is the range of a dense table that is stored here; `values` and `state` (zeros where
         None) are what it starts from, by the names that `dump` uses.
         """
         with self._lock:
             old = self._tables.get(table.name)
             if old is not None:
-                check_same(old, table, part)
+                check_same(old, table, span)
             elif table.length is None:
                 self._tables[table.name] = SparseTable(
                     table, self.memory_bytes, modules=self.modules
                 )
             else:
-                start, stop = part if part is not None else (0, table.length)
+                start, stop = span if span is not None else (0, table.length)
                 own = self._compensation.take_state(table.name, state or {})
                 self._tables[table.name] = DenseTable(
                     table, start, stop, values, own, modules=self.modules

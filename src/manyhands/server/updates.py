@@ -74,7 +74,7 @@ def check_fits(
         )
 
 
-def check_same(old: SparseTable | DenseTable, table: Table, part: tuple[int, int] | None) -> None:
+def check_same(old: SparseTable | DenseTable, table: Table, span: tuple[int, int] | None) -> None:
     """Refuse to create a table that exists with another spec."""
     there, new = asdict(old.spec), asdict(table)
     if changed := [key for key in there if there[key] != new[key]]:
@@ -85,8 +85,8 @@ def check_same(old: SparseTable | DenseTable, table: Table, part: tuple[int, int
             f"table {table.name!r} is there with {needed}; given: {given}; "
             "create it with the same, or choose another name"
         )
-    if isinstance(old, DenseTable) and part is not None and part != (old.start, old.stop):
+    if isinstance(old, DenseTable) and span is not None and span != (old.start, old.stop):
         raise StoreError(
-            f"table {table.name!r}: the range {part} was given, but {(old.start, old.stop)} of it "
+            f"table {table.name!r}: the range {span} was given, but {(old.start, old.stop)} of it "
             "is stored here"
         )

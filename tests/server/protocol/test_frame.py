@@ -138,7 +138,7 @@ def test_what_is_no_header_of_ours_is_refused_by_name(raw: bytes, reason: str, w
     assert e.value.reason == reason
 
 
-def test_a_stranger_may_say_less_than_a_friend() -> None:
+def test_an_unauthenticated_peer_may_send_less() -> None:
     frame.header(head(size=1 << 16, more=1 << 20))
     with pytest.raises(Malformed):
         frame.header(head(size=1 << 16), authenticated=False)

@@ -33,21 +33,25 @@ def gradients(n: int, dtype: str, steps: int = STEPS) -> list[np.ndarray]:
 
 
 def dense_run(
-    rule: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float
+    optimizer: str, w: np.ndarray, grads: list[np.ndarray], dim: int = 1, **options: float
 ) -> DenseTable:
     lr = options.pop("lr", 0.05)
-    spec = Table("t", length=w.size, dim=dim, dtype=w.dtype.name, optimizer=rule, options=options)
+    spec = Table(
+        "t", length=w.size, dim=dim, dtype=w.dtype.name, optimizer=optimizer, options=options
+    )
     table = DenseTable(spec, 0, w.size, w)
     for t, g in enumerate(grads):
         table.push(g.copy(), lr / (t + 1))  # a schedule: the push brings its own rate
     return table
 
 
-def sparse_run(rule: str, w: np.ndarray, grads: list[np.ndarray], **options: float) -> np.ndarray:
+def sparse_run(
+    optimizer: str, w: np.ndarray, grads: list[np.ndarray], **options: float
+) -> np.ndarray:
     """The same numbers as rows under scattered ids."""
     lr = options.pop("lr", 0.05)
     table = SparseTable(
-        Table("t", dim=w.shape[1], dtype=w.dtype.name, optimizer=rule, options=options)
+        Table("t", dim=w.shape[1], dtype=w.dtype.name, optimizer=optimizer, options=options)
     )  # type: ignore[arg-type]
     ids = dice(7).integers(-(2**63), 2**63 - 1, w.shape[0], dtype=np.int64)
     table.pull(ids, out := np.empty_like(w))
@@ -85,21 +89,21 @@ SGDS = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rule", "options"), SGDS)
+@pytest.mark.parametrize(("optimizer", "options"), SGDS)
 @pytest.mark.parametrize("n", [1, 7, 64, 1000, 4099])
 def test_sgd_and_momentum_give_the_bits_of_torch(
-    rule: str, options: dict[str, float], dtype: str, n: int
+    optimizer: str, options: dict[str, float], dtype: str, n: int
 ) -> None:
     w, grads = dice().standard_normal(n).astype(dtype), gradients(n, dtype)
     o = dict(options)
     words = {"weight_decay": o.pop("decay", 0.0), "nesterov": bool(o.pop("nesterov", 0)), **o}
     theirs = torch_run(lambda p: torch.optim.SGD(p, lr=0.05, **words), w, grads)
-    np.testing.assert_array_equal(dense_run(rule, w, grads, **options).values, theirs)
-    rows = sparse_run(rule, w.reshape(-1, 1), grads, **options)
+    np.testing.assert_array_equal(dense_run(optimizer, w, grads, **options).values, theirs)
+    rows = sparse_run(optimizer, w.reshape(-1, 1), grads, **options)
     np.testing.assert_array_equal(rows.reshape(-1), theirs)
     if n % 8 == 0:
         np.testing.assert_array_equal(
-            sparse_run(rule, w.reshape(-1, 8), grads, **options).reshape(-1), theirs
+            sparse_run(optimizer, w.reshape(-1, 8), grads, **options).reshape(-1), theirs
         )
 
 
@@ -124,26 +128,29 @@ OTHERS: list[tuple[str, dict[str, float], Callable[[Any], torch.optim.Optimizer]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rule", "options", "theirs"), OTHERS)
+@pytest.mark.parametrize(("optimizer", "options", "theirs"), OTHERS)
 def test_adaptive_optimizers_equal_torch_where_every_row_is_touched(
-    rule: str, options: dict[str, float], theirs: Any, dtype: str
+    optimizer: str, options: dict[str, float], theirs: Any, dtype: str
 ) -> None:
     w, grads = dice().standard_normal(96).astype(dtype), gradients(96, dtype)
     expected = torch_run(theirs, w, grads)
     np.testing.assert_allclose(
-        dense_run(rule, w, grads, **options).values, expected, rtol=ORDER[dtype], atol=ORDER[dtype]
+        dense_run(optimizer, w, grads, **options).values,
+        expected,
+        rtol=ORDER[dtype],
+        atol=ORDER[dtype],
     )
-    rows = sparse_run(rule, w.reshape(-1, 6), grads, **options)
+    rows = sparse_run(optimizer, w.reshape(-1, 6), grads, **options)
     np.testing.assert_allclose(rows.reshape(-1), expected, rtol=ORDER[dtype], atol=ORDER[dtype])
 
 
 def test_lazy_adam_counts_the_pushes_of_a_row_and_adam_those_of_the_table() -> None:
     g = np.ones((1, 1), np.float64)
-    for rule, t in (("lazy_adam", 1), ("adam", 3)):
+    for optimizer, t in (("lazy_adam", 1), ("adam", 3)):
         table = SparseTable(
             Table(
                 "t",
-                optimizer=rule,
+                optimizer=optimizer,
                 dtype="float64",
                 init="zeros",
                 options={"beta1": 0.9, "beta2": 0.999},
@@ -161,8 +168,8 @@ def test_lazy_adam_counts_the_pushes_of_a_row_and_adam_those_of_the_table() -> N
 def test_row_wise_adagrad_of_rows_of_one_number_is_adagrad(dtype: str) -> None:
     w, grads = dice().standard_normal(50).astype(dtype), gradients(50, dtype)
     one, other = (
-        sparse_run(rule, w.reshape(-1, 1), grads, decay=0.1)
-        for rule in ("rowwise_adagrad", "adagrad")
+        sparse_run(optimizer, w.reshape(-1, 1), grads, decay=0.1)
+        for optimizer in ("rowwise_adagrad", "adagrad")
     )
     np.testing.assert_allclose(one, other, rtol=ORDER[dtype])
 
@@ -225,20 +232,22 @@ def test_sum_adds() -> None:
     np.testing.assert_array_equal(dense_run("sum", w, grads).values, w + grads[0])
 
 
-@pytest.mark.parametrize("rule", TRAINED)
-def test_every_optimizer_decays_weights(rule: str) -> None:
+@pytest.mark.parametrize("optimizer", TRAINED)
+def test_every_optimizer_decays_weights(optimizer: str) -> None:
     w, zero = dice().standard_normal(16) + 3, [np.zeros(16)] * 3
-    plain, decayed = (dense_run(rule, w, zero, lr=0.1, decay=d).values for d in (0.0, 0.1))
+    plain, decayed = (dense_run(optimizer, w, zero, lr=0.1, decay=d).values for d in (0.0, 0.1))
     np.testing.assert_array_equal(plain, w)
     assert (np.abs(decayed) < np.abs(w)).all()
 
 
-@pytest.mark.parametrize("rule", list(SERVER_OPTIMIZERS))
-def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> None:
+@pytest.mark.parametrize("optimizer", list(SERVER_OPTIMIZERS))
+def test_the_rate_of_the_table_serves_where_a_push_brings_none(optimizer: str) -> None:
     w, g = dice().standard_normal(8), gradients(8, "float64", 1)[0]
-    options = {"lr": 0.3} if "lr" in SERVER_OPTIMIZERS[rule].defaults else {}
+    options = {"lr": 0.3} if "lr" in SERVER_OPTIMIZERS[optimizer].defaults else {}
     tables = [
-        DenseTable(Table("t", length=8, dtype="float64", optimizer=rule, options=o), 0, 8, w.copy())
+        DenseTable(
+            Table("t", length=8, dtype="float64", optimizer=optimizer, options=o), 0, 8, w.copy()
+        )
         for o in (options, {})
     ]
     tables[0].push(g.copy())
@@ -247,19 +256,19 @@ def test_the_rate_of_the_table_serves_where_a_push_brings_none(rule: str) -> Non
     assert (tables[0].values != w).all()
 
 
-@pytest.mark.parametrize("rule", list(SERVER_OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", list(SERVER_OPTIMIZERS))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cutting_a_vector_into_ranges_changes_no_bit(rule: str, dtype: str) -> None:
+def test_cutting_a_vector_into_ranges_changes_no_bit(optimizer: str, dtype: str) -> None:
     w, grads = dice().standard_normal(300).astype(dtype), gradients(300, dtype)
-    whole = dense_run(rule, w, grads, dim=3).values
+    whole = dense_run(optimizer, w, grads, dim=3).values
     parts = [
-        dense_run(rule, w[cut], [g[cut] for g in grads], dim=3).values
+        dense_run(optimizer, w[cut], [g[cut] for g in grads], dim=3).values
         for cut in (slice(0, 111), slice(111, 300))
     ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-# -- rules of one's own --
+# -- custom optimizers --
 
 
 class Sign:
@@ -284,15 +293,15 @@ class Broken(Sign):
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    module = ModuleType("rules_of_mine")
+    module = ModuleType("my_optimizers")
     module.Sign, module.Broken, module.odd = Sign, Broken, 3  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rules_of_mine", module)
-    return ["rules_of_mine"]
+    monkeypatch.setitem(sys.modules, "my_optimizers", module)
+    return ["my_optimizers"]
 
 
 def test_an_optimizer_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -> None:
     table = SparseTable(
-        Table("t", dim=3, optimizer="rules_of_mine:Sign", init="zeros", options={"c": 2.0}),
+        Table("t", dim=3, optimizer="my_optimizers:Sign", init="zeros", options={"c": 2.0}),
         modules=own,
     )
     ids = np.array([4, 9, 4])
@@ -303,7 +312,7 @@ def test_an_optimizer_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -
     np.testing.assert_array_equal(state["velocity"][at], [[-2, 2, 1], [-1, -1, -1]])
     np.testing.assert_array_equal(state["pushes"][at], [[1], [1]])
     dense = DenseTable(
-        Table("d", length=4, optimizer="rules_of_mine:Sign"),
+        Table("d", length=4, optimizer="my_optimizers:Sign"),
         0,
         4,
         np.zeros(4, np.float32),
@@ -314,7 +323,7 @@ def test_an_optimizer_of_ones_own_runs_over_the_rows_of_a_push(own: list[str]) -
 
 
 def test_an_optimizer_that_fails_leaves_the_rows_as_they_were(own: list[str]) -> None:
-    table = SparseTable(Table("t", dim=2, optimizer="rules_of_mine:Broken"), modules=own)
+    table = SparseTable(Table("t", dim=2, optimizer="my_optimizers:Broken"), modules=own)
     ids, before, after = (
         np.array([1, 2]),
         np.empty((2, 2), np.float32),
@@ -323,13 +332,13 @@ def test_an_optimizer_that_fails_leaves_the_rows_as_they_were(own: list[str]) ->
     table.pull(ids, before)
     with pytest.raises(
         StoreError,
-        match="table 't': optimizer 'rules_of_mine:Broken' failed: ZeroDivisionError: on purpose",
+        match="table 't': optimizer 'my_optimizers:Broken' failed: ZeroDivisionError: on purpose",
     ):
         table.push(ids, np.ones((2, 2), np.float32))
     table.pull(ids, after)
     np.testing.assert_array_equal(before, after)
     dense = DenseTable(
-        Table("d", length=4, optimizer="rules_of_mine:Broken"),
+        Table("d", length=4, optimizer="my_optimizers:Broken"),
         0,
         4,
         np.zeros(4, np.float32),
@@ -346,15 +355,15 @@ def test_what_is_not_an_optimizer_is_refused(own: list[str]) -> None:
     with pytest.raises(StoreError, match="may not import the module 'os'"):
         resolve("os:system", own)
     with pytest.raises(StoreError, match="cannot be imported"):
-        resolve("rules_of_mine:Missing", own)
+        resolve("my_optimizers:Missing", own)
     with pytest.raises(StoreError, match="is not a server optimizer: it needs"):
-        resolve("rules_of_mine:odd", own)
+        resolve("my_optimizers:odd", own)
     with pytest.raises(StoreError, match="does not take these options"):
-        SparseTable(Table("t", optimizer="rules_of_mine:Sign", options={"d": 1.0}), modules=own)
+        SparseTable(Table("t", optimizer="my_optimizers:Sign", options={"d": 1.0}), modules=own)
 
 
 @pytest.mark.parametrize(
-    ("rule", "options", "message"),
+    ("optimizer", "options", "message"),
     [
         ("sgd", {"momentum": 0.9}, "optimizer 'sgd' has no option 'momentum'; known: lr, decay"),
         ("sum", {"lr": 0.9}, "known: none"),
@@ -364,21 +373,21 @@ def test_what_is_not_an_optimizer_is_refused(own: list[str]) -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused(
-    rule: str, options: dict[str, float], message: str
+    optimizer: str, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):
-        SparseTable(Table("t", optimizer=rule, options=options))
+        SparseTable(Table("t", optimizer=optimizer, options=options))
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam", "ftrl"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam", "ftrl"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_rows_of_one_number_are_worked_on_together_to_the_bits_of_one_long_row(
-    rule: str, dtype: str
+    optimizer: str, dtype: str
 ) -> None:
     w, grads = (
         dice(3).standard_normal(203).astype(dtype),
         gradients(203, dtype),
     )  # more than a block, and no multiple of it
     np.testing.assert_array_equal(
-        sparse_run(rule, w[:, None], grads)[:, 0], dense_run(rule, w, grads).values
+        sparse_run(optimizer, w[:, None], grads)[:, 0], dense_run(optimizer, w, grads).values
     )

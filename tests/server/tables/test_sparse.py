@@ -153,8 +153,8 @@ def test_rows_are_copied_where_address_space_was_short(monkeypatch: pytest.Monke
 
 
 def test_untouched_rows_keep_their_bits() -> None:
-    for rule in ("adam", "ftrl", "momentum"):
-        table, ids = make(optimizer=rule), np.arange(100)
+    for optimizer in ("adam", "ftrl", "momentum"):
+        table, ids = make(optimizer=optimizer), np.arange(100)
         table.push(ids, dice().standard_normal((100, 3)).astype(np.float32), 0.1)
         before = content(table)
         table.push(ids[:50], ones(ids[:50], table), 0.1)
@@ -393,14 +393,14 @@ def test_what_a_row_costs_beyond_its_values_and_state_is_little() -> None:
 # -- whole tables --
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "lazy_adam", "adam"])
-def test_items_and_load_are_a_round_trip(rule: str) -> None:
-    table, ids = make(optimizer=rule), any_ids(3000)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "lazy_adam", "adam"])
+def test_items_and_load_are_a_round_trip(optimizer: str) -> None:
+    table, ids = make(optimizer=optimizer), any_ids(3000)
     for _ in range(3):
         table.push(ids, dice().standard_normal((3000, 3)).astype(np.float32), 0.1)
     slots = [table.items(s) for s in range(1024)]
     assert sum(len(x[0]) for x in slots) == 3000
-    other = make(optimizer=rule, admit_after=9)
+    other = make(optimizer=optimizer, admit_after=9)
     for part in slots:
         other.load(*part)
     assert content(other) == content(table)

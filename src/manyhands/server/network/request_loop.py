@@ -108,7 +108,7 @@ class RequestLoop:
                     name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
                 }
                 self._endpoint.create(
-                    message.table, message.part, arrays.get("values"), state or None
+                    message.table, message.span, arrays.get("values"), state or None
                 )
                 self._channel.send(m.Done(), number)
             case m.DumpTable():

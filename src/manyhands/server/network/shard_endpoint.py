@@ -49,12 +49,13 @@ class ShardEndpoint:
     def create(
         self,
         table: Table,
-        part: tuple[int, int] | None,
+        span: tuple[int, int] | None,
         values: np.ndarray | None,
         state: dict[str, np.ndarray] | None,
     ) -> None:
-        self.shard.create(table, part, values, state)
-        self.specs[table.name] = table, part[1] - part[0] if part is not None else table.length or 0
+        self.shard.create(table, span, values, state)
+        stored = span[1] - span[0] if span is not None else table.length or 0
+        self.specs[table.name] = table, stored
 
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()

@@ -161,7 +161,7 @@ class ArraySpec(Message):
 
 class CreateTable(Message):
     table: Table
-    part: tuple[int, int] | None
+    span: tuple[int, int] | None  # the range of a dense table that the shard stores
     arrays: list[ArraySpec]  # values, state/NAME
 
 
