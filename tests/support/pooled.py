@@ -1,4 +1,4 @@
-"""Runs in one pool of processes: a body that gets the plan words as they were given, to vary them."""
+"""Runs in one pool of processes: a body that gets the plan words, to vary them."""
 
 from __future__ import annotations
 
