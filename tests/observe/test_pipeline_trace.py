@@ -12,8 +12,8 @@ import pytest
 
 from manyhands.cli.trace import describe, trace
 from manyhands.core import Event, Layout
-from manyhands.observe.chrome_trace import pipelines
 from manyhands.observe.pipeline_picture import draw, typical_step
+from manyhands.observe.pipeline_trace import pipelines
 from manyhands.split.schedules import simulate
 from support.recorded_runs import ZERO_S, record, whole_run
 

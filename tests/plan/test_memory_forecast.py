@@ -18,7 +18,7 @@ from manyhands.core import Layout
 from manyhands.errors import PlanError
 from manyhands.merge import EASGD, AllReduce
 from manyhands.observe.memory_peak import (
-    Live,
+    LiveStorages,
     Meter,
     available_bytes,
     held_by,
@@ -127,7 +127,7 @@ def measured(case: Case, micros: int, overlap: bool) -> int:
 
 def forecast(case: Case, setting: Setting) -> Forecast:
     return Study(
-        case.model, case.loss_of, case.values, case.optimizer(case.model.parameters()), Live
+        case.model, case.loss_of, case.values, case.optimizer(case.model.parameters()), LiveStorages
     ).forecast(setting)
 
 
@@ -177,7 +177,7 @@ def stage_peak(case: Case, stages: list[Any], place: int, flights: int, micros: 
         p.grad = torch.zeros_like(p)
     optimizer.step()
     flat = [torch.zeros_like(p) for p in held]
-    live = Live([*flat, *held_by(stage.module, optimizer)])
+    live = LiveStorages([*flat, *held_by(stage.module, optimizer)])
     with live:
         whole = [[v.clone() for v in case.values] for _ in range(micros)]
         mail = [v.clone() for v in given.values() if isinstance(v, Tensor) for _ in range(2)]
@@ -226,7 +226,7 @@ def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -
     stages = cut(traced, balance_stages([1.0] * len(traced.nodes[True]), pipe))
     names = [frozenset(n for n, _ in s.module.named_parameters()) for s in stages]
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     found = study.forecasts(
         Setting(Layout(pipe=pipe), micros=micros, schedule=schedule, stages=names)
@@ -241,7 +241,7 @@ def test_the_forecast_of_each_stage_is_what_it_takes(name: str, schedule: str) -
 def test_more_micro_batches_in_flight_need_more_and_recomputing_needs_less() -> None:
     made = case("gpt", 16)
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     piped = {
         s: study.forecast(Setting(Layout(pipe=4), micros=16, schedule=s)).activations
@@ -271,7 +271,7 @@ def test_recomputing_blocks_takes_what_was_forecast() -> None:
 def test_sharding_divides_what_each_stage_of_zero_says(size: int) -> None:
     made = case("gpt", 1)
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     whole = sum(p.nbytes for p in made.model.parameters())
     of = {
@@ -290,7 +290,7 @@ def test_sharding_divides_what_each_stage_of_zero_says(size: int) -> None:
 def test_a_rank_of_a_tensor_group_holds_shards() -> None:
     made = case("gpt", 48)
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     one, two = study.forecast(Setting()), study.forecast(Setting(Layout(tensor=2)))
     assert (
@@ -391,7 +391,7 @@ def test_the_notice_and_the_comparison_read_well() -> None:
 def test_what_does_not_fit_is_refused_with_numbers_and_the_smallest_change_that_fits() -> None:
     made = case("gpt", 48)
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     setting = Setting(Layout(data=2), overlap=True)
     needed = study.forecast(setting)
@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_the_smallest_change_that_
 def test_every_change_that_is_offered_needs_less_and_is_said_in_words_of_a_plan() -> None:
     made = case("gpt", 8)
     study = Study(
-        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), Live
+        made.model, made.loss_of, made.values, made.optimizer(made.model.parameters()), LiveStorages
     )
     offered = dict(changes(study, Setting(), 8))
     assert list(offered) == [

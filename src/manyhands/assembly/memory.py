@@ -17,7 +17,7 @@ from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource, TensorSource
 from manyhands.errors import PlanError
 from manyhands.observe.memory_peak import (
-    Live,
+    LiveStorages,
     Meter,
     available_bytes,
     held_by,
@@ -90,7 +90,7 @@ def watch(
             return loss.forward(batch, count)[0]
 
     optimizer = task.optimizer(model.parameters())
-    study = memory_forecast.Study(model, loss_of, values(), optimizer, Live)
+    study = memory_forecast.Study(model, loss_of, values(), optimizer, LiveStorages)
     setting = _setting(context, plan, model, optimizer, stages, cuts)
     forecasts = study.forecasts(setting)
     most = max(forecasts, key=lambda f: f.total)

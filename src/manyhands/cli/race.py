@@ -42,9 +42,9 @@ from manyhands.launch import environment, lab
 from manyhands.observe import curves
 from manyhands.observe.race import live, page, picture, table
 from manyhands.observe.race.results import (
-    Course,
     Entry,
     Race,
+    RunResult,
     follow,
     parse_target,
 )
@@ -176,9 +176,7 @@ def verb(
     )
     if table.failures(found):
         return FAILED
-    return (
-        REACHED_ALL if all(e.num_reached == len(e.courses) for e in found.entries) else NOT_REACHED
-    )
+    return REACHED_ALL if all(e.num_reached == len(e.runs) for e in found.entries) else NOT_REACHED
 
 
 # -- what is raced --
@@ -420,24 +418,24 @@ def _outcome(run: Path) -> dict[str, Any]:
         return {}
 
 
-def _course(run: Path, k: int, facts: Facts, goal: Goal) -> Course:
+def _course(run: Path, k: int, facts: Facts, goal: Goal) -> RunResult:
     outcome = _outcome(run)
     return follow(
         run, outcome["seed"], goal, facts.samples, outcome["launched_s"], outcome.get("error", "")
     )
 
 
-def _told(course: Course, goal: Goal) -> tuple[str, str]:
-    if course.error:
-        return "failed", course.error
-    if course.reached is None:
+def _told(result: RunResult, goal: Goal) -> tuple[str, str]:
+    if result.error:
+        return "failed", result.error
+    if result.reached is None:
         return (
             "ended",
-            f"not reached: best {goal.name} {course.best:.4g} in {table.seconds(course.seconds)}",
+            f"not reached: best {goal.name} {result.best:.4g} in {table.seconds(result.seconds)}",
         )
     return (
         "reached",
-        f"{goal.name} {course.reached.value:.4g} after {table.seconds(course.time_s)}, epoch {course.reached.epoch:.2f}",
+        f"{goal.name} {result.reached.value:.4g} after {table.seconds(result.time_s)}, epoch {result.reached.epoch:.2f}",
     )
 
 
@@ -448,8 +446,8 @@ def gather(path: Path, runners: list[Runner], seeds: int, facts: Facts, goal: Go
     entries = []
     for runner in runners:
         done = [k for k in range(seeds) if _outcome(_folder(path, runner, k))]
-        courses = [_course(_folder(path, runner, k), k, facts, goal) for k in done]
-        entries.append(Entry(runner.label, runner.given, courses, runner.is_ddp))
+        runs = [_course(_folder(path, runner, k), k, facts, goal) for k in done]
+        entries.append(Entry(runner.label, runner.given, runs, runner.is_ddp))
     return Race(goal, entries)
 
 
@@ -474,8 +472,8 @@ def report(
     console = Console(highlight=False)
     console.print()
     console.print(table.table(found, console.width))
-    for label, course in table.failures(found):
-        console.print(f"{label}, seed {course.seed}: {course.error}", style="red", markup=False)
+    for label, result in table.failures(found):
+        console.print(f"{label}, seed {result.seed}: {result.error}", style="red", markup=False)
     console.print(table.verdict(found), style="bold", markup=False)
     if not quiet:
         for name, file in (("picture", PICTURE), ("page", PAGE), ("numbers", RESULTS)):

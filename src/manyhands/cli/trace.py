@@ -6,8 +6,9 @@ from pathlib import Path
 
 from manyhands.observe import pipeline_picture
 from manyhands.observe.bubble import bubble
-from manyhands.observe.chrome_trace import PipelineTrace, pipelines, write_trace
+from manyhands.observe.chrome_trace import write_trace
 from manyhands.observe.events import read
+from manyhands.observe.pipeline_trace import PipelineTrace, pipelines
 from manyhands.split.schedules import bubble_fraction
 
 

@@ -1,9 +1,10 @@
-"""How much of a pipeline's time nobody used.
+"""Pipeline bubble: the share of time in which the ranks of a pipeline did not compute.
 
-    bubble = 1 - sum of all ranks' work / (ranks x length of the step)        by formula, gpipe and 1f1b: (p-1)/(m+p-1)
+    bubble = 1 - sum of all ranks' work / (ranks x length of the step)
+    by formula, for gpipe and 1f1b: (p-1)/(m+p-1)
 
-A step lasts from the first piece of work on any rank to the end of the last one on any rank. Work is forward, backward and
-weight; what a rank spends on sending and receiving is in the bubble, as is its waiting.
+A step lasts from the start of the first work on any rank to the end of the last work on any rank.
+Work is forward, backward and weight; sending, receiving and waiting belong to the bubble.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from manyhands.core import Event
-
-WORK = ("forward", "backward", "weight")
+from manyhands.observe.pipeline_trace import WORK, is_stage_event
 
 
 def bubble(events: Iterable[Event]) -> float | None:
-    """The share over all rounds of `events` of the ranks of one pipeline; None: no pipeline has worked in them."""
+    """The bubble over all rounds of `events` of one pipeline; None: there is no work in them."""
     idle, whole = 0.0, 0.0
     for work in _steps(events).values():
         ranks = {e.rank for e in work}
@@ -28,7 +28,7 @@ def bubble(events: Iterable[Event]) -> float | None:
 
 
 def waits(events: Iterable[Event]) -> dict[int, float]:
-    """By rank: the share of the steps in which it did not work."""
+    """By rank: the share of the steps in which it did not compute."""
     lasted, worked = 0.0, defaultdict[int, float](float)
     for work in _steps(events).values():
         lasted += max(e.time_s + e.seconds for e in work) - min(e.time_s for e in work)
@@ -42,6 +42,6 @@ def waits(events: Iterable[Event]) -> dict[int, float]:
 def _steps(events: Iterable[Event]) -> dict[int, list[Event]]:
     steps: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        if event.name in WORK and isinstance(event.value, dict) and "stage" in event.value:
+        if event.name in WORK and is_stage_event(event):
             steps[event.round].append(event)
     return steps

@@ -1,4 +1,7 @@
-"""The learning curves of a run as one picture, drawn from its event files alone: also of a run that crashed or still runs."""
+"""Picture of the learning curves of a run, drawn from its event files alone.
+
+A run that crashed or is still running can be drawn, too.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, LOSS, ALARM = "#111827", "#6b7280", "#e5e7eb", "#2563eb", "#dc2626"
 METRICS = ("#059669", "#d97706", "#7c3aed", "#db2777", "#0891b2", "#65a30d")
-SMOOTH = 1 / 20  # of the points: width of the window that the strong line averages over
+SMOOTH = 1 / 20  # share of the points: half the window that the strong line averages over
 
 Points = list[tuple[float, float]]  # (epoch, value), by epoch
 
 
 @dataclass
 class Curves:
-    """What the picture shows."""
+    """Curves: the numbers that the picture shows."""
 
     plan: str = ""
     loss: Points = field(default_factory=list)
@@ -40,7 +43,7 @@ class Curves:
 
 
 def draw(run_dir: Path, out: Path | None = None) -> Path:
-    """Draw loss and metrics over epochs; `out` is `<run_dir>/curves.png` unless given. Returns where the picture is."""
+    """Draw loss and metrics over epochs into `out`, by default `<run_dir>/curves.png`."""
     run_dir = Path(run_dir)
     out = Path(out) if out else run_dir / "curves.png"
     figure = _picture(run_dir.resolve().name, collect(read(run_dir)))
@@ -71,15 +74,14 @@ def collect(events: list[Event]) -> Curves:
                 for name, x in curves.final.items():
                     _put(curves.metrics.setdefault(name, []), at, x)
             case "finish", dict() as value:
-                final = {
-                    k: v for k, v in measures(value).items() if k != "samples_per_s"
-                }  # the caption has it already
+                # without samples_per_s: the caption has it already
+                final = {k: v for k, v in measures(value).items() if k != "samples_per_s"}
                 curves.final = final or curves.final
     return curves
 
 
 def _put(points: Points, epoch: float, value: float) -> None:
-    # A resumed run replays what came after its checkpoint: the replay replaces what the crashed run had drawn.
+    # A resumed run repeats the steps after its checkpoint: they replace those of the crashed run.
     while points and points[-1][0] >= epoch:
         points.pop()
     points.append((epoch, value))
@@ -114,38 +116,7 @@ def _picture(name: str, curves: Curves) -> Figure:
         hspace=0.55,
     )
 
-    edge = left - 0.35 / width
-    text: dict[str, Any] = {"ha": "left", "parse_math": False}  # a name may hold dollars
-    figure.text(
-        edge,
-        1 - 0.2 / height,
-        _cut(name, int(width * 6.5)),
-        size=15,
-        weight="bold",
-        color=INK,
-        va="top",
-        **text,
-    )
-    figure.text(
-        edge,
-        1 - 0.52 / height,
-        "\n".join(plan),
-        size=9,
-        color=MUTED,
-        va="top",
-        linespacing=1.4,
-        **text,
-    )
-    figure.text(
-        edge,
-        0.2 / height,
-        _cut(_caption(curves), int(width * 12)),
-        size=9,
-        color=MUTED,
-        va="bottom",
-        **text,
-    )
-
+    _write_texts(figure, left - 0.35 / width, name, "\n".join(plan), _caption(curves))
     last = max(
         (points[-1][0] for points in (curves.loss, *curves.metrics.values()) if points), default=1.0
     )
@@ -153,15 +124,21 @@ def _picture(name: str, curves: Curves) -> Figure:
     for i, (metric, points) in enumerate(curves.metrics.items()):
         row, column = i % rows, 1 + i // rows
         lowest = row == rows - 1 or i == len(curves.metrics) - 1
-        _draw_metric(
-            figure.add_subplot(grid[row, column]),
-            metric,
-            points,
-            METRICS[i % len(METRICS)],
-            last,
-            lowest,
-        )
+        axes = figure.add_subplot(grid[row, column])
+        _draw_metric(axes, metric, points, METRICS[i % len(METRICS)], last, lowest)
     return figure
+
+
+def _write_texts(figure: Figure, left: float, name: str, plan: str, caption: str) -> None:
+    """Name and plan above the curves, the caption below."""
+    width, height = figure.get_size_inches()
+    # parse_math: a name may contain dollar signs
+    text: dict[str, Any] = {"ha": "left", "parse_math": False}
+    small: dict[str, Any] = {"size": 9, "color": MUTED, **text}
+    title = _cut(name, int(width * 6.5))
+    figure.text(left, 1 - 0.2 / height, title, size=15, weight="bold", color=INK, va="top", **text)
+    figure.text(left, 1 - 0.52 / height, plan, va="top", linespacing=1.4, **small)
+    figure.text(left, 0.2 / height, _cut(caption, int(width * 12)), va="bottom", **small)
 
 
 def _draw_loss(axes: Axes, points: Points, last: float) -> None:
@@ -277,17 +254,19 @@ def _dress(axes: Axes, title: str, last: float, lowest: bool = True) -> None:
 
 def _tidy_ticks(axes: Axes, values: Sequence[float]) -> None:
     if not 1e-3 <= max(map(abs, values)) < 1e6:
-        axes.yaxis.set_major_formatter(
-            "{x:g}"
-        )  # otherwise a common factor is written where the title stands
+        # otherwise a common factor is written over the title
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def smooth(y: Sequence[float]) -> list[float]:
-    """A line fitted around every point under a bell over `SMOOTH` of all points; what is not finite does not count.
+    """Local linear regression: a line fitted around every point with a bell of weights.
 
-        s_m = sum_k bell_k k^m,  t_m = sum_k bell_k k^m y_k;   value at k = 0:  (s_2 t_0 - s_1 t_1) / (s_0 s_2 - s_1^2)
+        s_m = sum_k bell_k k^m        t_m = sum_k bell_k k^m y_k
+        value at k = 0:  (s_2 t_0 - s_1 t_1) / (s_0 s_2 - s_1^2)
 
-    A plain average would lag at both ends, where only one side is known, and start well below the first losses.
+    The bell covers `SMOOTH` of all points to each side; points that are not finite have weight 0.
+    A plain average would lag at both ends, where only one side is known, and start well below the
+    first losses.
     """
     import numpy as np
 
@@ -302,9 +281,8 @@ def smooth(y: Sequence[float]) -> list[float]:
     s0, s1, s2 = (np.convolve(ones, bell * k**m, "same") for m in (0, 1, 2))
     t0, t1 = (np.convolve(filled, bell * k**m, "same") for m in (0, 1))
     det = s0 * s2 - s1 * s1
-    fitted = np.divide(
-        s2 * t0 - s1 * t1, det, out=filled.copy(), where=known & (det > 1e-9)
-    )  # alone: itself
+    # a point without neighbours keeps its value
+    fitted = np.divide(s2 * t0 - s1 * t1, det, out=filled.copy(), where=known & (det > 1e-9))
     return [float(v) for v in np.where(known, fitted, np.nan)]
 
 

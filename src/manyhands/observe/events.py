@@ -1,9 +1,12 @@
-"""Events: appended in memory by the training loop, written twice a second, read back from files alone.
+"""Event recorder: collects events in memory, writes them twice a second, reads them from files.
 
-    emit(event) -> list        flush() -> <run>/events/rank-<r>.jsonl, then every sink        read(run) -> all ranks, by time
+    emit(event)   append to a list
+    flush()       write <run>/events/rank-<r>.jsonl, then call every sink
+    read(run)     the events of all ranks, by time
 
-One line is one event, one rank is one file: nobody waits for anybody, and whatever a crash leaves behind can be read.
-Observing never ends training: a sink that fails is dropped, which is said once.
+Each line is one event and each rank has its own file: no rank waits for another, and the files of a
+crashed run can be read. Observing never ends training: a sink that fails is dropped, with a
+message.
 """
 
 from __future__ import annotations
@@ -21,20 +24,19 @@ import msgspec
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
 
-SPANS_LIMIT_BYTES = (
-    256 << 20
-)  # of one rank's file; a thousand tiny rounds a second reach it in some ten minutes
+# of one rank's file; a thousand tiny rounds a second reach it in about ten minutes
+SPANS_LIMIT_BYTES = 256 << 20
 
 
 class Sink(Protocol):
-    """Whatever wants to know what happened: the terminal, TensorBoard, a file."""
+    """Sink: receives the events of a rank, such as the terminal, TensorBoard, a file."""
 
     def write(self, events: list[Event]) -> None: ...
     def close(self) -> None: ...
 
 
 class Recorder:
-    """Collects the events of one rank; `emit` is a list append, everything slow happens in `flush`."""
+    """Recorder of one rank: `emit` appends to a list, `flush` does everything slow."""
 
     def __init__(
         self,
@@ -51,14 +53,15 @@ class Recorder:
         self._pending.append(event)
 
     def flush(self) -> None:
-        # Copy, then delete that many: what another thread (a checkpoint being written) emits in between stays for next time.
+        # Copy, then delete that many: an event that another thread (writing a checkpoint) emits in
+        # between stays for the next flush.
         events = self._pending[:]
         del self._pending[: len(events)]
         if events:
             self._each(lambda sink: sink.write(events))
 
     def close(self) -> None:
-        """Write what is left and let go of everything; safe to call twice."""
+        """Write the remaining events and close all sinks; safe to call twice."""
         self.flush()
         self._each(lambda sink: sink.close())
         self._sinks.clear()
@@ -72,12 +75,13 @@ class Recorder:
                 with suppress(Exception):
                     sink.close()
                 say(
-                    f"{type(sink).__name__} stopped ({type(error).__name__}: {error}); training goes on without it"
+                    f"{type(sink).__name__} stopped ({type(error).__name__}: {error}); "
+                    "training goes on without it"
                 )
 
 
 class EventFile:
-    """The JSONL file of one rank. Resuming a run appends to it."""
+    """Event file: the JSONL file of one rank. Resuming a run appends to it."""
 
     def __init__(self, path: Path, spans_limit_bytes: int):
         self._path = path
@@ -86,9 +90,8 @@ class EventFile:
         self._full = False
 
     def write(self, events: list[Event]) -> None:
-        if (
-            self._file is None
-        ):  # opened here, not before: a disk that cannot be written must not stop the start
+        # opened here, not before: a disk that cannot be written must not stop the start
+        if self._file is None:
             self._file = open_lines(self._path)
         if self._full or self._file.tell() > self._spans_limit_bytes:
             events = [event for event in events if event.value is not None]
@@ -121,7 +124,8 @@ def read(run_dir: Path) -> list[Event]:
     if not folder.is_dir():
         missing = "has no events/ in it" if run_dir.is_dir() else "does not exist"
         raise ManyhandsError(
-            f"{run_dir} is no run directory: it {missing}; give the directory that the run printed at its start"
+            f"{run_dir} is no run directory: it {missing}; "
+            "give the directory that the run printed at its start"
         )
     events = [event for path in sorted(folder.glob("rank-*.jsonl")) for event in _parse(path)]
     if not events:
@@ -132,13 +136,13 @@ def read(run_dir: Path) -> list[Event]:
 
 
 def say(text: str) -> None:
-    with suppress(Exception):  # stderr may be closed, and nobody is left to tell
+    with suppress(Exception):  # stderr may be closed
         print(f"manyhands: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """An event as it lies in the file: JSON has no NaN, so a NaN was written as null."""
+    """An event as the file has it: JSON has no NaN, so a NaN was written as null."""
 
     time_s: float
     rank: int
@@ -170,7 +174,7 @@ def _value(raw: Any) -> float | str | dict[str, float] | None:
 
 
 def _plain(x: Any) -> Any:
-    """What a user logs may be a numpy scalar, or anything: a number if it can be one, else its text."""
+    """A logged value as a number if it can be one (a numpy scalar, say), else as text."""
     try:
         return float(x)
     except (TypeError, ValueError):

@@ -1,7 +1,8 @@
-"""The picture of a graph that is dealt out over ranks: a lane and a colour a rank, time from top to bottom.
+"""Picture of a graph partitioned over ranks: a lane and a colour for each rank, time downwards.
 
-Boxes are nodes, darker where they take more of the time; thin lines stay on a rank, thick ones are cut and say what crosses them,
-in bytes of one micro-batch. A box stands below all that it takes from.
+Boxes are nodes, darker where they take more of the time. Thin lines stay on a rank; thick lines
+cross from rank to rank and are labelled with the bytes of one micro-batch. A box is below all its
+inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from manyhands.split.graph import GraphNode
 
 WIDE, HIGH, GAP, ROW, HEAD = 128, 22, 12, 44, 64
 LETTERS = 19  # of a name in its box
-MOST = 400  # boxes; beyond, runs of nodes of one rank stand as one
+MOST = 400  # boxes; in larger graphs a chain of nodes on one rank is one box
 
 
 def draw(nodes: Sequence[GraphNode], where: Sequence[int], out: Path, title: str = "") -> Path:
@@ -26,7 +27,7 @@ def draw(nodes: Sequence[GraphNode], where: Sequence[int], out: Path, title: str
 
 
 def svg(nodes: Sequence[GraphNode], where: Sequence[int], title: str = "") -> str:
-    """`where`: by node, its rank."""
+    """The SVG text; `where` is the rank of each node."""
     if len(nodes) > MOST:
         nodes, where = _runs(nodes, where)
     ranks = max(where, default=0) + 1
@@ -50,18 +51,22 @@ def svg(nodes: Sequence[GraphNode], where: Sequence[int], title: str = "") -> st
             at[u] = start + i * (WIDE + GAP), HEAD + line * ROW
     width, height = left[-1], HEAD + (max(row, default=0) + 1) * ROW
     made = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" '
         'font-family="ui-sans-serif, system-ui, sans-serif" font-size="10">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{GAP}" y="20" font-size="14" font-weight="bold" fill="{INK}">{escape(title)}</text>',
+        f'<text x="{GAP}" y="20" font-size="14" font-weight="bold" fill="{INK}">'
+        f"{escape(title)}</text>",
     ]
     total = sum(n.seconds for n in nodes) or 1.0
     for r in range(ranks):
         share = sum(n.seconds for n, rank in zip(nodes, where, strict=True) if rank == r) / total
         color, lane = COLORS[r % len(COLORS)], left[r + 1] - left[r] - GAP
         made.append(
-            f'<rect x="{left[r]}" y="30" width="{lane}" height="{height - 36}" rx="6" fill="{color}" fill-opacity="0.06"/>'
-            f'<text x="{left[r] + GAP}" y="48" font-size="12" font-weight="bold" fill="{color}">rank {r} · {share:.0%} of the work</text>'
+            f'<rect x="{left[r]}" y="30" width="{lane}" height="{height - 36}" rx="6" '
+            f'fill="{color}" fill-opacity="0.06"/>'
+            f'<text x="{left[r] + GAP}" y="48" font-size="12" font-weight="bold" fill="{color}">'
+            f"rank {r} · {share:.0%} of the work</text>"
         )
     lines, labels = _lines(nodes, where, at)
     made += lines
@@ -70,11 +75,14 @@ def svg(nodes: Sequence[GraphNode], where: Sequence[int], title: str = "") -> st
         (x, y), color = at[u], COLORS[where[u] % len(COLORS)]
         name = n.name if len(n.name) <= LETTERS else f"{n.name[: LETTERS - 1]}…"
         made.append(
-            f'<g class="node"><title>{escape(n.name)}: {n.seconds * 1e3:.3f} ms, {_bytes(n.output_bytes)}</title>'
-            f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="4" fill="white" stroke="{color}"/>'
+            f'<g class="node"><title>{escape(n.name)}: {n.seconds * 1e3:.3f} ms, '
+            f"{_bytes(n.output_bytes)}</title>"
+            f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="4" fill="white" '
+            f'stroke="{color}"/>'
             f'<rect x="{x:g}" y="{y:g}" width="{WIDE}" height="{HIGH}" rx="4" fill="{color}" '
             f'fill-opacity="{0.08 + 0.42 * n.seconds / most:.2f}"/>'
-            f'<text x="{x + WIDE / 2:g}" y="{y + 15:g}" text-anchor="middle" fill="{INK}">{escape(name)}</text></g>'
+            f'<text x="{x + WIDE / 2:g}" y="{y + 15:g}" text-anchor="middle" fill="{INK}">'
+            f"{escape(name)}</text></g>"
         )
     return "\n".join([*made, *labels, "</svg>\n"])
 
@@ -83,7 +91,7 @@ def _lines(
     nodes: Sequence[GraphNode], where: Sequence[int], at: dict[int, tuple[float, float]]
 ) -> tuple[list[str], list[str]]:
     lines, labels = [], []
-    said: set[tuple[int, int]] = set()  # a value goes to a rank once
+    said: set[tuple[int, int]] = set()  # a value is sent to a rank once
     for u, n in enumerate(nodes):
         for t in n.inputs:
             (x0, y0), (x1, y1) = at[t], at[u]
@@ -102,14 +110,15 @@ def _lines(
             said.add((t, where[u]))
             x, y = (x0 + x1) / 2, (y0 + y1) / 2 + 3
             labels.append(
-                f'<text class="crossing" x="{x:g}" y="{y:g}" text-anchor="middle" fill="{MUTED}" stroke="white" stroke-width="3" '
-                f'paint-order="stroke">{_bytes(nodes[t].output_bytes)}</text>'
+                f'<text class="crossing" x="{x:g}" y="{y:g}" text-anchor="middle" fill="{MUTED}" '
+                'stroke="white" stroke-width="3" paint-order="stroke">'
+                f"{_bytes(nodes[t].output_bytes)}</text>"
             )
     return lines, labels
 
 
 def _runs(nodes: Sequence[GraphNode], where: Sequence[int]) -> tuple[list[GraphNode], list[int]]:
-    """Nodes that follow each other on a rank, with nothing between them that comes from elsewhere, as one."""
+    """The graph with each chain of nodes on one rank, without other inputs, as one node."""
     of: list[int] = []
     made: list[list[int]] = []
     for u, n in enumerate(nodes):

@@ -1,15 +1,17 @@
-"""How much memory a rank really took: the peak over a step, and what the host has to give.
+"""Memory peak: the most memory a rank used in a step, measured, and what its host has left.
 
-    GPU   the allocator's own count of bytes handed out, over the whole run
-    CPU   the bytes of all storages alive, counted exactly, over the first rounds: parameters, gradients and the optimizer's state
-          as they lie there, and every tensor that an operation makes, until its last owner lets go of it
+    GPU   the allocator's own count of allocated bytes, over the whole run
+    CPU   the bytes of all live storages, counted exactly, over the first rounds: parameters,
+          gradients, the optimizer's state, and every tensor that an operation makes until it is
+          freed
 
-The resident size of the process would be cheaper to ask for, but says something else: it grows by what libraries load and compile on
-first use and by what the C library keeps for later (tens of megabytes), and not by memory that was handed out and never
-touched. Counting costs some microseconds an operation, so only the first rounds are counted: from the second on they
-are alike. What a kernel takes for itself and gives back before it returns is not seen: little for matrix work (the process of a GPT
-of 302 MB grew by 4 to 9% more), but much for convolutions on a CPU, whose library copies its tensors into a layout of its own
-(that of a CNN of 293 MB grew by 57 to 94% more).
+The resident size of the process would be cheaper to read, but measures something else: it includes
+what libraries load and compile on first use and what the C library keeps for later (tens of
+megabytes), and not memory that was allocated and never touched. Counting costs some microseconds an
+operation, so only the first rounds are counted: from the second on they are alike. Memory that a
+kernel allocates and frees before it returns is not seen: little for matrix work (the process of a
+GPT of 302 MB grew by 4 to 9% more), but much for convolutions on a CPU, whose library copies its
+tensors into another layout (that of a CNN of 293 MB grew by 57 to 94% more).
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROUNDS = 2  # the optimizer's state is there from the second on
 NO_LIMIT = 2**60  # version 1 of cgroups writes "no limit" as a huge number
 
-Record = Callable[
-    [int, int], None
-]  # (storage, bytes): more than 0 when it is made, less when it is gone
+Record = Callable[[int, int], None]  # (storage, bytes): > 0 when it is made, < 0 when it is freed
 Reads = Callable[[int], None]  # (storage): an operation reads it
 
 
-class Live(TorchDispatchMode):
-    """While entered, counts the bytes of storages alive: those of `held` and all that operations make. `common` ones are held by
-    `sharers` ranks together, each of which counts its share."""
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of live storages while entered.
+
+    It counts those of the `held` tensors and all that operations make. `sharers` ranks
+    have one copy of the `common` tensors; each counts an equal share of them.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._record, self._reads = record, reads
-        self._bytes: dict[int, int] = {}  # by storage; 0: somebody else's
+        self._bytes: dict[int, int] = {}  # by storage; 0: it existed before
         self._alive: dict[int, weakref.ref[Any]] = {}
         for tensors, share in ((common, sharers), (held, 1)):
             for tensor in tensors:
@@ -57,7 +60,7 @@ class Live(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler (a second and more) to keep it away from us
+        return False  # else torch imports its compiler (a second and more) to skip this mode
 
     def __torch_dispatch__(
         self,
@@ -70,9 +73,7 @@ class Live(TorchDispatchMode):
             if (storage := _storage(tensor)) is None:
                 continue
             if storage._cdata not in self._alive:
-                self._add(
-                    storage, 0
-                )  # it was there before: what views of it come out is no new memory
+                self._add(storage, 0)  # it existed before: views of it are no new memory
             elif self._reads is not None:
                 self._reads(storage._cdata)
         out = func(*args, **(kwargs or {}))
@@ -100,14 +101,17 @@ class Live(TorchDispatchMode):
             self._record(key, -nbytes)
 
     def stop(self) -> None:
-        """Forget everything: what dies later is of no interest."""
+        """Stop counting: storages that are freed later are ignored."""
         self._alive.clear()
 
 
 class Meter:
-    """The peak of a run. `with meter:` around each round; only the first ones are counted, the others cost nothing.
+    """Memory meter: the peak of a run. Use `with meter:` around each round.
 
-    `held()` gives what lies there when a round begins: parameters, buffers, gradients, the optimizer's state, the rule's."""
+    Only the first rounds are counted, the others cost nothing. `held()` returns the tensors that
+    exist when a round begins: parameters, buffers, gradients, the state of the optimizer and of the
+    merge strategy.
+    """
 
     def __init__(
         self,
@@ -125,14 +129,14 @@ class Meter:
             sharers,
             rounds,
         )
-        self._live: Live | None = None
+        self._live: LiveStorages | None = None
         self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def __enter__(self) -> Meter:
         if self._left > 0 and self._device.type == "cpu":
-            self._live = Live(self._held(), common=self._common(), sharers=self._sharers)
+            self._live = LiveStorages(self._held(), common=self._common(), sharers=self._sharers)
             self._live.__enter__()
         self._left -= 1
         return self
@@ -146,14 +150,14 @@ class Meter:
 
     @property
     def peak_bytes(self) -> int | None:
-        """None: nothing was measured."""
+        """The most bytes that were in use; None: nothing was measured."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return self._peak or None
 
 
 def held_by(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters with their gradients, buffers, and all the optimizer remembers."""
+    """Parameters with their gradients, buffers, and the optimizer's state."""
     found = [*module.parameters(), *module.buffers()]
     found += [p.grad for p in module.parameters() if p.grad is not None]
     for group in optimizer.param_groups:
@@ -166,8 +170,11 @@ def held_by(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[T
 def available_bytes(
     device: torch.device, ranks: int = 1, own: int = 0, root: Path = Path("/")
 ) -> int:
-    """What one rank may take: all of its GPU, or its part of what this host, or the tightest cgroup above this process, has left
-    for `ranks` ranks; and the `own` bytes that it has taken already."""
+    """Bytes that one rank may use in all, the `own` bytes that it already uses included.
+
+    On a GPU: all of it. On a CPU: what this host, or the tightest cgroup above this process, has
+    left, divided by the `ranks` of the host.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -179,7 +186,7 @@ def _free_bytes(root: Path) -> int:
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return NO_LIMIT  # not Linux: nobody knows, so nothing is refused
+    return NO_LIMIT  # not Linux: unknown, so nothing is refused
 
 
 def _left_in_cgroups(root: Path) -> list[int]:
@@ -211,7 +218,7 @@ def _lines(path: Path) -> list[str]:
 def _storage(tensor: Tensor) -> Any:
     try:
         return tensor.untyped_storage()
-    except NotImplementedError:  # sparse, or another tensor without a storage of its own
+    except NotImplementedError:  # sparse, or another tensor without a storage
         return None
 
 

@@ -1,7 +1,8 @@
-"""The picture of a pipeline: one step, a lane a rank, a box for what a stage does with a micro-batch (its number stands in the box).
+"""Picture of a pipeline: one step, a lane for each rank, a numbered box for each micro-batch.
 
-Of all steps but the first the one of median length is drawn. White is idle, pale a later stage of a rank; sending and receiving
-stand as narrow boxes, low in the lane. Pipelines that run beside each other (data=2) stand below each other and share the axis.
+The step drawn is the one of median length, the first step left out. White is idle time, pale boxes
+are the later stages of a rank; low boxes are sending and receiving. Pipelines that run at the same
+time (data=2) are drawn below each other and share the time axis.
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core import Event
-from manyhands.observe.chrome_trace import (
-    STAGED,
-    WORK,
-    PipelineTrace,
-    number,
-)
 from manyhands.observe.curves import GRID, INK, MUTED
+from manyhands.observe.pipeline_trace import STAGED, WORK, PipelineTrace, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = {
     "forward": "#2563eb",
@@ -30,78 +27,71 @@ COLORS = {
     "send": "#7c3aed",
     "receive": "#db2777",
 }
-MOST = 8  # pipelines
-NARROW = 0.012  # of a step: a box without its number
+MOST = 8  # pipelines that are drawn
+NARROW = 0.012  # of a step: a narrower box has no number
+WIDTH, HEAD, FOOT, LANE = 13.0, 0.5, 0.75, 0.42  # inches
 
 
 def draw(pipelines: Sequence[tuple[PipelineTrace, str]], title: str, out: Path) -> Path:
-    """Each with a line of text."""
+    """Draw pipelines, each with a line of text above it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = pipelines[:MOST]
     lanes = [len(p.ranks) for p, _ in shown]
-    width, head, foot = 13.0, 0.5, 0.75
-    height = head + foot + sum(0.42 * n + 0.62 for n in lanes)
-    figure = Figure(figsize=(width, height), facecolor="white")
+    height = HEAD + FOOT + sum(LANE * n + 0.62 for n in lanes)
+    figure = Figure(figsize=(WIDTH, height), facecolor="white")
     FigureCanvasAgg(figure)
-    text: dict[str, Any] = {
-        "parse_math": False,
-        "va": "top",
-        "ha": "left",
-    }  # a name may hold dollars
-    figure.text(
-        0.03,
-        1 - 0.2 / height,
-        f"{title}: one step of a pipeline",
-        size=14,
-        weight="bold",
-        color=INK,
-        **text,
-    )
+    # parse_math: a name may contain dollar signs
+    text: dict[str, Any] = {"parse_math": False, "va": "top", "ha": "left"}
+    words = f"{title}: one step of a pipeline"
+    figure.text(0.03, 1 - 0.2 / height, words, size=14, weight="bold", color=INK, **text)
     steps = [typical_step(p) for p, _ in shown]
     longest = max(_length(step) for step in steps)
-    top = head
+    top = HEAD
     for (pipeline, words), step, n in zip(shown, steps, lanes, strict=True):
         top += 0.4
-        axes = figure.add_axes((0.13, 1 - (top + 0.42 * n) / height, 0.84, 0.42 * n / height))
+        axes = figure.add_axes((0.13, 1 - (top + LANE * n) / height, 0.84, LANE * n / height))
         figure.text(0.03, 1 - (top - 0.3) / height, words, size=9, color=MUTED, **text)
         _lanes(axes, pipeline, step, longest, last=(pipeline, words) == shown[-1])
-        top += 0.42 * n + 0.22
-    for i, (name, color) in enumerate(
-        c for c in COLORS.items() if any(e.name == c[0] for step in steps for e in step)
-    ):
-        figure.patches.append(_square(figure, 0.13 + 0.11 * i, 0.22 / height, color, height, width))
-        words = "receive, and wait for it" if name == "receive" else name
-        figure.text(
-            0.143 + 0.11 * i, 0.22 / height, words, size=9, color=INK, va="bottom", ha="left"
-        )
+        top += LANE * n + 0.22
+    _legend(figure, steps, height)
+    note = ""
     if any(p.chunks > 1 for p, _ in shown):
-        figure.text(
-            0.97,
-            0.22 / height,
-            "pale: a rank's later stages",
-            size=9,
-            color=MUTED,
-            va="bottom",
-            ha="right",
-        )
+        note = "pale: a rank's later stages"
     elif len(pipelines) > MOST:
-        figure.text(
-            0.97,
-            0.22 / height,
-            f"{len(pipelines) - MOST} more pipelines not drawn",
-            size=9,
-            color=MUTED,
-            va="bottom",
-            ha="right",
-        )
+        note = f"{len(pipelines) - MOST} more pipelines not drawn"
+    if note:
+        place: dict[str, Any] = {"va": "bottom", "ha": "right"}
+        figure.text(0.97, 0.22 / height, note, size=9, color=MUTED, **place)
     figure.savefig(out, dpi=140)
     return out
 
 
+def _legend(figure: Figure, steps: Sequence[Sequence[Event]], height: float) -> None:
+    """The colours of the events that are drawn."""
+    from matplotlib.patches import Rectangle
+
+    drawn = {e.name for step in steps for e in step}
+    for i, name in enumerate(name for name in COLORS if name in drawn):
+        square = Rectangle(
+            (0.13 + 0.11 * i, 0.22 / height),
+            0.13 / WIDTH,
+            0.13 / height,
+            transform=figure.transFigure,
+            facecolor=COLORS[name],
+        )
+        figure.patches.append(square)
+        words = "receive, and wait for it" if name == "receive" else name
+        place: dict[str, Any] = {"va": "bottom", "ha": "left"}
+        figure.text(0.143 + 0.11 * i, 0.22 / height, words, size=9, color=INK, **place)
+
+
 def typical_step(pipeline: PipelineTrace) -> list[Event]:
-    """The events of the step whose length is the median; the first only if there is no other, since much starts in it."""
+    """The events of the step of median length.
+
+    The first step is drawn only if there is no other: kernels and connections start in it.
+    """
     steps: dict[int, list[Event]] = defaultdict(list)
     for event in pipeline.events:
         if event.name in STAGED:
@@ -125,9 +115,8 @@ def _lanes(
             lane + (-0.42 if work else 0.24),
             lane + 0.42,
         )
-        shade = (
-            0.35 if number(event, "stage") != min(_stages(step, event.rank)) else 0.0
-        )  # the second stage of a rank
+        later = number(event, "stage") != min(_stages(step, event.rank))
+        shade = 0.35 if later else 0.0
         axes.broken_barh(
             [(start, event.seconds * 1e3)],
             (low, high - low),
@@ -171,11 +160,3 @@ def _title(rank: int, stages: Sequence[int]) -> str:
 
 def _stages(step: Sequence[Event], rank: int) -> list[int]:
     return sorted({number(e, "stage") for e in step if e.rank == rank})
-
-
-def _square(figure: Any, x: float, y: float, color: str, height: float, width: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(
-        (x, y), 0.13 / width, 0.13 / height, transform=figure.transFigure, facecolor=color
-    )

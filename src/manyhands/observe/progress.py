@@ -1,10 +1,11 @@
-"""Progress for people: one live line on a terminal, plain lines everywhere else.
+"""Progress display: one live line on a terminal, plain lines everywhere else.
 
     plan        data=4 merge=local_sgd merge.period=8
     evaluate    accuracy 0.9712  in 0.8 s
     epoch 2/10  ━━━━━━━━━╸━━━━━━━━━━━━━━  37%  loss 0.4132  12,843 samples/s  exchange 4%  eta 0:41
 
-Drawn only from `write`, which the training loop calls twice a second: no refresh thread competes with training for a core.
+It is drawn only from `write`, which the training loop calls twice a second: no refresh thread
+competes with training for a core.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ STYLES = {
     "done": "bold green",
 }
 
-# What a narrow terminal loses first. The bar goes between `rate` and `eta`: it takes what room is left.
+# Fields that a narrow terminal loses, in this order. The bar is dropped between `rate` and `eta`:
+# it has the room that is left.
 EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
 
 Value = dict[str, float]
 
 
 class Progress:
-    """The sink of rank 0 that talks to a person."""
+    """Progress sink of rank 0: shows events on a terminal or as lines of a log."""
 
     def __init__(self, stream: TextIO):
         self._screen = open_screen(stream)
         self._start_s: float | None = None
-        self._served: Value = {}  # what the servers did last
+        self._served: Value = {}  # the latest figures of the servers
 
     def write(self, events: list[Event]) -> None:
         for event in events:
@@ -106,7 +108,7 @@ class Progress:
 
 
 class Screen(Protocol):
-    """Where progress appears."""
+    """Screen: where progress appears, a terminal or a stream of lines."""
 
     def line(self, label: str, text: str, style: str) -> None: ...
     def progress(self, time_s: float, value: Value) -> None: ...
@@ -119,13 +121,16 @@ def open_screen(stream: TextIO) -> Screen:
         return Plain(stream)  # without rich: it costs memory and a tenth of a second
     from rich.console import Console
 
-    # Rich honours NO_COLOR and TERM; that this is a terminal we say ourselves, FORCE_COLOR makes no difference.
+    # Rich honours NO_COLOR and TERM. `force_terminal`: checked above, whatever FORCE_COLOR says.
     console = Console(file=stream, force_terminal=True, highlight=False)
     return Plain(stream) if console.is_dumb_terminal else Terminal(stream, console)
 
 
 class Plain:
-    """Lines for files, pipes and logs: progress every 5 s and whenever an epoch ends, the rest at once."""
+    """Plain lines for files, pipes and logs.
+
+    Progress is printed every 5 s and at the end of each epoch, other events at once.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -141,7 +146,7 @@ class Plain:
         ended = self._shown is not None and math.floor(value.get("epoch", 0)) > math.floor(
             self._shown.get("epoch", 0)
         )
-        # By the events' own clock: what is shown depends on what happened, not on when flush came round.
+        # By the events' own clock: the output depends on what happened, not on the time of a flush.
         if ended or time_s - self._shown_s >= PLAIN_EVERY_S:
             self._print(value)
             self._shown_s = time_s
@@ -164,7 +169,7 @@ class Plain:
 
 
 class Terminal:
-    """One live line at the bottom; everything else, also what the user prints, scrolls by above it."""
+    """Live line at the bottom of a terminal; all other output scrolls above it."""
 
     def __init__(self, stream: TextIO, console: Console):
         self._stream = stream
@@ -175,7 +180,7 @@ class Terminal:
     def line(self, label: str, text: str, style: str) -> None:
         from rich.text import Text
 
-        # Text, not markup: a path or a notice may hold square brackets.
+        # Text, not markup: a path or a notice may contain square brackets.
         words = Text.assemble(
             (f"{label:<{LABEL}}", style), (text, style if style in ("dim", "bold red") else "")
         )
@@ -205,7 +210,8 @@ class Terminal:
 
         from rich.live import Live
 
-        # Prints of the user go above the line, but only those bound for a terminal: `run > log` keeps its log.
+        # Output of the user is printed above the line only where it goes to a terminal:
+        # `run > log` keeps its log.
         live = Live(
             self._line(),
             console=self._console,
@@ -214,9 +220,7 @@ class Terminal:
             redirect_stderr=sys.stderr.isatty(),
         )
         live.start()
-        atexit.register(
-            self.end
-        )  # gives the cursor back when training dies of an exception nobody caught
+        atexit.register(self.end)  # shows the cursor again after an exception that nobody caught
         return live
 
     def _line(self) -> RenderableType:
@@ -224,9 +228,8 @@ class Terminal:
         from rich.table import Table
         from rich.text import Text
 
-        self._console.width = _columns(
-            self._stream
-        )  # rich measures the standard streams, ours may be another
+        # rich measures the standard streams; ours may be another
+        self._console.width = _columns(self._stream)
         fields = describe(self._value)
         room = fit(fields, self._console.width)
         styles = {"epoch": "bold", "loss": "bold", "exchange": "dim", "server": "dim", "eta": "dim"}
@@ -255,7 +258,7 @@ class Terminal:
 
 
 def describe(value: Value) -> dict[str, str]:
-    """The fields of the line, in order, without those that are not known."""
+    """The known fields of the line, in order."""
     index, epochs, done = _epoch(value)
     fields = {"epoch": f"epoch {index}/{epochs:g}" if epochs else f"epoch {index}"}
     fields["percent"] = f"{math.floor(done * 100 + 1e-6):3d}%"
@@ -289,7 +292,10 @@ def fit(fields: dict[str, str], width: int) -> int:
 
 
 def _epoch(value: Value) -> tuple[int, float, float]:
-    """Which epoch this is, counted from one, of how many, and the share of it that is done. 2.0 is the end of the second."""
+    """(epoch, counted from one; number of epochs; share of this epoch that is done).
+
+    2.0 is the end of the second epoch.
+    """
     at = value.get("epoch", 0.0)
     index = max(1, math.ceil(at - 1e-9))
     return index, value.get("epochs", 0.0), at - (index - 1)

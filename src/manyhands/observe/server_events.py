@@ -1,14 +1,18 @@
-"""What parameter servers do, as events of the name "server", about one a second from rank 0.
+"""Server events: counters of the parameter servers, about one event "server" a second from rank 0.
 
-    rows_per_s  bytes_per_s  requests_per_s     pulled and pushed, all servers together
-    queue                        requests that were being answered beside the one that asked
-    staleness  stale_<n>         updates between a worker's pull and its push: mean (of classes their middle), share of pushes
-    hottest                      share of all sampled row accesses that went to the most wanted id of a table
-    balance  shards              load of the busiest group of slots, and of the busiest shard, over the mean; 1: even
-    hit_rate                     of rows asked for, the share that the worker's cache had
-    refused                      strangers sent away, all reasons together
+    rows_per_s  bytes_per_s  requests_per_s
+                         pulled and pushed, all servers together
+    queue                other requests in progress when the counters were read
+    staleness  stale_<n> updates between a worker's pull and its push: mean (each class counts as
+                         its middle), share of pushes
+    hottest              share of all sampled row accesses that went to the hottest id of a table
+    balance  shards      load of the busiest group of slots, and of the busiest shard, over the
+                         mean; 1: even
+    hit_rate             share of the rows looked up that the worker's cache had
+    refused              connections refused, all reasons together
 
-A store counts under its own names (`server.counters`), since its last answer; those not named here are kept as they are.
+A store counts under its own names (`server.counters`), since they were read last; those not named
+here keep their names.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ SUMS = {
 def server_event(
     stats: Mapping[str, float], time_s: float, round: int, seconds: float = 1.0
 ) -> Event:
-    """The event of what a store counted over the last `seconds`."""
+    """The event of the counters of a store over the last `seconds`."""
     return Event(time_s, 0, round, NAME, value=figures(stats, seconds))
 
 
@@ -69,7 +73,10 @@ def figures(stats: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def words(value: Mapping[str, float]) -> str:
-    """The figures that tell most, for a line on a terminal: 1.2M rows/s (of dense tables 25.8 MB/s)  stale 2.1"""
+    """The main figures for a line on a terminal: 1.2M rows/s  stale 2.1
+
+    Dense tables have no rows: 25.8 MB/s.
+    """
     known = {k: x for k, x in value.items() if math.isfinite(x)}
     parts = [f"{rate(known['rows_per_s'])} rows/s"] if known.get("rows_per_s") else []
     parts += (

@@ -1,4 +1,4 @@
-"""TensorBoard: losses, rates, metrics and what the user logs, as scalars over global steps."""
+"""TensorBoard sink: losses, rates, metrics and logged values as scalars over global steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ TRAIN = ("loss", "samples_per_s", "exchange_share")
 
 
 class TensorBoard:
-    """A sink that writes `directory` for `tensorboard --logdir`."""
+    """TensorBoard sink: writes `directory` for `tensorboard --logdir`."""
 
     def __init__(self, directory: Path):
         try:
-            import torch.utils.tensorboard  # noqa: F401  asked for at the start, not found missing in the middle of training
+            # at the start: a missing package must not end training later
+            import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
             raise ManyhandsError(
                 "tensorboard is not installed: pip install manyhands[tensorboard]"
@@ -58,7 +59,8 @@ class TensorBoard:
 
     def _scalars(self, event: Event, scalars: dict[str, float]) -> None:
         value = event.value if isinstance(event.value, dict) else {}
-        # Between two reports of progress the rounds count on, so that points keep their order and do not fall together.
+        # Between two progress events the rounds count on, so points keep their order and do not
+        # coincide.
         step = int(value.get("step", self._step + max(0, event.round - self._round)))
         for tag, x in scalars.items():
             self._open(step).add_scalar(tag, x, step, walltime=event.time_s)
@@ -67,7 +69,8 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step: a resumed run replays steps; TensorBoard then hides what the crashed one had written of them.
+            # purge_step: a resumed run repeats steps; TensorBoard then hides the values that the
+            # crashed run wrote for them.
             self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
             if self._plan:
                 self._writer.add_text("plan", f"`{self._plan}`", step)

@@ -1,18 +1,16 @@
-"""Numbers as people read them: the same words on the terminal, in captions and in traces."""
+"""Numbers as text: the same on the terminal, in captions and in traces."""
 
 from __future__ import annotations
 
 import math
 from numbers import Real
 
-POSITION = (
-    "epoch",
-    "step",
-)  # keys of a value that say where a measurement was taken, not what was measured
+# keys of a value that say when a measurement was taken, not what was measured
+POSITION = ("epoch", "step")
 
 
 def number(x: float) -> str:
-    """0.4132, 1,284.5, 3.1e-05: four digits that matter."""
+    """0.4132, 1,284.5, 3.1e-05: about four significant digits."""
     if not math.isfinite(x):
         return str(x)
     if x == 0 or 1e-3 <= abs(x) < 10:
@@ -58,5 +56,5 @@ def rate(x: float) -> str:
 
 
 def measures(value: dict[str, float]) -> dict[str, float]:
-    """A value without its position, and without what a user logged that is no number."""
+    """A value without its position, and without logged entries that are no numbers."""
     return {k: v for k, v in value.items() if k not in POSITION and isinstance(v, Real)}

@@ -14,10 +14,10 @@ from manyhands.errors import PlanError
 from manyhands.observe.race import page, table
 from manyhands.observe.race import picture as pictures
 from manyhands.observe.race.results import (
-    Course,
     Entry,
     Point,
     Race,
+    RunResult,
     follow,
     parse_target,
 )
@@ -63,17 +63,17 @@ def run_by_hand(
 
 
 def test_the_time_to_the_target_leaves_out_start_up_and_evaluations(tmp_path: Path) -> None:
-    course = follow(run_by_hand(tmp_path / "run"), 7, TARGET, 500, ZERO_S)
-    assert course.start_up_s == pytest.approx(3.0)
-    assert [round(p.seconds, 6) for p in course.points] == [5.0, 10.0], (
+    result = follow(run_by_hand(tmp_path / "run"), 7, TARGET, 500, ZERO_S)
+    assert result.start_up_s == pytest.approx(3.0)
+    assert [round(p.seconds, 6) for p in result.points] == [5.0, 10.0], (
         "the second one less the two seconds of the first"
     )
-    assert course.reached == course.points[1] and course.time_s == pytest.approx(10.0)
-    assert [p.samples for p in course.points] == [500, 1000] and course.reached.epoch == 2
-    assert course.seconds == pytest.approx(10.0) and course.evaluate_s == pytest.approx(4.0)
-    assert course.samples_per_s == pytest.approx(100.0)
-    assert (course.seed, course.ranks, course.final, course.best) == (7, 4, 0.8, 0.8)
-    assert course.words == "data=4 merge=all_reduce"
+    assert result.reached == result.points[1] and result.time_s == pytest.approx(10.0)
+    assert [p.samples for p in result.points] == [500, 1000] and result.reached.epoch == 2
+    assert result.seconds == pytest.approx(10.0) and result.evaluate_s == pytest.approx(4.0)
+    assert result.samples_per_s == pytest.approx(100.0)
+    assert (result.seed, result.ranks, result.final, result.best) == (7, 4, 0.8, 0.8)
+    assert result.words == "data=4 merge=all_reduce"
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_the_time_to_the_target_leaves_out_start_up_and_evaluations(tmp_path: Pa
 def test_bytes_are_what_a_rank_must_send_and_not_those_of_the_start_or_of_evaluations(
     tmp_path: Path, exchange: str, share: float
 ) -> None:
-    course = follow(run_by_hand(tmp_path / "run", exchange=exchange), 0, TARGET, 500)
-    assert course.sent_bytes == pytest.approx(10 * 1000 * share)
-    assert course.wait_share == pytest.approx(0.1)
+    result = follow(run_by_hand(tmp_path / "run", exchange=exchange), 0, TARGET, 500)
+    assert result.sent_bytes == pytest.approx(10 * 1000 * share)
+    assert result.wait_share == pytest.approx(0.1)
 
 
 def test_spans_that_a_full_file_lost_are_made_up_for(tmp_path: Path) -> None:
@@ -128,19 +128,19 @@ def test_ranks_that_go_at_their_own_pace_are_not_taken_for_files_that_lost_spans
             Event(ZERO_S + 8.0, rank, 8, "evaluate", 1.0, value={"epoch": 1.0, "accuracy": 0.9})
         )
         record(tmp_path / "run", events, rank)
-    course = follow(tmp_path / "run", 0, TARGET, 500)
-    assert course.sent_bytes == pytest.approx(
+    result = follow(tmp_path / "run", 0, TARGET, 500)
+    assert result.sent_bytes == pytest.approx(
         (8000 + 2000) / 2
-    ) and course.wait_share == pytest.approx((4 + 1) / 2 / 8)
+    ) and result.wait_share == pytest.approx((4 + 1) / 2 / 8)
 
 
 def test_a_failed_run_is_told_as_far_as_it_came(tmp_path: Path) -> None:
     assert follow(tmp_path / "never", 1, TARGET, 500, error="OSError: no").error == "OSError: no"
-    course = follow(run_by_hand(tmp_path / "run"), 0, TARGET, 500, error="Diverged: NaN")
+    result = follow(run_by_hand(tmp_path / "run"), 0, TARGET, 500, error="Diverged: NaN")
     assert (
-        course.error
-        and course.points
-        and Race(TARGET, [Entry("x", "", [course])]).entries[0].num_reached == 0
+        result.error
+        and result.points
+        and Race(TARGET, [Entry("x", "", [result])]).entries[0].num_reached == 0
     )
 
 
@@ -158,16 +158,16 @@ def test_targets_are_read_as_at_least_and_at_most() -> None:
             parse_target(wrong)
 
 
-def course(
+def result(
     seed: int, seconds: float, value: float = 0.85, error: str = "", start: float = 0.5
-) -> Course:
+) -> RunResult:
     """A run that climbs to `value` in `seconds`."""
     points = [
         Point(seconds * i / 10, i / 5, i * 100.0, start + (value - start) * i / 10)
         for i in range(1, 11)
     ]
     reached = next((p for p in points if TARGET.reached({"accuracy": p.value})), None)
-    return Course(
+    return RunResult(
         seed,
         points,
         reached,
@@ -186,18 +186,18 @@ def course(
 
 def a_race(target: Goal = TARGET) -> Race:
     fast = Entry(
-        "local_sgd period=8", "merge=local_sgd", [course(0, 4.0), course(1, 5.0), course(2, 6.0)]
+        "local_sgd period=8", "merge=local_sgd", [result(0, 4.0), result(1, 5.0), result(2, 6.0)]
     )
-    peer = Entry("ddp", "ddp", [course(0, 20.0), course(1, 22.0), course(2, 24.0)], is_ddp=True)
+    peer = Entry("ddp", "ddp", [result(0, 20.0), result(1, 22.0), result(2, 24.0)], is_ddp=True)
     half = Entry(
         "easgd",
         "merge=easgd",
-        [course(0, 3.0), course(1, 3.0, value=0.7), course(2, 3.0, value=0.75)],
+        [result(0, 3.0), result(1, 3.0, value=0.7), result(2, 3.0, value=0.75)],
     )
     broken = Entry(
         "bmuf",
         "merge=bmuf",
-        [Course(s, error="Diverged: the loss <b>became</b> NaN") for s in range(3)],
+        [RunResult(s, error="Diverged: the loss <b>became</b> NaN") for s in range(3)],
     )
     return Race(target, [broken, half, peer, fast])
 
@@ -222,11 +222,11 @@ def test_the_table_says_median_range_best_and_failures() -> None:
     assert cells["easgd"][2] == "not reached (1 of 3), best 0.8500" and cells["bmuf"][2] == "failed"
     assert "4.40 times sooner than ddp" in table.verdict(race)
     assert len(table.failures(race)) == 3
-    alone = Race(TARGET, [Entry("x", "", [course(0, 4.0)])])
+    alone = Race(TARGET, [Entry("x", "", [result(0, 4.0)])])
     assert "vs ddp" not in [c.title for c in table.columns(alone)] and "ddp" not in table.verdict(
         alone
     )
-    never = Race(TARGET, [Entry("x", "", [course(0, 4.0, value=0.6)])])
+    never = Race(TARGET, [Entry("x", "", [result(0, 4.0, value=0.6)])])
     assert table.verdict(never) == "no plan reached accuracy ≥ 0.8"
 
 
@@ -313,7 +313,7 @@ def test_the_picture_has_two_panels_a_target_line_and_a_colour_a_plan(tmp_path: 
 
 def test_the_strong_line_is_the_run_in_the_middle() -> None:
     entry = Entry(
-        "x", "", [course(0, 9.0), course(1, 1.0), course(2, 5.0), course(3, 2.0, error="killed")]
+        "x", "", [result(0, 9.0), result(1, 1.0), result(2, 5.0), result(3, 2.0, error="killed")]
     )
     chosen = pictures.middle(entry)
     assert chosen is not None and chosen.seed == 2
@@ -322,7 +322,7 @@ def test_the_strong_line_is_the_run_in_the_middle() -> None:
 def test_nothing_at_all_can_be_drawn_too(tmp_path: Path) -> None:
     race = Race(
         Goal("loss", 0.1, at_most=True),
-        [Entry("x", "", [Course(0, error="killed")]), Entry("y", "", [])],
+        [Entry("x", "", [RunResult(0, error="killed")]), Entry("y", "", [])],
     )
     pictures.draw(race, "nothing", tmp_path / "race.png")
     assert "no plan reached loss ≤ 0.1" in page.page(

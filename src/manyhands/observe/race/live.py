@@ -1,6 +1,7 @@
-"""What the run that is under way does, told while it lasts: read from the event file that its rank 0 writes.
+"""Live view of a race: progress of the current run, read from the event file of its rank 0.
 
-A thread of the one who started the run looks twice a second; the run itself knows nothing of it and says nothing itself.
+A thread of the process that started the run reads the file twice a second; the run itself is
+silent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from manyhands.observe.progress import open_screen
 from manyhands.observe.text import number
 
 LOOK_S = 0.5
-LINES_EVERY_S = 5.0  # of evaluations, where nobody looks at a live line
+LINES_EVERY_S = 5.0  # between lines of evaluations
 STYLES = {
     "race": "bold",
     "evaluate": "cyan",
@@ -29,7 +30,7 @@ STYLES = {
 
 
 class RaceWatch:
-    """Use around one run: `with Watch(...)`. Without a stream it is silent."""
+    """Race watch: prints the progress of one run while entered. Without a stream it is silent."""
 
     def __init__(self, run: Path, target: Goal, stream: TextIO | None):
         self._path, self._target, self._stream = run / "events" / "rank-0.jsonl", target, stream
@@ -73,12 +74,13 @@ class RaceWatch:
                     event.value.get("epoch", math.nan),
                     event.value.get(self._target.name, math.nan),
                 )
-                text = f"{self._target.name} {number(value)} at epoch {at:.2f}, {self._target.bound:g} wanted"
+                text = f"{self._target.name} {number(value)} at epoch {at:.2f}"
+                text += f", target {self._target.bound:g}"
                 self._screen.line("evaluate", text, STYLES["evaluate"])
         self._screen.refresh()
 
     def _new(self) -> list[Event]:
-        """Whole lines that were written since the last look."""
+        """The events of complete lines that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)

@@ -1,7 +1,8 @@
-"""The picture of a race: the metric over seconds and over samples, one colour a plan.
+"""Picture of a race: the metric over seconds and over samples, one colour for each plan.
 
-Thin lines are single runs, the strong one is the run whose time is the median; a dot marks where it reached the target, a cross
-where a run ended without. Left tells which plan is faster here; right, which one learns more from a sample wherever it runs.
+Thin lines are single runs, the strong one is the run of median time. A dot marks where a run
+reached the target, a cross where it ended without. The left panel shows which plan is faster here,
+the right one which plan learns more from a sample on any machine.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyhands.core import Goal
 from manyhands.observe.curves import GRID, INK, MUTED
 from manyhands.observe.race.results import (
-    Course,
     Entry,
     Point,
     Race,
+    RunResult,
 )
 from manyhands.observe.race.table import reach, verdict
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# told apart also by those who see few colours; DDP is always the dark grey one
+# colour-blind readers can tell them apart; DDP is always dark grey
 COLORS = (
     "#2563eb",
     "#ea580c",
@@ -49,7 +51,7 @@ def draw(race: Race, title: str, out: Path) -> Path:
 
 
 def svg(race: Race) -> str:
-    """The same without its title, to stand in a page; text as outlines, so that it looks the same everywhere."""
+    """The same without its title, for a page; text as outlines, so it looks the same everywhere."""
     import matplotlib
 
     made = io.StringIO()
@@ -60,13 +62,12 @@ def svg(race: Race) -> str:
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     text = made.getvalue()
-    return text[
-        text.index("<svg") :
-    ]  # without the XML declaration and the DTD that names another host
+    # without the XML declaration and the DTD, which names another host
+    return text[text.index("<svg") :]
 
 
 def colors(race: Race) -> dict[int, str]:
-    """By entry, in the order of the table."""
+    """Colours by entry, in the order of the table."""
     found: dict[int, str] = {}
     for entry in race.entries:
         plain = (
@@ -101,7 +102,7 @@ def figure(race: Race, title: str) -> Figure:
         ("seconds of training", lambda p: p.seconds)
     ]
     by_samples = any(
-        math.isfinite(p.samples) for e in race.entries for c in e.courses for p in c.points
+        math.isfinite(p.samples) for e in race.entries for c in e.runs for p in c.points
     )
     if by_samples:
         kinds.append(("samples", lambda p: p.samples))
@@ -128,26 +129,8 @@ def figure(race: Race, title: str) -> Figure:
 def _panel(
     axes: Axes, race: Race, paint: dict[int, str], over: str, x: Callable[[Point], float]
 ) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.set_title(
-        f"{race.target.name} over {over}",
-        loc="left",
-        size=10.5,
-        weight="bold",
-        color=INK,
-        pad=9,
-        parse_math=False,
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#9ca3af")
-    axes.grid(axis="y", color=GRID, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0, pad=5, which="both")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
-    axes.set_xlabel(over, size=9, color=MUTED, labelpad=4)
-    every = [p for e in race.entries for c in e.courses for p in c.points if math.isfinite(p.value)]
+    _dress(axes, f"{race.target.name} over {over}", over)
+    every = [p for e in race.entries for c in e.runs for p in c.points if math.isfinite(p.value)]
     if not every:
         axes.text(
             0.5,
@@ -164,57 +147,81 @@ def _panel(
     low, high = window(race)
     axes.set_ylim(low, high)
     axes.set_xlim(0, max(x(p) for p in every) * 1.03 or 1.0)
-    axes.axhline(race.target.bound, color="#9ca3af", lw=1.2, ls=(0, (4, 3)), zorder=1)
-    place: dict[str, Any] = {
+    _draw_target(axes, race.target)
+    for entry in reversed(race.entries):  # the winner last, on top
+        for result in entry.runs:
+            bold = result is middle(entry)
+            _draw_run(axes, result, x, paint[id(entry)], bold, dashed=entry.is_ddp)
+
+
+def _dress(axes: Axes, title: str, over: str) -> None:
+    """Title, axis, grid and ticks of a panel."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_title(title, loc="left", size=10.5, weight="bold", color=INK, pad=9, parse_math=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#9ca3af")
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8.5, length=0, pad=5, which="both")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
+    axes.set_xlabel(over, size=9, color=MUTED, labelpad=4)
+
+
+def _draw_target(axes: Axes, target: Goal) -> None:
+    """A dashed line at the target, and its number."""
+    axes.axhline(target.bound, color="#9ca3af", lw=1.2, ls=(0, (4, 3)), zorder=1)
+    # bbox: the text covers the lines that begin there
+    style: dict[str, Any] = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",
         "size": 8,
         "color": MUTED,
+        "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+        "va": "top" if target.at_most else "bottom",
+        "zorder": 7,
     }
-    place["bbox"] = {
-        "facecolor": "white",
-        "edgecolor": "none",
-        "pad": 1.0,
-    }  # over the lines that begin there
-    place["va"] = "top" if race.target.at_most else "bottom"
-    said = f"target {race.target.bound:g}"
-    axes.annotate(
-        said, (0.0, race.target.bound), (3, -4 if race.target.at_most else 3), **place, zorder=7
+    offset = (3, -4 if target.at_most else 3)
+    axes.annotate(f"target {target.bound:g}", (0.0, target.bound), offset, **style)
+
+
+def _draw_run(
+    axes: Axes, result: RunResult, x: Callable[[Point], float], color: str, bold: bool, dashed: bool
+) -> None:
+    """The line of one run, and the mark at its end."""
+    points = [p for p in result.points if math.isfinite(p.value)]
+    if not points:
+        return
+    axes.plot(
+        [x(p) for p in points],
+        [p.value for p in points],
+        color=color,
+        lw=2.2 if bold else 0.9,
+        alpha=1 if bold else 0.45,
+        ls=(0, (5, 1.5)) if dashed else "-",
+        zorder=4 if bold else 3,
+        marker="o" if len(points) == 1 else None,
+        ms=3,
     )
-    for entry in reversed(race.entries):  # the winner last, on top
-        strong = middle(entry)
-        for course in entry.courses:
-            points = [p for p in course.points if math.isfinite(p.value)]
-            if not points:
-                continue
-            bold = course is strong
-            color, xs, ys = paint[id(entry)], [x(p) for p in points], [p.value for p in points]
-            dash = (0, (5, 1.5)) if entry.is_ddp else "-"
-            axes.plot(xs, ys, color=color, lw=2.2 if bold else 0.9, alpha=1 if bold else 0.45, ls=dash, zorder=4 if bold else 3,
-                      marker="o" if len(points) == 1 else None, ms=3)  # fmt: skip
-            end = course.reached or points[-1]
-            shape: dict[str, Any] = (
-                {"marker": "o", "mec": "white"}
-                if course.reached
-                else {"marker": "X", "mec": "white"}
-            )
-            big = 8.5 if bold else 5
-            axes.plot(
-                [x(end)],
-                [end.value],
-                color=color,
-                ms=big,
-                mew=1.3,
-                zorder=6 if bold else 5,
-                clip_on=False,
-                **shape,
-            )
+    end = result.reached or points[-1]
+    axes.plot(
+        [x(end)],
+        [end.value],
+        color=color,
+        ms=8.5 if bold else 5,
+        marker="o" if result.reached else "X",
+        mec="white",
+        mew=1.3,
+        zorder=6 if bold else 5,
+        clip_on=False,
+    )
 
 
 def window(race: Race) -> tuple[float, float]:
-    """From where to where the metric is shown: the way to the target, not the first steps, which are alike for all."""
+    """The range of the metric that is shown: near the target, without the first steps."""
     values = sorted(
-        p.value for e in race.entries for c in e.courses for p in c.points if math.isfinite(p.value)
+        p.value for e in race.entries for c in e.runs for p in c.points if math.isfinite(p.value)
     )
     target = race.target.bound
     if race.target.at_most:
@@ -226,19 +233,30 @@ def window(race: Race) -> tuple[float, float]:
     return low, high
 
 
-def middle(entry: Entry) -> Course | None:
-    """The run that stands for its plan: the one in the middle by time to target, or by how far it came."""
+def middle(entry: Entry) -> RunResult | None:
+    """The median run of a plan, by time to the target, or by its best value."""
     ran = sorted(
-        entry.ran or entry.courses,
+        entry.ran or entry.runs,
         key=lambda c: (c.time_s, -c.best if math.isfinite(c.best) else math.inf),
     )
     return ran[(len(ran) - 1) // 2] if ran else None
 
 
 def _legend(
-    made: Figure, race: Race, entries: list[tuple[Entry, list[str]]], paint: dict[int, str], *, x: float, top: float, inch: float, char: float
-) -> None:  # fmt: skip
-    """Beside the panels, in the order of the table: lines that end at the same height cannot be labelled where they end."""
+    made: Figure,
+    race: Race,
+    entries: list[tuple[Entry, list[str]]],
+    paint: dict[int, str],
+    *,
+    x: float,
+    top: float,
+    inch: float,
+    char: float,
+) -> None:
+    """The plans beside the panels, in the order of the table.
+
+    Labels at the ends of the lines would overlap where lines end at the same height.
+    """
     from matplotlib.lines import Line2D
 
     y, line = top - 0.02 * inch, 0.19 * inch

@@ -1,13 +1,16 @@
-"""What a race measured, read from the events of its runs alone: who reached the target, when, and at what cost.
+"""Race results: which plan reached the target, when, and at what cost, from events alone.
 
-    seconds of an evaluation = from the start of the first training step to the start of the evaluation, as rank 0's clock has it,
-                               less the evaluations before it
+    seconds of an evaluation = from the start of the first training step to the start of the
+                               evaluation by rank 0's clock, less the evaluations before it
 
-Evaluating is the stop-watch, not the race: its seconds count for no plan, nor what it exchanges. Starting processes and building
-the task come before the first step and are told apart. Bytes are what a rank must send at least, so that rules compare:
+The seconds and bytes of evaluations are left out for every plan. Starting processes and building
+the task come before the first step and are reported apart. Bytes are the least that a rank must
+send, so that merge strategies compare:
 
-    all_reduce of n bytes on p ranks: 2 n (p-1)/p;   reduce_scatter, all_gather: n (p-1)/p;   swap, transfer: what was given
-    push, pull: what was given to servers, and what they sent for this rank
+    all_reduce of n bytes on p ranks   2 n (p-1)/p
+    reduce_scatter, all_gather         n (p-1)/p
+    swap, transfer                     n
+    push, pull                         what was pushed to servers, and what they sent to this rank
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from manyhands.errors import ManyhandsError, PlanError
 from manyhands.observe.events import read
 from manyhands.observe.text import measures
 
-# what of `nbytes` a rank sends, by the number of ranks
+# the share of `nbytes` that a rank sends, by the number of ranks
 SENT: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
@@ -33,14 +36,13 @@ SENT: dict[str, Callable[[int], float]] = {
     "barrier": lambda p: 0.0,
     "swap": lambda p: 1.0,
     "transfer": lambda p: 1.0,
-    **dict.fromkeys(
-        ("push", "pull", "tick", "deal", "flush"), lambda p: 1.0
-    ),  # with servers; the last three only wait
+    # with servers; the last three only wait
+    **dict.fromkeys(("push", "pull", "tick", "deal", "flush"), lambda p: 1.0),
 }
 
 
 def parse_target(text: str) -> Goal:
-    """`accuracy=0.88`: at least; `-loss=0.3`: at most. A plain loss can only be meant as at most."""
+    """`accuracy=0.88`: at least; `-loss=0.3`: at most. `loss=0.3` without a sign: at most, too."""
     name, equals, bound = text.replace(":", "=", 1).rpartition("=")
     try:
         value = float(bound)
@@ -48,7 +50,8 @@ def parse_target(text: str) -> Goal:
         value = math.nan
     if not equals or not name.strip("-") or not math.isfinite(value):
         raise PlanError(
-            f"--target {text}: METRIC=NUMBER is needed, such as accuracy=0.88, or -loss=0.3 for at most"
+            f"--target {text}: METRIC=NUMBER is needed, "
+            "such as accuracy=0.88, or -loss=0.3 for at most"
         )
     return Goal(name.lstrip("-"), value, at_most=name.startswith("-") or name == "loss")
 
@@ -64,7 +67,7 @@ def best(target: Goal, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluation."""
+    """One evaluation of a run: when it was, and the metric."""
 
     seconds: float
     epoch: float
@@ -73,8 +76,8 @@ class Point:
 
 
 @dataclass
-class Course:
-    """One run of one plan."""
+class RunResult:
+    """Result of one run of one plan."""
 
     seed: int
     points: list[Point] = field(default_factory=list)
@@ -90,7 +93,7 @@ class Course:
     wait_share: float = 0.0
     words: str = ""  # the plan as it was resolved
     model: str = ""
-    error: str = ""  # why it did not run to its end
+    error: str = ""  # why it failed
 
     @property
     def time_s(self) -> float:
@@ -103,36 +106,36 @@ class Course:
 
 @dataclass
 class Entry:
-    """One plan of the race with all its runs."""
+    """Entry of a race: one plan with the results of all its runs."""
 
     label: str
     given: str
-    courses: list[Course] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     is_ddp: bool = False
 
     @property
-    def ran(self) -> list[Course]:
-        return [c for c in self.courses if not c.error]
+    def ran(self) -> list[RunResult]:
+        return [c for c in self.runs if not c.error]
 
     @property
-    def failed(self) -> list[Course]:
-        return [c for c in self.courses if c.error]
+    def failed(self) -> list[RunResult]:
+        return [c for c in self.runs if c.error]
 
     @property
     def num_reached(self) -> int:
-        return sum(c.reached is not None and not c.error for c in self.courses)
+        return sum(c.reached is not None and not c.error for c in self.runs)
 
     @property
     def time_s(self) -> float:
-        """The median; a run that did not get there counts as one that never will."""
+        """The median time to the target; infinite for a run that did not reach it."""
         return (
-            median(c.time_s if not c.error else math.inf for c in self.courses)
-            if self.courses
+            median(c.time_s if not c.error else math.inf for c in self.runs)
+            if self.runs
             else math.inf
         )
 
-    def of(self, what: Callable[[Course], float]) -> list[float]:
-        """A number of every run that has it."""
+    def of(self, what: Callable[[RunResult], float]) -> list[float]:
+        """The number `what` of every run that has it."""
         return [v for c in self.ran if math.isfinite(v := what(c))]
 
     def reaching(self, what: Callable[[Point], float]) -> list[float]:
@@ -143,7 +146,7 @@ class Entry:
 
 @dataclass
 class Race:
-    """All of it, the fastest first."""
+    """Race: all entries, the fastest first."""
 
     target: Goal
     entries: list[Entry]
@@ -160,10 +163,10 @@ class Race:
     def ddp(self) -> Entry | None:
         return next(
             (e for e in self.entries if e.is_ddp), None
-        )  # the fastest, should there be several
+        )  # the fastest, if there are several
 
     def ratio(self, entry: Entry) -> float:
-        """How many times sooner than DDP; not a number where either did not get there."""
+        """How many times sooner than DDP; NaN where either did not reach the target."""
         ddp = self.ddp
         if (
             ddp is None
@@ -175,7 +178,7 @@ class Race:
         return ddp.time_s / entry.time_s
 
     def plain(self) -> dict[str, object]:
-        """For programs: the numbers of the table."""
+        """The numbers of the table as plain JSON."""
         return {
             "target": {
                 "metric": self.target.name,
@@ -188,19 +191,29 @@ class Race:
     def _plain(self, entry: Entry) -> dict[str, object]:
         runs = [
             {
-                "seed": c.seed, "error": c.error or None, "reached": c.reached is not None, "time_s": _known(c.time_s),
+                "seed": c.seed,
+                "error": c.error or None,
+                "reached": c.reached is not None,
+                "time_s": _known(c.time_s),
                 "epochs": _known(c.reached.epoch if c.reached else math.nan),
-                "samples": _known(c.reached.samples if c.reached else math.nan), "ranks": c.ranks,
-                "sent_bytes_per_rank": c.sent_bytes, "sent_bytes": c.sent_bytes * c.ranks, "wait_share": c.wait_share,
-                "final": _known(c.final), "best": _known(c.best), "samples_per_s": _known(c.samples_per_s),
-                "seconds": c.seconds, "start_up_s": _known(c.start_up_s), "evaluate_s": c.evaluate_s,
+                "samples": _known(c.reached.samples if c.reached else math.nan),
+                "ranks": c.ranks,
+                "sent_bytes_per_rank": c.sent_bytes,
+                "sent_bytes": c.sent_bytes * c.ranks,
+                "wait_share": c.wait_share,
+                "final": _known(c.final),
+                "best": _known(c.best),
+                "samples_per_s": _known(c.samples_per_s),
+                "seconds": c.seconds,
+                "start_up_s": _known(c.start_up_s),
+                "evaluate_s": c.evaluate_s,
             }
-            for c in entry.courses
-        ]  # fmt: skip
+            for c in entry.runs
+        ]
         return {
             "label": entry.label,
             "given": entry.given,
-            "words": next((c.words for c in entry.courses if c.words), ""),
+            "words": next((c.words for c in entry.runs if c.words), ""),
             "time_s": _known(entry.time_s),
             "ratio_to_ddp": _known(self.ratio(entry)),
             "runs": runs,
@@ -221,33 +234,33 @@ def follow(
     samples: int | None,
     launched_s: float = math.nan,
     error: str = "",
-) -> Course:
-    """What the events of one run say; of one that failed, as far as it came."""
+) -> RunResult:
+    """The result of one run from its events; of a failed run, up to its failure."""
     try:
         events = read(run)
     except ManyhandsError:
         if error:
-            return Course(seed, error=error)
+            return RunResult(seed, error=error)
         raise
-    course = trace(events, seed, target, samples, launched_s)
-    course.error = error
-    return course
+    result = trace(events, seed, target, samples, launched_s)
+    result.error = error
+    return result
 
 
 def trace(
     events: list[Event], seed: int, target: Goal, samples: int | None, launched_s: float = math.nan
-) -> Course:
-    course = Course(seed)
+) -> RunResult:
+    result = RunResult(seed)
     own = [e for e in events if e.rank == 0]
     rounds = [e for e in own if e.name == "round"]
     for event in own:
         if isinstance(event.value, str) and event.name in ("start", "model"):
-            setattr(course, {"start": "words"}.get(event.name, event.name), event.value)
+            setattr(result, {"start": "words"}.get(event.name, event.name), event.value)
     if not rounds:
-        return course
+        return result
     first_s = rounds[0].time_s
-    course.ranks = 1 + max(e.rank for e in events)
-    course.start_up_s = first_s - (launched_s if math.isfinite(launched_s) else events[0].time_s)
+    result.ranks = 1 + max(e.rank for e in events)
+    result.start_up_s = first_s - (launched_s if math.isfinite(launched_s) else events[0].time_s)
     for event in own:
         if (
             event.name != "evaluate"
@@ -256,31 +269,31 @@ def trace(
         ):
             continue
         epoch = event.value.get("epoch", math.nan)
-        seconds = event.time_s - first_s - course.evaluate_s
+        seconds = event.time_s - first_s - result.evaluate_s
         point = Point(
             seconds,
             epoch,
             math.nan if samples is None else epoch * samples,
             measures(event.value)[target.name],
         )
-        course.evaluate_s += event.seconds
-        course.points.append(point)
-        if course.reached is None and target.reached({target.name: point.value}):
-            course.reached = point
+        result.evaluate_s += event.seconds
+        result.points.append(point)
+        if result.reached is None and target.reached({target.name: point.value}):
+            result.reached = point
     # rounds may be missing from a file that grew too long; progress and evaluations never are
     ends = [
         e.time_s + e.seconds if e.name == "round" else e.time_s
         for e in own
         if e.name in ("round", "progress", "evaluate")
     ]
-    course.seconds = max(ends) - first_s - _inside(own, max(ends))
+    result.seconds = max(ends) - first_s - _inside(own, max(ends))
     epochs = [e.value["epoch"] for e in own if isinstance(e.value, dict) and "epoch" in e.value]
-    course.samples = max(epochs) * samples if epochs and samples is not None else math.nan
-    if course.points:
-        course.final = course.points[-1].value
-        course.best = best(target, [p.value for p in course.points])
-    _account(course, events)
-    return course
+    result.samples = max(epochs) * samples if epochs and samples is not None else math.nan
+    if result.points:
+        result.final = result.points[-1].value
+        result.best = best(target, [p.value for p in result.points])
+    _account(result, events)
+    return result
 
 
 def _inside(own: list[Event], until_s: float) -> float:
@@ -292,28 +305,30 @@ def _inside(own: list[Event], until_s: float) -> float:
     )
 
 
-def _account(course: Course, events: list[Event]) -> None:
-    """Bytes and waiting in training, over all ranks. A file that grew too long holds no more spans: what there is up to that
-    round stands for the rest. (Rounds are not counted: ranks that go at their own pace do not do equally many.)"""
+def _account(result: RunResult, events: list[Event]) -> None:
+    """Bytes and waiting in training, over all ranks.
+
+    A file that reached its size limit has no more spans: the rounds before are extrapolated to the
+    rest. (Rounds are not counted: asynchronous ranks do different numbers of them.)
+    """
     sent = waited = 0.0
-    for rank in range(course.ranks):
+    for rank in range(result.ranks):
         own = [e for e in events if e.rank == rank]
         spans = sorted((e.time_s, e.time_s + e.seconds) for e in own if e.name == "evaluate")
         starts = [s for s, _ in spans]
-        first_s = min(
-            (e.time_s for e in own if e.name == "round"), default=math.inf
-        )  # connecting and agreeing come before
+        # connecting comes before the first round
+        first_s = min((e.time_s for e in own if e.name == "round"), default=math.inf)
         nbytes = seconds = 0.0
         for event in own:
             if event.name in SENT and event.time_s >= first_s:
                 middle = event.time_s + event.seconds / 2
                 i = bisect.bisect_right(starts, middle) - 1
                 if i < 0 or middle >= spans[i][1]:
-                    nbytes += event.nbytes * SENT[event.name](course.ranks)
+                    nbytes += event.nbytes * SENT[event.name](result.ranks)
                     seconds += event.seconds
         recorded = max((e.round for e in own if e.value is None), default=0)
         last = max((e.round for e in events), default=0)
         scale = last / recorded if recorded else 0.0
         sent, waited = sent + nbytes * scale, waited + seconds * scale
-    course.sent_bytes = sent / course.ranks
-    course.wait_share = min(1.0, waited / course.ranks / course.seconds) if course.seconds else 0.0
+    result.sent_bytes = sent / result.ranks
+    result.wait_share = min(1.0, waited / result.ranks / result.seconds) if result.seconds else 0.0

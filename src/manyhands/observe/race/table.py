@@ -1,4 +1,4 @@
-"""The table of a race: the same rows on the terminal and on the page."""
+"""Table of a race: the same rows on the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from manyhands.core import Goal
 from manyhands.observe.race.results import (
-    Course,
     Entry,
     Race,
+    RunResult,
     best,
     say_target,
 )
@@ -20,14 +20,16 @@ from manyhands.observe.text import number, size, took
 if TYPE_CHECKING:
     from rich.table import Table
 
-RANGES = 170  # columns of a terminal from which on not only times say from where to where they go
+RANGES = 170  # columns of a terminal that shows the range of all numbers, not only of times
 
 
 @dataclass(frozen=True)
 class Column:
+    """Column of the table."""
+
     title: str
-    hint: str  # what exactly it is, for the page
-    room: int = 0  # columns of a terminal that has place for it
+    hint: str  # its definition, for the page
+    room: int = 0  # columns that a terminal needs to show it
 
 
 def columns(race: Race) -> list[Column]:
@@ -43,7 +45,7 @@ def columns(race: Race) -> list[Column]:
         Column("samples", "to the target, over all ranks", room=104),
         Column("sent/rank", "bytes that one rank sent until the end of the run"),
         Column("sent", "bytes that all ranks sent", room=136),
-        Column("waiting", "share of training that ranks stood in exchanges"),
+        Column("waiting", "share of training that ranks waited in exchanges"),
         Column(race.target.name, "of the last evaluation"),
         Column("samples/s", "over all ranks, without evaluations", room=104),
         Column("start-up", "from the command to the first step, not in the time", room=136),
@@ -52,7 +54,7 @@ def columns(race: Race) -> list[Column]:
 
 
 def rows(race: Race) -> list[list[str]]:
-    """One row a plan, a cell for every column; a dash where there is nothing to say."""
+    """One row for each plan, a cell for every column; a dash where there is no number."""
     found = []
     for place, entry in enumerate(race.entries, 1):
         cells = [
@@ -74,23 +76,24 @@ def rows(race: Race) -> list[list[str]]:
 
 
 def reach(entry: Entry, target: Goal) -> str:
-    """When the target was reached, in how many of the runs, or how near it came, or why it did not run."""
-    if not entry.courses:
+    """When the target was reached and in how many runs, or the best value, or "failed"."""
+    if not entry.runs:
         return "not run yet"
     if not entry.ran:
         return "failed"
     some = (
         ""
-        if entry.num_reached == len(entry.courses)
-        else f" ({entry.num_reached} of {len(entry.courses)})"
+        if entry.num_reached == len(entry.runs)
+        else f" ({entry.num_reached} of {len(entry.runs)})"
     )
     if math.isfinite(entry.time_s):
         return _spread(entry.reaching(lambda p: p.seconds), seconds, middle=entry.time_s) + some
-    return f"not reached{some if entry.num_reached else ''}, best {number(best(target, entry.of(lambda c: c.best)))}"
+    closest = number(best(target, entry.of(lambda c: c.best)))
+    return f"not reached{some if entry.num_reached else ''}, best {closest}"
 
 
-def failures(race: Race) -> list[tuple[str, Course]]:
-    return [(entry.label, course) for entry in race.entries for course in entry.failed]
+def failures(race: Race) -> list[tuple[str, RunResult]]:
+    return [(entry.label, result) for entry in race.entries for result in entry.failed]
 
 
 def table(race: Race, width: int) -> Table:
@@ -152,12 +155,12 @@ def verdict(race: Race) -> str:
 
 
 def seconds(x: float) -> str:
-    """12.3 s, also where there are hundreds of them: times of a race are compared, not lived through."""
+    """12.3 s, 912.3 s, 1,200 s: seconds also for long times, because times are compared."""
     return f"{x:.2f} s" if x < 10 else f"{x:.1f} s" if x < 1000 else f"{x:,.0f} s"
 
 
 def _spread(values: list[float], say: object, middle: float | None = None) -> str:
-    """The median, and from where to where where runs differ."""
+    """The median, and the range where runs differ."""
     assert callable(say)
     if not values:
         return "–"
