@@ -1,4 +1,4 @@
-"""Many hands make light work: train a plain PyTorch task on many processors; the result equals one."""
+"""Train a plain PyTorch task on many processors, with the result of one. Many hands, light work."""
 
 from manyhands.api import join, load, train
 from manyhands.assembly.tables import rows_of_this_process

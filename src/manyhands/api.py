@@ -114,8 +114,7 @@ def _check(plan: Plan) -> None:
 
 
 def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn.Module:
-    """Load a run's newest weights, or the best by a metric ("accuracy", or "-loss"), into a model of
-    the same shape.
+    """Load a run's newest weights, or the best by a metric ("accuracy", "-loss"), into a model.
 
     Rows of `Embedding` tables come too; in one process, models whose embeddings have one name share
     them.

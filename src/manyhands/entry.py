@@ -43,7 +43,7 @@ _loading: list[str] = []  # the script whose task() is being loaded
 
 
 def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
-    """Run `body` on every rank: here, in processes of our own, or in those that somebody started."""
+    """Run `body` on every rank: here, in processes of our own, or in those that were started."""
     here = environment.process_info()
     alone = here.started_by == "alone"
     plan = plan_words.parse(words, size=None if alone else here.size)

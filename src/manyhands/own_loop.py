@@ -39,7 +39,7 @@ from manyhands.train import Result, Trainer
 
 
 class Run:
-    """A rank's handle on its run: `prepare`, `step`, `log` in an own loop; what callbacks are given."""
+    """A rank's handle on its run: `prepare`, `step`, `log`; also what callbacks are given."""
 
     def __init__(self, context: RankContext, stop: Stop | None = None):
         self._context, self._stop = context, stop
@@ -95,7 +95,7 @@ class Run:
         return module, optimizer, LoopData(self, made.batches)
 
     def step(self, loss: Tensor, count: int | None = None) -> None:
-        """Backward, exchange, merge, optimizer step, zero_grad: `loss` is the mean over the batch."""
+        """Backward, exchange, merge, optimizer step, zero_grad; `loss` is the batch mean."""
         if self._batch is None:
             raise TaskError(
                 "run.step(loss) needs a batch from the data that run.prepare returned; "
@@ -186,7 +186,7 @@ class Run:
 
 
 class LoopData:
-    """This rank's batches, one epoch at a time. Epochs that a resumed run has done are over at once."""
+    """This rank's batches, epoch by epoch. Epochs that a resumed run has done are over at once."""
 
     def __init__(self, run: Run, batches: BatchIterator):
         self._run, self._batches, self._started = run, batches, 0

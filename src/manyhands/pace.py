@@ -62,7 +62,7 @@ class Pace:
     def look(
         self, now: float, elapsed: float, at: Position, round: int, exchange_s: float
     ) -> float:
-        """Account for the rounds since the last look; returns the share of time spent in exchange."""
+        """Account for the rounds since the last look; the share of time spent in exchange."""
         seen = self.limits.samples_between(self.position, at)
         if elapsed > 0 and round > self.round:
             rate = seen / elapsed

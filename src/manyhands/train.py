@@ -1,4 +1,4 @@
-"""The training loop: split -> compute -> exchange -> merge, round after round. Read this file first.
+"""Training loop: split -> compute -> exchange -> merge, round after round. Read this file first.
 
     while there is work:
         loss = strategy.round(replica, link, state)       # everything distributed happens here
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from manyhands.core import Event, Goal, Group, LoopReplica, Position
+from manyhands.core import Event, Goal, LoopReplica, Position
 from manyhands.errors import Diverged, NotFinite
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
@@ -36,6 +36,7 @@ from manyhands.trainer_parts import (
     CheckpointWriter,
     Evaluator,
     LoopContext,
+    MeteredGroup,
     PushedTables,
     StepClaimer,
     StopFlag,
@@ -61,7 +62,7 @@ class Result:
 
 @dataclass
 class Trainer:
-    """Training loop of one rank. `assembly` makes its parts; the loop does not know which they are."""
+    """Training loop of one rank. `assembly` makes its parts; the loop sees only protocols."""
 
     context: LoopContext
     active: ActiveStrategy
@@ -90,7 +91,7 @@ class Trainer:
         self._reached = self.round > 0 and self._reaches_goal()
 
     @property
-    def group(self) -> Group:
+    def group(self) -> MeteredGroup:
         return self.context.group
 
     @property
@@ -137,9 +138,8 @@ class Trainer:
             self.checkpoint()
 
     def _round(self) -> None:
-        started = time.time()
-        clock = time.perf_counter()
-        self.context.group.round = self.round + 1
+        started, clock = time.time(), time.perf_counter()
+        self.group.round = self.round + 1
         active = self.active
         try:
             with self.measured:
@@ -177,14 +177,14 @@ class Trainer:
             callback.on_end(self.run)
         if self.group.rank == 0:
             value = {**result.metrics, "samples_per_s": result.samples_per_s}
-            self._emit("finish", time.time(), seconds, value)
+            self._emit("finish", None, seconds, value)
         self.context.recorder.flush()
         return result
 
     # -- asynchronous ranks --
 
     def _check_between_syncs(self, claims: StepClaimer) -> None:
-        """Request a sync where there is a reason for one; rank 0 reports how far it sees the run."""
+        """Request a sync where there is a reason for one; rank 0 reports progress."""
         now = time.perf_counter()
         if now - self._pace.looked < STATUS_EVERY_S:
             return
@@ -197,14 +197,14 @@ class Trainer:
         self._progress(now, now - self._pace.looked, claims.latest)
 
     def _sync(self, claims: StepClaimer) -> None:
-        """All ranks have computed what they claimed: from here on they know one position and round."""
+        """All ranks have computed what they claimed: they agree on one position and round."""
         self._flush_pushes()
         mine = [claims.claimed_steps(), self.round, int(self.limits.ending)]
         reached = torch.tensor(mine, dtype=torch.int64, device=self.context.device)
         self.group.all_reduce({"sync": reached}, op="max").wait()
         steps, self.round, ending = reached.tolist()
         self.limits.ending = bool(ending)
-        self.context.group.round = self.round
+        self.group.round = self.round
         claims.sync(steps)
         self.limits.steps = steps if ending else self.limits.steps
         self.share_status()
@@ -212,7 +212,7 @@ class Trainer:
     # -- what ranks must agree on --
 
     def share_status(self) -> None:
-        """Share what only one rank may know: a signal, a loss that is not finite; and the mean loss."""
+        """Share what only one rank may know: a signal, a loss that is not finite, its mean loss."""
         self._flush_pushes()
         now = time.perf_counter()
         rounds, elapsed = self.round - self._pace.round, now - self._pace.looked
@@ -242,8 +242,7 @@ class Trainer:
 
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
         advanced = self.round > self._pace.round
-        exchange_s = self.context.group.seconds
-        exchange_share = self._pace.look(now, elapsed, at, self.round, exchange_s)
+        exchange_share = self._pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.group.rank == 0 and advanced:
             limits = self.limits
             value = {
@@ -274,15 +273,14 @@ class Trainer:
     def _refuse_nan(self) -> None:
         """A gradient can be NaN though the loss was finite; such a model is never saved."""
         found = [(~v.isfinite()).any().float() for v in self.replica.params.values()]
-        zero = torch.zeros((), device=self.context.device)
-        bad = torch.stack([zero, *found]).max().view(1)
+        bad = torch.stack([torch.zeros((), device=self.context.device), *found]).max().view(1)
         self.group.all_reduce({"bad": bad}, op="max").wait()
         if float(bad) > 0:
             raise Diverged(
                 f"parameters became NaN or infinite by round {self.round} "
-                f"(epoch {self.limits.epochs_at(self.position):.2f}), though the loss was "
-                f"finite; {self._last_good()}; "
-                "clip gradients (clip=1.0) or look for a division by zero in backward"
+                f"(epoch {self.limits.epochs_at(self.position):.2f}), though the loss was finite; "
+                f"{self._last_good()}; clip gradients (clip=1.0) "
+                "or look for a division by zero in backward"
             )
 
     def _flush_pushes(self) -> None:
@@ -331,8 +329,7 @@ class Trainer:
         self.share_status()
         self._refuse_nan()
         self._saved = self.round
-        clock = time.perf_counter()
-        started = time.time()
+        started, clock = time.time(), time.perf_counter()
         self.evaluator.average_buffers()
         snapshot = self.checkpoints.take(self.round, self.active, self.metrics)
         evaluated = self.metrics if self._evaluated == self.round else {}
@@ -400,6 +397,5 @@ class Trainer:
         seconds: float = 0.0,
         value: str | dict[str, float] | None = None,
     ) -> None:
-        when = time.time() if time_s is None else time_s
-        event = Event(when, self.group.rank, self.round, name, seconds, value=value)
-        self.context.recorder.emit(event)
+        when, rank = time.time() if time_s is None else time_s, self.group.rank
+        self.context.recorder.emit(Event(when, rank, self.round, name, seconds, value=value))

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.assembly.own_state import OwnState, ranks_per_replica, saved_layout
+from manyhands.assembly.own_state import OwnState, all_rng, ranks_per_replica, saved_layout
 from manyhands.assembly.rank_context import RankContext
-from manyhands.assembly.rank_tensors import all_rng
 from manyhands.assembly.sharded_snapshot import rank_snapshot, restore_slices
 from manyhands.assembly.tables import RunTables
 from manyhands.core import Plan, Snapshot, Tensors
@@ -60,8 +59,8 @@ class Checkpointing:
     # -- to disk --
 
     def take(self, round: int, active: ActiveStrategy, metrics: dict[str, float]) -> Snapshot:
-        """Every rank calls it. Rank 0 gets the snapshot, the others an empty one; of a model that is
-        split, each rank gets its `RankSnapshot`."""
+        """Every rank calls it. Rank 0 gets the snapshot, the others an empty one; of a model that
+        is split, each rank gets its `RankSnapshot`."""
         if self.resharding is None:
             snapshot = self._take_whole(round, active, metrics)
         else:

@@ -1,4 +1,4 @@
-"""Batches of a rank: how many samples a step has, which of them are this rank's, when limits end it."""
+"""Batches of a rank: how many samples a step has, which are this rank's, when the run ends."""
 
 from __future__ import annotations
 

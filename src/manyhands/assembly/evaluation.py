@@ -19,7 +19,7 @@ from manyhands.task import Task
 
 @dataclass
 class Evaluation:
-    """Evaluates `module` on the task's test data; without test data there is nothing to evaluate."""
+    """Evaluates `module` on the task's test data, where it has some."""
 
     context: RankContext
     plan: Plan

@@ -1,4 +1,4 @@
-"""Parameters of a rank: modules, optimizer, flat buffers, who updates which part; equal at the start."""
+"""Parameters of a rank: modules, optimizer, flat buffers, and who updates which part of them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.assembly.groups import axis_group, choose_device, connect
+from manyhands.assembly.connect import axis_group, choose_device, connect
 from manyhands.core import (
     Event,
     Layout,

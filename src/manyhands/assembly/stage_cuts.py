@@ -119,7 +119,7 @@ def _balanced(
     number: int,
     task: Task,
 ) -> list[int]:
-    """Where stages begin so that the slowest is as fast as can be, and each has the memory that it needs."""
+    """Where stages begin so that the slowest is as fast as possible, and each fits into memory."""
     few = _few(example)
     costs, pipe = node_costs.measure(traced, few), plan.layout.pipe
     crossing = [
@@ -146,7 +146,8 @@ def _balanced(
 
 
 def _within(cut: Callable[..., Any], limit: float | None) -> Any:
-    """Within the memory that there is, if that can be. If not, what is forecast of the result says so, in numbers and with what to do."""
+    """Cut within the memory limit if possible. If not, cut without it: the memory forecast of the
+    result then says so, in numbers and with what to do."""
     if limit is not None:
         with suppress(PlanError):
             return cut(limit=limit)

@@ -1,4 +1,4 @@
-"""Merge strategies of a run: the one at work and the one it changes to, each with group and state."""
+"""Merge strategies of a run: the first and the one it changes to, each with group and state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replicas_agree(plan: Plan) -> bool:
 
 
 def updates_slices(context: RankContext, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
-    """Whether the replicas of a host have one copy of the parameters, of which each updates a part."""
+    """Whether replicas share one copy of the parameters, of which each updates a part."""
     # only the plain shared-memory group reduces in two phases
     plain = plan.codec is None and plan.algorithm == "native"
     agree = agree and plain and plan.precision != "fp16" and plan.layout.shard == 1

@@ -37,7 +37,7 @@ Ids = Callable[[Any], Mapping[str, Any]]  # of a batch: the ids that its tables 
 
 
 class RunTables:
-    """Store of one rank; `embeddings` are the tables of its `Embedding` modules, where it has some."""
+    """Store of one rank; `embeddings` are the tables of its `Embedding` modules, if any."""
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.assembly.connect import choose_device
 from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
-from manyhands.assembly.groups import choose_device
 from manyhands.assembly.rank_context import Options
 from manyhands.core import (
     Event,

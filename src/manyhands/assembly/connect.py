@@ -74,15 +74,17 @@ def choose_device(plan: Plan, process: ProcessInfo) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise PlanError(
-            "device=cuda, but torch sees no GPU here; set device=cpu or install a CUDA build of torch"
+            "device=cuda, but torch sees no GPU here; set device=cpu or install a CUDA build of "
+            "torch"
         )
     if process.local_rank >= torch.cuda.device_count():
         raise PlanError(
-            f"{process.local_size} ranks on this host, but torch sees {torch.cuda.device_count()} GPUs; one rank a GPU is needed: "
+            f"{process.local_size} ranks on this host, but torch sees {torch.cuda.device_count()} "
+            "GPUs; one rank a GPU is needed: "
             f"set data={torch.cuda.device_count()} or device=cpu"
         )
     torch.cuda.set_device(process.local_rank)
-    # everything runs on one stream of our own: what is to be captured must not touch the default stream
+    # one stream of our own for everything: a captured step must not touch the default stream
     torch.cuda.set_stream(torch.cuda.Stream())
     return torch.device("cuda", process.local_rank)
 
