@@ -1,22 +1,22 @@
 """Symbolic sizes: numbers that follow from the sizes of a batch, and guards on those sizes.
 
-SymbolicSizes   the symbols of one traced forward pass, and every condition on them
-SizeGuard       whether a later batch satisfies those conditions
-Evaluate        a number of the program, computed from the sizes of a batch
+symbolic_sizes   the symbols of one traced forward pass, and every condition on them
+SizeGuard        whether a later batch satisfies those conditions
+Evaluate         a number of the program, computed from the sizes of a batch
+
+sympy and torch's symbolic shapes take half a second to import. Only runs that trace a model need
+them, so they are imported where they are used.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from manyhands.errors import TaskError
 from manyhands.parallel.trace.program import Input, input_leaf
@@ -43,6 +43,8 @@ class SizeGuard:
         key = tuple((at, tuple(t.shape)) for at, t in given.items())
         if key in self._seen:
             return
+        import sympy  # type: ignore[import-untyped]
+
         sizes: dict[Any, int] = {}
         for at, tensor in given.items():
             shape = self.shapes[at]
@@ -87,52 +89,67 @@ class Evaluate:
 
 
 def at_sizes(expr: Any, sizes: dict[Any, int]) -> Any:
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
     return sympy_interp(PythonReferenceAnalysis, sizes, expr)
 
 
-class SymbolicSizes(ShapeEnv):
-    """Symbols for the sizes of a batch, and the conditions that the trace relies on.
+def symbolic_sizes() -> Any:
+    """Symbols for the sizes of a batch, and the conditions that the trace relies on."""
+    return _symbolic_sizes_class()()
 
-    Conditions of the model's own code must hold for later batches too. torch's conditions inside
-    of a node (which kernel, which strides) are tested again when the node runs: here they are
-    answered for the example and noted, and they make no symbol a constant."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-        )
-        self.hints: dict[Any, int] = {}  # the sizes of the example
-        self.inside = False  # of a node
-        # conditions, each with the code that called torch:
-        self.here: dict[Any, str] = {}  # in the node that runs
-        self.taken: dict[Any, str] = {}  # in the nodes that are written down
-        # in calls that returned a number, which the model may use anywhere:
-        self.needed: dict[Any, str] = {}
+@functools.cache
+def _symbolic_sizes_class() -> type:
+    import sympy
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not self.inside
-            or not orig_expr.free_symbols
-            or not orig_expr.free_symbols <= self.hints.keys()
-        ):
-            return super().evaluate_expr(orig_expr, *args, **kwargs)
-        if (static := self._maybe_evaluate_static(orig_expr)) is not None:
-            return static
-        value = sympy.sympify(at_sizes(orig_expr, self.hints))
-        holds = (
-            sympy.Eq(orig_expr, value)
-            if not isinstance(value, sympy.logic.boolalg.BooleanAtom)
-            else orig_expr
-        )
-        holds = sympy.Not(orig_expr) if value == sympy.false else holds
-        if holds not in self.here and holds not in self.needed:
-            self.here[holds] = caller_line()
-        return value
+    class SymbolicSizes(ShapeEnv):
+        """Symbols for the sizes of a batch, and the conditions that the trace relies on.
 
-    def settle(self, written: bool) -> None:
-        """The call is over; `written`: as a node, so torch will test the conditions again."""
-        (self.taken if written else self.needed).update(self.here)
-        self.here = {}
+        Conditions of the model's own code must hold for later batches too. torch's conditions inside
+        of a node (which kernel, which strides) are tested again when the node runs: here they are
+        answered for the example and noted, and they make no symbol a constant."""
+
+        def __init__(self) -> None:
+            super().__init__(
+                duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
+            )
+            self.hints: dict[Any, int] = {}  # the sizes of the example
+            self.inside = False  # of a node
+            # conditions, each with the code that called torch:
+            self.here: dict[Any, str] = {}  # in the node that runs
+            self.taken: dict[Any, str] = {}  # in the nodes that are written down
+            # in calls that returned a number, which the model may use anywhere:
+            self.needed: dict[Any, str] = {}
+
+        def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not self.inside
+                or not orig_expr.free_symbols
+                or not orig_expr.free_symbols <= self.hints.keys()
+            ):
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
+            if (static := self._maybe_evaluate_static(orig_expr)) is not None:
+                return static
+            value = sympy.sympify(at_sizes(orig_expr, self.hints))
+            holds = (
+                sympy.Eq(orig_expr, value)
+                if not isinstance(value, sympy.logic.boolalg.BooleanAtom)
+                else orig_expr
+            )
+            holds = sympy.Not(orig_expr) if value == sympy.false else holds
+            if holds not in self.here and holds not in self.needed:
+                self.here[holds] = caller_line()
+            return value
+
+        def settle(self, written: bool) -> None:
+            """The call is over; `written`: as a node, so torch will test the conditions again."""
+            (self.taken if written else self.needed).update(self.here)
+            self.here = {}
+
+    return SymbolicSizes
 
 
 def other_sizes(
@@ -140,6 +157,8 @@ def other_sizes(
 ) -> Iterator[dict[Any, int]]:
     """Sizes other than the example's: few and many rows, other lengths, then sizes that violate
     each of the guards `left`."""
+    import sympy
+
     n = min((hints[s] for s in rows), default=0)
     with_rows = lambda m: {s: m if s in rows and size == n else size for s, size in hints.items()}
     tried = [with_rows(m) for m in (2 * n + 3, 97, 3, 2)]

@@ -24,11 +24,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    StatelessSymbolicContext,
-)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -49,15 +44,20 @@ from manyhands.parallel.trace.source_location import (
     traceback_frames,
     untraceable,
 )
-from manyhands.parallel.trace.symbolic_sizes import SizeGuard, SymbolicSizes
+from manyhands.parallel.trace.symbolic_sizes import SizeGuard, symbolic_sizes
 from manyhands.parallel.trace.value_dependent import run_with_values
 from manyhands.replica.leaf_modules import alike, put_before
 
-DEPENDS_ON_VALUE = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+
+def _depends_on_value() -> tuple[type[Exception], ...]:
+    """What torch raises where a call depends on values, which fake tensors do not have."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
 
 
 class Tracer(TorchFunctionMode):
@@ -70,7 +70,7 @@ class Tracer(TorchFunctionMode):
         self.writer = NodeWriter(self.paths)
         self.nodes: list[TraceNode] = []
         self.output: Any = None
-        self.sizes = SymbolicSizes()
+        self.sizes = symbolic_sizes()
         self.fake = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
         self._inside = 0  # of leaf modules and of torch itself: nothing is written down
         self._asked: list[str] = []  # by guard of `sizes`: the line it comes from
@@ -129,6 +129,7 @@ class Tracer(TorchFunctionMode):
         """An input of the example as fake tensors, with symbols for sizes that may differ."""
         # not at the top: importing it sets environment variables
         from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
         writer = self.writer
         flat, spec = pytree.tree_flatten(value)
@@ -315,7 +316,7 @@ class Tracer(TorchFunctionMode):
         return SizeGuard(self.writer.input_shapes(), of_inputs(needed), of_inputs(taken), plain)
 
     def _explained(self, failed: Exception) -> Untraceable:
-        by_value = isinstance(failed, DEPENDS_ON_VALUE)
+        by_value = isinstance(failed, _depends_on_value())
         reason = (
             "it asks for a value in a tensor"
             if by_value
