@@ -1,4 +1,7 @@
-"""Activation checkpointing: blocks drop their activations and recompute them in backward."""
+"""Activation checkpointing: blocks drop their activations and recompute them in backward.
+
+Paper: Chen et al. 2016 (arXiv:1604.06174).
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ sync point (`claim` returned None) or evicted counts for nobody: quorums shrink,
 
 Nothing here has a thread or a socket of its own. `post_tick` and `tick_answer` never block; `tick`
 is both, with a wait.
+
+Papers: Ho et al. 2013 (SSP, NIPS); quorums: Chen et al. 2016 (arXiv:1604.00981), with a delay
+Zhang and Kwok 2014 (ICML).
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@
 A unit is an output of a layer whose readers are all known (`replica.units` finds them). Its edges
 are a row of that layer, a column of each reader, and the parameters between them. An edge is held
 where both of its ends are. Inputs and outputs of the network are no units: they are always held.
+
+Paper: Sun et al. 2017 (arXiv:1709.09393).
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@
 Cuts are derived by dry runs. A dry run executes the model once on fake tensors, cuts every layer it
 can, and notes which cuts failed and why. Those layers are replicated in the next dry run. When
 nothing fails any more, the cuts that are left are the plan.
+
+Papers: Shoeybi et al. 2019 (arXiv:1909.08053); sequence: Korthikanti et al. 2022
+(arXiv:2205.05198).
 """
 
 from __future__ import annotations

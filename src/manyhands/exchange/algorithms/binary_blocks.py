@@ -7,6 +7,8 @@ All blocks halve at once; sums flow from the smaller blocks to the largest, and 
 smaller block owns a longer chunk; it splits it over the b'/b ranks of the larger block that own its
 chunks. Where p is no power of two no rank is idle, as in a fold; but blocks of very different size
 (33 = 32 + 1) load few ranks.
+
+Paper: Rabenseifner 2004 (ICCS).
 """
 
 from __future__ import annotations

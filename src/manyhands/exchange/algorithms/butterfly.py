@@ -5,6 +5,8 @@
 
 The fewest rounds possible: for short messages. All ranks build the same tree of sums, so all get
 the same bits.
+
+Paper: Thakur, Rabenseifner and Gropp 2005 (IJHPCA 19).
 """
 
 from __future__ import annotations

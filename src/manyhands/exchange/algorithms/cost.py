@@ -15,6 +15,8 @@
     fold                 2 alpha + 2 N beta + N gamma where r > 0
 
 Every rank has one port, all ports work at once, and the network between them is never the limit.
+
+Paper: Thakur, Rabenseifner and Gropp 2005 (IJHPCA 19).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ groups.
 
 For hosts of l ranks each: the slow network between hosts carries each byte once per host, not once
 per rank.
+
+Papers: Cho et al. 2019 (BlueConnect, MLSys), Mikami et al. 2018 (arXiv:1811.05233).
 """
 
 from __future__ import annotations

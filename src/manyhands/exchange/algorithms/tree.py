@@ -4,6 +4,8 @@
     bytes    N for the sum, and N per child
 
 In round i the ranks whose lowest set bit is bit i send their sum to the rank without that bit.
+
+Paper: Thakur, Rabenseifner and Gropp 2005 (IJHPCA 19).
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ back into the next step, unless parameters are sent: the error of a parameter ha
 could correct it. `stochastic` rounds up with the probability that makes the mean exact; it keeps no
 state and has twice the error. A block of zeros stays zero; one that holds NaN or infinity arrives
 as NaN.
+
+Papers: Dettmers 2016 (arXiv:1511.04561); stochastic: Alistarh et al. 2017 (QSGD,
+arXiv:1610.02132).
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,8 @@ Every value is encoded twice, however many ranks there are (a ring would do it M
 error of the mean does not grow with M, and all ranks hold the same bits. A rank's own shard enters
 the sum uncompressed. Each rank sends 2 (M - 1)/M of the encoded size. With error feedback both
 stages keep what they lost: the sender that of its vector, the owner that of its sum.
+
+Error feedback: Karimireddy et al. 2019 (arXiv:1901.09847).
 """
 
 from __future__ import annotations

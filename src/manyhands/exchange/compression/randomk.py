@@ -9,6 +9,9 @@ No positions need to be sent. The vector is cut into k cells and one element is 
 k, not n. The cheapest sparse codec to compute; unlike top-k, what is sent does not grow with the
 number of ranks. But it sends small values as readily as large ones. NaN anywhere makes all values
 sent NaN.
+
+Papers: Stich et al. 2018 (arXiv:1809.07599); without feedback: Konečný et al. 2016
+(arXiv:1610.05492).
 """
 
 from collections.abc import Iterator

@@ -10,6 +10,9 @@ shrinks their distance from the mean by at least that share.
 
     ring 1/3:           (2/3)(1 - cos(2 pi / n))      exponential, n even:   2 / (1 + ceil(log2 n))
     q x q torus 1/5:    (2/5)(1 - cos(2 pi / q))      star: 1/n;   complete: 1
+
+Papers: Xiao, Boyd and Lall 2005 (Metropolis weights, IPSN), Ying et al. 2021 (exponential graphs,
+arXiv:2110.13363).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ A weight may have several forks (it is used twice) and a fork several weights (a
 bias): weights and forks that are connected run together. There the path from one fork of a weight
 to its next one runs again, and the kept gradient replaces the one that arrives, which would count
 twice. A weight may also reach an output past all inputs: then its path starts at that output.
+
+Paper: Qi et al. 2023 (zero bubble, arXiv:2401.10241).
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@ importable module, vectorised over the rows of a push:
         def __init__(self, mu=0.9): ...              # the table's options, except lr
         def update(self, w, g, state, lr): ...       # changes [rows, dim] arrays in place; state
                                                      # of "row" is [rows, 1]
+
+Papers: Duchi et al. 2011 (adagrad), Mudigere et al. 2022 (rowwise_adagrad, arXiv:2104.05158),
+Kingma and Ba 2015 (adam, arXiv:1412.6980), Loshchilov and Hutter 2019 (adamw, arXiv:1711.05101),
+McMahan et al. 2013 (ftrl, KDD).
 """
 
 from __future__ import annotations
