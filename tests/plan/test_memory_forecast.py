@@ -25,16 +25,13 @@ from manyhands.observe.memory_peak import (
 )
 from manyhands.parallel.pipeline.stage_modules import cut
 from manyhands.parallel.trace.trace_model import trace
-from manyhands.plan.memory_forecast import (
-    Forecast,
-    Setting,
-    Study,
-    changes,
+from manyhands.plan.memory_fit import changes, refuse
+from manyhands.plan.memory_forecast import Forecast, Setting, Study
+from manyhands.plan.static_memory import (
     guess_cuts,
     guess_stages,
     optimizer_bytes,
-    refuse,
-    rule_bytes,
+    strategy_bytes,
 )
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import autocast
@@ -444,8 +441,8 @@ def test_stages_are_guessed_about_even_and_every_parameter_is_in_one() -> None:
 
 
 def test_what_a_strategy_remembers_is_counted() -> None:
-    assert rule_bytes(AllReduce(), {torch.float32: 1000}) == 0
-    assert rule_bytes(EASGD(), {torch.float32: 1000}) == 4000
+    assert strategy_bytes(AllReduce(), {torch.float32: 1000}) == 0
+    assert strategy_bytes(EASGD(), {torch.float32: 1000}) == 4000
 
 
 def test_available_memory_is_the_tightest_limit_shared_by_the_ranks(tmp_path: Path) -> None:

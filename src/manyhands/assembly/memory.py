@@ -24,7 +24,7 @@ from manyhands.observe.memory_peak import (
 )
 from manyhands.parallel.zero.memory_use import held
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
-from manyhands.plan import memory_forecast
+from manyhands.plan import memory_fit, memory_forecast, memory_timeline, static_memory
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.task import Callback, Task
@@ -73,8 +73,8 @@ def watch(
     model: nn.Module,
     values: Callable[[], Any],
     task: Task,
-    stages: memory_forecast.Stages | None = None,
-    cuts: memory_forecast.Cuts | None = None,
+    stages: memory_timeline.Stages | None = None,
+    cuts: memory_timeline.Cuts | None = None,
 ) -> MemoryWatch | None:
     """Forecast memory on rank 0 for all ranks; refuse a plan that does not fit. `values`: one
     micro-batch; `stages` and `cuts`: how the model is split, where it is."""
@@ -96,8 +96,8 @@ def watch(
     most = max(forecasts, key=lambda f: f.total)
     context.notice(f"memory: {most}")
     available = available_bytes(context.device, context.process.local_size, own)
-    changes = memory_forecast.changes(study, setting, count)
-    warning = memory_forecast.refuse(most, available, changes, context.options.anyway)
+    changes = memory_fit.changes(study, setting, count)
+    warning = memory_fit.refuse(most, available, changes, context.options.anyway)
     if warning is not None:
         context.notice(warning)
     return MemoryWatch(context, setting, forecasts[0])
@@ -108,8 +108,8 @@ def _setting(
     plan: Plan,
     model: nn.Module,
     optimizer: Optimizer,
-    stages: memory_forecast.Stages | None,
-    cuts: memory_forecast.Cuts | None,
+    stages: memory_timeline.Stages | None,
+    cuts: memory_timeline.Cuts | None,
 ) -> memory_forecast.Setting:
     """Of the plan, what memory depends on."""
     layout, agree = plan.layout, plan.strategy.replicas_agree
@@ -118,7 +118,7 @@ def _setting(
     for p in model.parameters():
         trained[p.dtype] += p.numel() if p.requires_grad else 0
     own = sum(p.nbytes for p in model.parameters())
-    of_strategy = memory_forecast.rule_bytes(plan.strategy, trained)
+    of_strategy = static_memory.strategy_bytes(plan.strategy, trained)
     return memory_forecast.Setting(
         layout,
         plan.zero,
@@ -139,7 +139,7 @@ def room(context: RankContext, model: nn.Module, task: Task) -> tuple[int, float
     """Bytes that a rank has; and the ratio of parameters, gradients and optimizer state together to
     parameters alone."""
     own = sum(p.nbytes for p in model.parameters())
-    state, _, _ = memory_forecast.optimizer_bytes(model, task.optimizer(model.parameters()))
+    state, _, _ = static_memory.optimizer_bytes(model, task.optimizer(model.parameters()))
     available = available_bytes(context.device, context.process.local_size, own)
     return available, 2 + sum(state.values()) / max(1, own)
 

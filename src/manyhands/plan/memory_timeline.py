@@ -1,12 +1,15 @@
-"""One training step, tried on tensors without memory: which storages live from when to when, and whose they are.
+"""Memory timeline: when each storage of one training step is made and freed, and by which stage.
 
-    storage     made at t, gone at t', by a layer of stage s; a rank of a tensor group holds a share of it
-    forward     leaves behind what backward needs: `retained`
+    storage     made at t, freed at t', by a layer of stage s; a rank of a tensor group holds a
+                share of it
+    forward     keeps what backward needs: `retained`
     peak        the most alive at once, over forward and backward
 
-torch's FakeTensor keeps shapes, devices, dtypes and the choice of kernels as they are with memory, so is autocast. Between a layer
-cut by its outputs and the next one cut by its inputs a rank of a tensor group holds a share. Backward stands in that stage, and in
-that share, whose leavings it lets go of. What cannot run without memory is run on a real micro-batch, and that is said.
+The step is a dry run on torch's FakeTensor, which keeps shapes, devices, dtypes and the choice of
+kernels without memory; autocast works, too. Between a layer cut by its outputs and the next one cut
+by its inputs a rank of a tensor group holds a share. Backward is in the stage, and in the share,
+whose saved tensors it frees. A step that cannot run on FakeTensors runs on a real micro-batch, and
+a note says so.
 """
 
 from __future__ import annotations
@@ -24,15 +27,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Cuts = Mapping[str, tuple[int, int]]  # parameter -> (dim, groups) of its share on a tensor rank
-Stages = Sequence[
-    frozenset[str]
-]  # the parameters of each stage; a tied one stands in every stage that uses it
+# the parameters of each stage; a tied one is in every stage that uses it
+Stages = Sequence[frozenset[str]]
 LossOf = Callable[[nn.Module, Any], Tensor]  # (module, one micro-batch) -> loss
 
 
 @dataclass
 class StorageLifetime:
-    """A storage, from when to when it lived."""
+    """Lifetime of one storage."""
 
     nbytes: float  # a tensor rank's share of it
     made: int
@@ -40,36 +42,43 @@ class StorageLifetime:
     share: float
     freed: int | None = None
     received: bool = False  # from the stage before
-    saved: bool = False  # by an operation of this stage, for its way back
+    saved: bool = False  # by an operation of this stage, for backward
     gradient_of: str | None = None
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """What one stage needs for one micro-batch."""
+class StageMemory:
+    """Memory of one stage for one micro-batch, in bytes."""
 
     retained: float
-    received: float  # of it, what the stages before gave
+    received: float  # the part of it that came from the stages before
     activations: float  # at its peak
     gradients: float
-    taken: float = 0.0  # what crosses into it
-    given: float = 0.0  # and out of it
+    inputs: float = 0.0  # from the stage before
+    outputs: float = 0.0  # to the stage after
 
 
 @dataclass
-class Trial:
+class MemoryTimeline:
+    """Memory timeline: the lifetimes of all storages of one step."""
+
     spans: list[StorageLifetime]
-    turn: int  # when forward was over
+    turn: int  # the end of forward
     parameters: Mapping[str, nn.Parameter]
     notes: tuple[str, ...] = ()
-    batch: int = 0  # bytes of what one micro-batch is given
+    batch: int = 0  # bytes of the inputs of one micro-batch
 
     def _crossing(self, stage: int) -> float:
-        """Bytes that come into `stage`."""
+        """Bytes that `stage` receives."""
         return sum(span.nbytes for span in self.spans if span.received and span.stage == stage)
 
-    def chunk(self, stage: int, passing: bool, share: Callable[[str, Tensor], float]) -> Chunk:
-        """`passing`: gradients are added to or moved into what is there, so each lives for a moment only."""
+    def stage_memory(
+        self, stage: int, passing: bool, share: Callable[[str, Tensor], float]
+    ) -> StageMemory:
+        """The memory of one stage.
+
+        `passing`: each gradient is added to or moved into existing memory and freed at once.
+        """
         moments: list[tuple[int, float, float]] = []
         retained = received = 0.0
         for span in (s for s in self.spans if s.stage == stage):
@@ -93,32 +102,39 @@ class Trial:
         for _, more, more_grads in sorted(moments, key=lambda m: (m[0], m[1] + m[2] > 0)):
             alive, grads = alive + more, grads + more_grads
             best = max(best, (alive, grads), key=sum)
-        return Chunk(retained, received, *best, self._crossing(stage), self._crossing(stage + 1))
+        inputs, outputs = self._crossing(stage), self._crossing(stage + 1)
+        return StageMemory(retained, received, *best, inputs, outputs)
 
 
-def trial(
-    module: nn.Module, loss_of: LossOf, values: Any, live: Callable[..., Any], stages: Stages, cuts: Cuts, tensor: int = 1, recompute: bool = False
-) -> Trial:  # fmt: skip
-    """Run one micro-batch forward and backward on a copy of the module, without memory if that can be."""
+def record_timeline(
+    module: nn.Module,
+    loss_of: LossOf,
+    values: Any,
+    live: Callable[..., Any],
+    stages: Stages,
+    cuts: Cuts,
+    tensor: int = 1,
+    recompute: bool = False,
+) -> MemoryTimeline:
+    """Run one micro-batch forward and backward on a copy of the module; a dry run if possible."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        stand_in, batch = _copy(module, fake.from_tensor), _map(values, fake.from_tensor)
-        return _run(stand_in, loss_of, batch, live, stages, cuts, tensor, recompute, fake)
+        copied, batch = _copy(module, fake.from_tensor), _map(values, fake.from_tensor)
+        return _run(copied, loss_of, batch, live, stages, cuts, tensor, recompute, fake)
     except Exception as error:
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}".rstrip(
-            ": "
-        )
+        said = str(error).strip()
+        why = f"{type(error).__name__}: {said.splitlines()[0][:120] if said else ''}".rstrip(": ")
     try:
         with torch.random.fork_rng():
             real, batch = _copy(module, torch.clone), _map(values, torch.clone)
-            tried = _run(real, loss_of, batch, live, stages, cuts, tensor, recompute, nullcontext())
+            found = _run(real, loss_of, batch, live, stages, cuts, tensor, recompute, nullcontext())
         return dataclasses.replace(
-            tried, notes=(f"activations measured on one real micro-batch ({why})",)
+            found, notes=(f"activations measured on one real micro-batch ({why})",)
         )
     except Exception:
-        return Trial(
+        return MemoryTimeline(
             [],
             0,
             dict(module.named_parameters()),
@@ -127,7 +143,7 @@ def trial(
 
 
 class _Tape:
-    """Writes down every storage with the place in the model where it was made."""
+    """Records every storage with the stage and the share in which it was made."""
 
     def __init__(self) -> None:
         self.spans: list[StorageLifetime] = []
@@ -144,7 +160,7 @@ class _Tape:
             return
         for span in (gone := self.open.pop(key, [])):
             span.freed = self.clock
-        if self.backward and gone:  # backward stands where what forward left behind is let go
+        if self.backward and gone:  # backward is in the stage whose saved tensors it frees
             self.stage, self.share = gone[-1].stage, gone[-1].share
 
     def reads(self, key: int) -> None:
@@ -157,7 +173,7 @@ class _Tape:
                 found[0], made=self.clock, stage=self.stage, received=True, saved=False
             ),
         )
-        if not before.saved:  # what a stage gives away and does not need itself, it lets go
+        if not before.saved:  # a stage frees an output that it does not need itself
             before.freed = self.clock
             found.remove(before)
         found.append(here)
@@ -170,9 +186,16 @@ class _Tape:
 
 
 def _run(
-    module: nn.Module, loss_of: LossOf, values: Any, live: Callable[..., Any], stages: Stages, cuts: Cuts, tensor: int, recompute: bool,
+    module: nn.Module,
+    loss_of: LossOf,
+    values: Any,
+    live: Callable[..., Any],
+    stages: Stages,
+    cuts: Cuts,
+    tensor: int,
+    recompute: bool,
     mode: AbstractContextManager[Any],
-) -> Trial:  # fmt: skip
+) -> MemoryTimeline:
     named = dict(module.named_parameters())
     tape = _Tape()
     _mark(module, tape, stages, cuts, tensor)
@@ -188,7 +211,7 @@ def _run(
             counter,
             torch.autograd.graph.saved_tensors_hooks(tape.save, lambda tensor: tensor),
         ):
-            inputs = _map(values, torch.clone)  # a batch is made for its step
+            inputs = _map(values, torch.clone)  # each step makes its batch
             loss = loss_of(module, inputs)
             turn, tape.backward = tape.clock, True
             tape.stage = len(stages) - 1
@@ -200,13 +223,13 @@ def _run(
                     span.stage = max(
                         (s for s, names in enumerate(stages) if name in names), default=span.stage
                     )
-        return Trial(tape.spans, turn, named, batch=sum(_bytes(inputs)))
+        return MemoryTimeline(tape.spans, turn, named, batch=sum(_bytes(inputs)))
     finally:
         counter.stop()
 
 
 def _mark(module: nn.Module, tape: _Tape, stages: Stages, cuts: Cuts, tensor: int) -> None:
-    """Have each layer say, when it is called, which stage this is, and whether what comes is a share."""
+    """Hooks of each layer: which stage begins with it, and whether its output is a share."""
     names = {id(p): n for n, p in module.named_parameters()}
 
     def enter(layer: nn.Module, owned: list[str], begins: bool, ends: bool) -> None:
@@ -228,9 +251,8 @@ def _mark(module: nn.Module, tape: _Tape, stages: Stages, cuts: Cuts, tensor: in
         if not owned:
             continue
         dims = {cuts[n][0] for n in owned if n in cuts}
-        whole_out = isinstance(
-            layer, nn.Embedding | nn.MultiheadAttention
-        )  # cut inside, summed before it is left
+        # cut inside, summed at the end
+        whole_out = isinstance(layer, nn.Embedding | nn.MultiheadAttention)
         begins, ends = 0 in dims and not isinstance(layer, nn.Embedding), dims == {1}
         layer.register_forward_pre_hook(
             lambda layer, _, o=owned, b=begins, e=ends: enter(layer, o, b, e)
@@ -240,7 +262,7 @@ def _mark(module: nn.Module, tape: _Tape, stages: Stages, cuts: Cuts, tensor: in
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost children of lists of layers: what people wrap, recompute and shard as one."""
+    """The outermost children of lists of layers: the units to wrap, recompute and shard."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return list(module)
     return [block for child in module.children() for block in blocks(child)]
@@ -256,7 +278,12 @@ def _copy(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def _bytes(values: Any) -> list[int]:
     found: list[int] = []
-    _map(values, lambda tensor: found.append(tensor.nbytes) or tensor)  # type: ignore[func-returns-value]
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor.nbytes)
+        return tensor
+
+    _map(values, add)
     return found
 
 
