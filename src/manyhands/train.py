@@ -85,8 +85,7 @@ class Trainer:
         self._pace = Pace(self.limits, self.round)
         self._next_status = self.round + 1
         self._first = self._evaluated = self.round
-        self._loss = self._noise = math.nan
-        self._stop = False
+        self._loss, self._noise, self._stop = math.nan, math.nan, False
         self._saved = self.round or -1  # what was resumed is saved already
         self._reached = self.round > 0 and self._reaches_goal()
 
