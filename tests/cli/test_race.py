@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli import ddp, main, race
+from manyhands.cli import main
+from manyhands.cli.race import ddp
+from manyhands.cli.race.command import first_error_line
+from manyhands.cli.race.plans import parse_plans
+from manyhands.cli.race.request import RACE, resolve_request
 from manyhands.core import Goal
 from manyhands.errors import PlanError
 from manyhands.observe.events import read
@@ -79,7 +83,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         ),
         (
             ["job.py", "data=2 until=accuracy:0.5", "--target", "accuracy=0.8"],
-            "until= has no place in a race",
+            "until= cannot be set in a race",
         ),
         (
             ["job.py", "data=2", "--with", "bath=3", "--target", "accuracy=0.8"],
@@ -105,7 +109,7 @@ def test_a_mistake_is_said_before_anything_starts(
 
 
 def test_words_for_all_that_mean_nothing_to_ddp_are_left_out_for_it() -> None:
-    peer, ours = race.line_up(
+    peer, ours = parse_plans(
         ["ddp", "merge=local_sgd"], "data=2 link=gloo save=epoch seed=3", Goal("accuracy", 0.8)
     )
     assert set(peer.words) == {"data", "seed", "until"} and peer.plan.until == Goal("accuracy", 0.8)
@@ -124,7 +128,7 @@ def test_plans_are_called_by_what_they_differ_in() -> None:
         "data=2 merge=local_sgd merge.period=4",
         "data=2",
     ]
-    made = race.line_up(plans, "", Goal("accuracy", 0.8))
+    made = parse_plans(plans, "", Goal("accuracy", 0.8))
     assert [m.label for m in made] == [
         "ddp",
         "all_reduce",
@@ -150,7 +154,7 @@ def test_plans_are_called_by_what_they_differ_in() -> None:
     ],
 )
 def test_an_error_is_told_in_its_own_first_line(text: str, line: str) -> None:
-    assert race.first_words(text) == line
+    assert first_error_line(text) == line
 
 
 # -- run --
@@ -164,7 +168,7 @@ def test_a_race_is_run_interrupted_and_resumed(
     assert call(monkeypatch, "race", "job.py", *plans, *target, "--dir", "out") == 130
     said = capfd.readouterr()
     assert (
-        "stopped in plan 3 of 4, seed 1; go on with: manyhands race job.py --resume --dir out"
+        "stopped in plan 3 of 4, seed 1; continue with: manyhands race job.py --resume --dir out"
         in said.err
     )
     assert "plan 1 of 4, seed 1 of 1: ddp" in said.out and "reached     accuracy 0.8" in said.out
@@ -237,12 +241,12 @@ def test_a_race_is_run_interrupted_and_resumed(
 def test_a_changed_script_is_another_race(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = race.settle(None, here / "job.py", ["ddp"], "accuracy=0.8", None, [])
+    asked = resolve_request(None, here / "job.py", ["ddp"], "accuracy=0.8", None, [])
     (here / "out").mkdir()
-    (here / "out" / race.RACE).write_text(json.dumps(asked))
-    assert race.settle(here / "out", here / "job.py", [], None, 5, [])["seeds"] == 5, (
+    (here / "out" / RACE).write_text(json.dumps(asked))
+    assert resolve_request(here / "out", here / "job.py", [], None, 5, [])["seeds"] == 5, (
         "more seeds are more runs of the same race"
     )
     (here / "job.py").write_text(JOB + "\n# changed\n")
     with pytest.raises(PlanError, match="has changed since"):
-        race.settle(here / "out", here / "job.py", [], None, None, [])
+        resolve_request(here / "out", here / "job.py", [], None, None, [])

@@ -131,7 +131,7 @@ def race(
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the table.")] = False,
 ) -> None:
     """Train under several plans until each reaches a target: who is there first, and at what cost."""
-    from manyhands.cli.race import verb
+    from manyhands.cli.race.command import verb
 
     raise typer.Exit(verb(script, plans or [], target, seeds, common or [], dir, resume, quiet))
 

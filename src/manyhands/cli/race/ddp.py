@@ -1,9 +1,10 @@
-"""`ddp` as a plan of a race: the same task trained by torch's DistributedDataParallel, written as a careful user would.
+"""`ddp` as a plan of a race: the task trained by torch's DistributedDataParallel.
 
-It walks the same batches as our plans (the same order, each rank its part of the same union batch), weighs an uneven last batch
-rightly, takes the task's optimizer, schedule, clipping and test, evaluates at the same places, and leaves the same events in a
-run directory, so that whoever reads runs need not know which kind it reads. Nothing else of ours is in its step: no flat buffers,
-no link, no allocator settings.
+It is written as a careful user would write it. It iterates over the same batches as our plans (the
+same order, each rank its slice of the same global batch), weights an uneven last batch correctly,
+uses the task's optimizer, schedule, clipping and test, evaluates at the same steps, and writes the
+same events into a run directory, so that readers of runs need not know the difference. Nothing else
+of ours is in its step: no flat buffers, no group, no allocator settings.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ from manyhands.split.data import SPLITS, DataSplit
 from manyhands.task import Task, build_model, resolve
 from manyhands.train import STATUS_EVERY_S, Result
 
-# the words of a plan that mean something to DDP; merge rules, wires and links are exactly what it does not have
-KNOWN = (
-    "data", "split", "batch", "accumulate", "epochs", "steps", "seed", "precision", "clip", "device", "threads", "bucket_mb",
-    "loaders", "compile", "until", "evaluate", "timeout_s",
-)  # fmt: skip
+# the plan words that have a meaning for DDP; it has no merge strategies, compression and groups
+KNOWN = tuple(
+    "data split batch accumulate epochs steps seed precision clip device threads bucket_mb loaders "
+    "compile until evaluate timeout_s".split()
+)
 
 
 def check(words: dict[str, Any]) -> None:
-    """Refuse words that DDP has no use for."""
-    if strangers := [k for k in words if k not in KNOWN]:
+    """Refuse words that have no meaning for DDP."""
+    if unknown := [k for k in words if k not in KNOWN]:
         raise PlanError(
-            f"{', '.join(strangers)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; leave it out"
+            f"{', '.join(unknown)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; "
+            "leave it out"
         )
 
 
 def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[str, Any]:
-    """One rank's whole life under DDP; `make` loads the task."""
+    """Train as one rank of DDP, from connecting to the result; `make` loads the task."""
     here = environment.process_info()
     plan = plan_words.parse(words, size=here.size)
     with Stop(interrupt=here.started_by != "manyhands") as stop:
         store = dist.PrefixStore("ddp", environment.store(here, plan.timeout_s))
         device = choose_device(plan, here)
         if device.type == "cuda":
-            torch.cuda.set_stream(
-                torch.cuda.default_stream(device)
-            )  # as in a script of the user's own
+            # as in a script of the user's own
+            torch.cuda.set_stream(torch.cuda.default_stream(device))
         if plan.threads is not None:
             torch.set_num_threads(plan.threads)
         task, seed = resolve(make(), plan.seed)
@@ -87,7 +88,7 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
             timeout=timedelta(seconds=plan.timeout_s),
         )
         try:
-            peer = Peer(
+            run = DDPRun(
                 task,
                 with_task_defaults(plan, task, seed),
                 here,
@@ -95,9 +96,9 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
                 recorder,
                 str(path),
                 lambda: stop.requested,
-                words,
+                plan_words.overlay(words),
             )
-            return dataclasses.asdict(peer.train())
+            return dataclasses.asdict(run.train())
         finally:
             recorder.close()
             dist.destroy_process_group()
@@ -105,27 +106,22 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
                 owner.close()
 
 
-class Peer:
+class DDPRun:
     """One rank of a DDP run."""
 
     def __init__(
         self,
         task: Task,
         plan: Plan,
-        place: ProcessInfo,
+        process: ProcessInfo,
         device: torch.device,
         recorder: Recorder,
         path: str,
         stop_requested: Callable[[], int],
-        words: Words,
+        given: dict[str, Any],
     ):
-        self.task, self.plan, self.rank, self.size, self.device = (
-            task,
-            plan,
-            place.rank,
-            place.size,
-            device,
-        )
+        self.task, self.plan, self.device = task, plan, device
+        self.rank, self.size = process.rank, process.size
         self.recorder, self.path, self.stop_requested = recorder, path, stop_requested
         batch = plan.batch or DEFAULT_BATCH
         self.global_batch = batch * plan.accumulate * self.size
@@ -139,34 +135,18 @@ class Peer:
         self.schedule = None if task.schedule is None else task.schedule(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
         state.seed_everything(plan.seed or 0, self.rank)
-        self.walk = self._walk(batch)
+        self.batches = self._batches(batch)
         self.test = (
             None if task.test is None else source(task.test, device, "Task.test", plan.loaders)
         )
-        given = plan_words.overlay(words)
-        self.ddp = DistributedDataParallel(
-            module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=plan.bucket_mb
-            if "bucket_mb" in given
-            else None,  # else torch's own choice
-        )
-        if (
-            device.type == "cpu"
-        ):  # its account of every step costs a few readings of the clock; on a GPU it would wait for events
-            self.ddp._set_ddp_runtime_logging_sample_rate(1)
-        computing = torch.compile(self.ddp) if plan.compile else self.ddp
+        self.ddp = self._ddp(given)
+        computing: Any = torch.compile(self.ddp) if plan.compile else self.ddp
         self.losses = forward.TaskLoss(
-            computing,  # type: ignore[arg-type]
-            self.walk,
-            task.loss,
-            task.step,
-            plan.precision,
-            device,
+            computing, self.batches, task.loss, task.step, plan.precision, device
         )
         self.round = self.evaluated = 0
-        self.next_look = 1
-        self.rounds: list[tuple[float, float]] = []  # since the last look: start, seconds
+        self.next_status = 1
+        self.rounds: list[tuple[float, float]] = []  # since the last status: start, seconds
         self.loss_sum, self.count = torch.zeros((), dtype=torch.float64, device=device), 0
         self.loss, self.rate, self.samples_seen = math.nan, 0.0, 0.0
         self.waited = 0.0  # seconds in exchanges, so far
@@ -175,7 +155,20 @@ class Peer:
         self.metrics: dict[str, float] = {}
         self._announce(given)
 
-    def _walk(self, batch: int) -> BatchIterator:
+    def _ddp(self, given: dict[str, Any]) -> DistributedDataParallel:
+        device = self.device
+        ddp = DistributedDataParallel(
+            self.module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            # else torch's own choice
+            bucket_cap_mb=self.plan.bucket_mb if "bucket_mb" in given else None,
+        )
+        # Timing every step costs a few readings of the clock; on a GPU it would wait for events.
+        if device.type == "cpu":
+            ddp._set_ddp_runtime_logging_sample_rate(1)
+        return ddp
+
+    def _batches(self, batch: int) -> BatchIterator:
         train = source(self.task.train, self.device, "Task.train", self.plan.loaders)
         if isinstance(train, StreamSource):
             cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).step_samples(Position())
@@ -189,20 +182,20 @@ class Peer:
     # -- the loop --
 
     def train(self) -> Result:
-        self.started = self.looked = time.perf_counter()
-        self.seen_at_look = 0.0
+        self.started = self.status_s = time.perf_counter()
+        self.seen_at_status = 0.0
         while not self.finished():
-            epoch, started, clock = self.walk.position.epoch, time.time(), time.perf_counter()
+            epoch, started, clock = self.batches.position.epoch, time.time(), time.perf_counter()
             self.step()
             self.round += 1
             self.rounds.append((started, time.perf_counter() - clock))
-            if self.round >= self.next_look:
-                self.look()
-            ended = self.walk.position.epoch > epoch
+            if self.round >= self.next_status:
+                self.share_status()
+            ended = self.batches.position.epoch > epoch
             every = 0 if self.plan.evaluate == "epoch" else int(self.plan.evaluate)
             if ended or (every and self.round % every == 0):
                 self.evaluate()
-        self.look()
+        self.share_status()
         if not self.stopped and self.evaluated < self.round:
             self.evaluate()
         seconds = time.perf_counter() - self.started
@@ -217,11 +210,11 @@ class Peer:
         self.optimizer.zero_grad()
         last = False
         while not last:
-            batch = self.walk.next()
+            batch = self.batches.next()
             last = batch.last
             with contextlib.nullcontext() if last else self.ddp.no_sync():
                 loss, _ = self.losses.forward(batch.values, batch.count)
-                # DDP takes the mean over ranks: this makes it the mean over the samples of all ranks
+                # DDP averages over ranks: this makes it the mean over the samples of all ranks
                 share = batch.count * self.size / total if total else float(batch.count > 0)
                 self.scaler.scale(loss * share).backward()
             self.loss_sum += loss.detach() * batch.count
@@ -235,11 +228,11 @@ class Peer:
             self.schedule.step()
 
     def _total(self) -> int | None:
-        """Samples of the next step over all ranks; a stream does not know."""
-        samples, at = self.walk.samples, self.walk.position
+        """Samples of the next step over all ranks; unknown for a stream."""
+        samples, at = self.batches.samples, self.batches.position
         return (
             None
-            if isinstance(self.walk, StreamedBatches) or samples is None
+            if isinstance(self.batches, StreamedBatches) or samples is None
             else min(self.global_batch, samples - at.offset)
         )
 
@@ -248,20 +241,23 @@ class Peer:
         return (
             self.reached
             or self.stopped > 0
-            or (steps is not None and self.walk.position.steps >= steps)
+            or (steps is not None and self.batches.position.steps >= steps)
             or (epochs is not None and self.epochs() >= epochs - 1e-9)
         )
 
     def epochs(self) -> float:
-        at, samples = self.walk.position, self.walk.samples
+        at, samples = self.batches.position, self.batches.samples
         return at.epoch + min(at.offset / samples, 1 - 1e-6) if samples else float(at.epoch)
 
     # -- what ranks must agree on --
 
-    def look(self) -> None:
-        """A signal, a loss that is not finite, the mean loss: about four times a second, as our own loop does it."""
+    def share_status(self) -> None:
+        """Agree on a signal, a loss that is not finite, and the mean loss.
+
+        It runs about four times a second, as in our own loop.
+        """
         now = time.perf_counter()
-        elapsed, rounds = now - self.looked, len(self.rounds)
+        elapsed, rounds = now - self.status_s, len(self.rounds)
         if not rounds:
             return
         interval = (
@@ -279,7 +275,7 @@ class Peer:
         dist.all_reduce(shared)
         stop, total, count, agreed = shared.tolist()
         self.stopped = (self.stop_requested() or 15) if stop else 0
-        self.next_look = self.round + int(agreed)
+        self.next_status = self.round + int(agreed)
         self.loss = total / count if count else self.loss
         if not math.isfinite(total):
             raise Diverged(
@@ -292,10 +288,10 @@ class Peer:
             self.recorder.emit(
                 Event(started + seconds - held, self.rank, i, "all_reduce", held, self.nbytes)
             )
-        seen = self.epochs() * (self.walk.samples or 0)
-        rate = (seen - self.seen_at_look) / max(elapsed, 1e-9)
+        seen = self.epochs() * (self.batches.samples or 0)
+        rate = (seen - self.seen_at_status) / max(elapsed, 1e-9)
         self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
-        self.samples_seen = self.seen_at_look = seen
+        self.samples_seen = self.seen_at_status = seen
         limit = {} if self.plan.epochs is None else {"epochs": self.plan.epochs}
         value = {
             "epoch": self.epochs(),
@@ -309,23 +305,24 @@ class Peer:
         )
         self.rounds.clear()
         self.loss_sum.zero_()
-        self.count, self.looked = 0, time.perf_counter()
+        self.count, self.status_s = 0, time.perf_counter()
         self.recorder.flush()
 
     def _waited_s(self, rounds: int) -> float:
-        """How long a step since the last look waited for peers after its last gradient was computed, by DDP's own account."""
-        account = self.ddp._get_ddp_logging_data()
+        """Seconds that a step since the last status waited for peers, by DDP's own measurement.
+
+        It is the time after the last gradient of the step was computed.
+        """
+        data = self.ddp._get_ddp_logging_data()
         exchange, hidden = (
-            account.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time")
+            data.get(f"avg_backward_{k}", 0) for k in ("comm_time", "compute_comm_overlap_time")
         )
-        before, self.waited = (
-            self.waited,
-            (exchange - hidden) / 1e9 * self.round,
-        )  # the account is a mean over all steps so far
+        # DDP reports a mean over all steps so far
+        before, self.waited = self.waited, (exchange - hidden) / 1e9 * self.round
         return max(0.0, (self.waited - before) / rounds)
 
     def evaluate(self) -> None:
-        self.look()
+        self.share_status()
         self.evaluated = self.round
         if self.test is None:
             return
@@ -333,16 +330,24 @@ class Peer:
         for buffer in self.module.buffers():  # as DDP itself does before a forward pass in training
             dist.broadcast(buffer, 0)
         sums = forward.evaluate(
-            self.module, self.test, self.rank, self.size, self.test_batch, task.loss, task.step, task.metrics, self.plan.precision,
+            self.module,
+            self.test,
+            self.rank,
+            self.size,
+            self.test_batch,
+            task.loss,
+            task.step,
+            task.metrics,
+            self.plan.precision,
             self.device,
-        )  # fmt: skip
+        )
         dist.all_reduce(sums)
         *totals, count = sums.tolist()
         self.metrics = {
             name: total / count
             for name, total in zip(["loss", *task.metrics], totals, strict=False)
         }
-        where = {"epoch": self.epochs(), "step": float(self.walk.position.steps)}
+        where = {"epoch": self.epochs(), "step": float(self.batches.position.steps)}
         seconds = time.perf_counter() - clock
         self.recorder.emit(
             Event(
@@ -353,7 +358,7 @@ class Peer:
         self.reached = self.plan.until is not None and self.plan.until.reached(
             {**self.metrics, **where}
         )
-        self.looked = time.perf_counter()
+        self.status_s = time.perf_counter()
 
     # -- events of rank 0 --
 
@@ -374,7 +379,8 @@ class Peer:
         self._emit("start", f"ddp {plan_words.line(words)}")
         self._emit(
             "model",
-            f"{type(self.module).__name__}, {parameters:,} parameters; {self.global_batch} samples a step; {where}",
+            f"{type(self.module).__name__}, {parameters:,} parameters; "
+            f"{self.global_batch} samples a step; {where}",
         )
         self._emit("run", self.path)
         if self.device.type == "cpu" and any(
@@ -382,6 +388,7 @@ class Peer:
         ):
             self._emit(
                 "notice",
-                "torch has no synchronised BatchNorm for CPUs: every rank takes the statistics of its own batch",
+                "torch has no synchronised BatchNorm for CPUs: "
+                "every rank uses the statistics of its own batch",
             )
         self.recorder.flush()
