@@ -1,4 +1,8 @@
-"""`manyhands VERB ...`: parse, call the verb, turn errors into one message and an exit code."""
+"""Command line parser: parses `manyhands VERB ...`, calls the verb, prints errors as one message.
+
+Each verb is imported inside its function, in this module only: `--help` and every verb would wait
+for the modules and libraries of all verbs otherwise.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +43,14 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with Fashion-MNIST; else MANYHANDS_DATA, the cache, a download, or scikit-learn's digits."
+            help="Folder with Fashion-MNIST; else MANYHANDS_DATA, the cache, a download, "
+            "or scikit-learn's digits."
         ),
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 2,
-    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.", min=1)] = 2,
 ) -> None:
-    """Train LeNet on this machine with several processes, and show what that brought."""
+    """Train LeNet on this machine with several processes, and show accuracy and speed-up."""
     from manyhands.cli.demo import demo as verb
 
     verb(data, workers, epochs)
@@ -62,14 +67,14 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest good checkpoint of --dir, or of this script's last run.",
+            help="Continue from the newest good checkpoint of --dir, or of this script's last run.",
         ),
     ] = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")
     ] = False,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also where memory will not do by forecast.")
+        bool, typer.Option("--anyway", help="Start even if the memory forecast exceeds the memory.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress display.")] = False,
     port: Annotated[
@@ -91,7 +96,7 @@ def verify(
         bool, typer.Option("--float32", help="Compare in float32 instead of float64.")
     ] = False,
 ) -> None:
-    """Prove that the plan does what one process would do, on your own task."""
+    """Check that the plan computes what one process would compute, on your own task."""
     from manyhands.cli.verify import verify as verb
 
     raise typer.Exit(0 if verb(script, words or [], steps, float32) else 1)
@@ -104,19 +109,21 @@ def race(
         list[str] | None,
         typer.Argument(
             metavar="PLAN...",
-            help='What to race, a plan a word: ddp "data=2 merge=local_sgd". ddp is torch DDP.',
+            help='The plans, each one word of the shell: ddp "data=2 merge=local_sgd". '
+            "ddp is torch DDP.",
         ),
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="When a plan is there: accuracy=0.88, or -loss=0.3 for at most."),
+        typer.Option(help="The goal of every plan: accuracy=0.88, or -loss=0.3 for at most."),
     ] = None,
     seeds: Annotated[
         int | None,
         typer.Option(help="Runs of every plan, each with its own seed; default: 1.", min=1),
     ] = None,
     common: Annotated[
-        list[str] | None, typer.Option("--with", help='Words for all plans: "data=4 epochs=10".')
+        list[str] | None,
+        typer.Option("--with", help='Plan words for all plans: "data=4 epochs=10".'),
     ] = None,
     dir: Annotated[
         Path | None,
@@ -124,13 +131,11 @@ def race(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with the race in --dir, or with this script's last one."
-        ),
+        typer.Option("--resume", help="Continue the race in --dir, or this script's last one."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only the table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the table.")] = False,
 ) -> None:
-    """Train under several plans until each reaches a target: who is there first, and at what cost."""
+    """Train under several plans until each reaches a target; compare times and costs."""
     from manyhands.cli.race.command import verb
 
     raise typer.Exit(verb(script, plans or [], target, seeds, common or [], dir, resume, quiet))
@@ -142,85 +147,102 @@ def lab(
         list[str],
         typer.Argument(
             metavar="[--] VERB ...",
-            help="What to run there: run, race, verify or bench, with its arguments.",
+            help="The command to run: run, race, verify or bench, with its arguments.",
         ),
     ],
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     rate: Annotated[
         str | None,
         typer.Option(
-            help="Of each host's link, each way, e.g. 200mbit, 1gbit, 1.5gbit; default: no limit."
+            help="Bandwidth of each host, each way, e.g. 200mbit, 1.5gbit; default: no limit."
         ),
     ] = None,
     delay: Annotated[
         str | None,
-        typer.Option(help="Of each message between hosts, e.g. 5ms; needs netem in the kernel."),
+        typer.Option(help="Delay of messages between hosts, e.g. 5ms; needs netem in the kernel."),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(help="Of packets between hosts, e.g. 0.1%; needs netem in the kernel."),
+        typer.Option(help="Loss of packets between hosts, e.g. 0.1%; needs netem in the kernel."),
     ] = None,
 ) -> None:
-    """Run a command on several hosts with slow links, all of them on this Linux machine."""
+    """Run a command on several simulated hosts of this Linux machine, with a slow network."""
     from manyhands.cli.lab import lab as verb
 
     raise typer.Exit(verb(hosts, rate, delay, loss, command))
 
 
+ServerRole = Annotated[
+    str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")
+]
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to listen at; default: loopback, or the one that reaches the coordinator."
+    ),
+]
+ServerPort = Annotated[
+    int | None, typer.Option(help="0, the default: any free one.", min=0, max=65535)
+]
+NumWorkers = Annotated[int | None, typer.Option(help="Workers that will join.", min=1)]
+NumServers = Annotated[int | None, typer.Option(help="Servers a coordinator waits for.", min=1)]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The coordinator that a server joins; default: it coordinates itself.",
+    ),
+]
+Shards = Annotated[
+    int, typer.Option(help="Shards that serve in parallel; each can use one core.", min=1)
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        help="Limit for rows, e.g. 8GiB, beyond which no new ones are made; default: none."
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="The secret that workers and servers share; made if it does not exist."),
+]
+OptimizerModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rules",
+        metavar="MODULE",
+        help="A module whose server optimizers tables may use; may be given several times.",
+    ),
+]
+TlsCert = Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM.")]
+TlsCA = Annotated[Path | None, typer.Option(help="Who signed the others' certificates, PEM.")]
+
+
 @app.command()
 def server(
-    role: Annotated[
-        str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")
-    ] = None,
-    bind: Annotated[
-        str | None,
-        typer.Option(
-            help="Address to listen at; default: loopback, or the one that leads to the coordinator."
-        ),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="0: any free one, which is the default.", min=0, max=65535)
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="How many will come.", min=1)] = None,
-    servers: Annotated[
-        int | None, typer.Option(help="How many a coordinator waits for.", min=1)
-    ] = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Whom a server joins; default: it coordinates itself."
-        ),
-    ] = None,
-    shards: Annotated[
-        int, typer.Option(help="Parts that work at the same time; as many cores are of use.", min=1)
-    ] = 1,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="For rows, e.g. 8GiB: then no new ones are admitted; default: no limit."),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="The secret that workers and servers share; made if it does not exist."),
-    ] = None,
-    rules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rules",
-            metavar="MODULE",
-            help="Whose rules tables may name; may be given several times.",
-        ),
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="Who signed the others' certificates, PEM.")
-    ] = None,
+    role: ServerRole = None,
+    bind: Bind = None,
+    port: ServerPort = None,
+    workers: NumWorkers = None,
+    servers: NumServers = None,
+    coordinator: Coordinator = None,
+    shards: Shards = 1,
+    memory: MemoryLimit = None,
+    token_file: TokenFile = None,
+    rules: OptimizerModules = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCA = None,
 ) -> None:
-    """Start a parameter server, or the coordinator of several, by hand; PS-Lite's DMLC_ variables fill what is left out."""
+    """Start a parameter server, or the coordinator of several, by hand.
+
+    PS-Lite's DMLC_ variables set the options that are left out.
+    """
     from manyhands.cli.server import Given
     from manyhands.cli.server import server as verb
 
-    words = (
+    given = Given(
         role,
         bind,
         port,
@@ -231,8 +253,11 @@ def server(
         memory,
         token_file,
         tuple(rules or ()),
+        tls_cert,
+        tls_key,
+        tls_ca,
     )
-    raise typer.Exit(verb(Given(*words, tls_cert, tls_key, tls_ca)))
+    raise typer.Exit(verb(given))
 
 
 @app.command()
@@ -257,7 +282,8 @@ def export(
     best: Annotated[
         str | None,
         typer.Option(
-            help="Take the best checkpoint by this metric (accuracy, or -loss for the smallest) instead of the newest."
+            help="Export the best checkpoint by this metric (accuracy, or -loss for the smallest) "
+            "instead of the newest."
         ),
     ] = None,
 ) -> None:
@@ -269,7 +295,7 @@ def export(
 
 @app.command()
 def doctor() -> None:
-    """Look at this machine: versions, cores, memory, ports, network cards, bandwidth between processes."""
+    """Check this machine: versions, cores, memory, ports, network cards, bandwidth."""
     from manyhands.cli.doctor import doctor as verb
     from manyhands.launch import environment
 
@@ -292,7 +318,7 @@ def bench(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="A short run, to see that it works; its figures mean nothing."
+            "--quick", help="A short run, to see that it works; its numbers mean nothing."
         ),
     ] = False,
     only: Annotated[
@@ -300,14 +326,14 @@ def bench(
         typer.Option("--only", help="Measure only this claim; may be given several times."),
     ] = None,
 ) -> None:
-    """Measure ours against a named peer in the same run."""
+    """Measure manyhands against another library in the same run."""
     from manyhands.cli.bench import bench as verb
 
     verb(name, json, quick, only)
 
 
 def main() -> None:
-    """Entry point: a message made for people is printed as such and last; anything else keeps its traceback."""
+    """Entry point: our errors are printed as one message; others keep their traceback."""
     try:
         app()
     except LaunchError as e:
