@@ -1,4 +1,14 @@
-"""The command line: one file a verb, wired together here. Heavy imports wait until their verb is called."""
+"""Command line: `manyhands VERB ...`.
+
+    main.py    parses arguments and calls a verb; each other module is one verb
+    run.py     train a script's task      verify.py  compare a plan with one process
+    race/      compare plans              demo.py    train LeNet here
+    server.py  start a server             lab.py     simulate several hosts
+    trace.py   write a trace file         export.py  write the model
+    doctor/    check this machine         bench.py   run a benchmark
+
+Only `main` is imported here: libraries that one verb needs must not delay the others.
+"""
 
 from manyhands.cli.main import main
 

@@ -1,4 +1,7 @@
-"""`manyhands bench NAME`: run one file of `benchmarks/` and print its claims, each a ratio against a peer measured alongside."""
+"""`manyhands bench NAME`: run one file of `benchmarks/` and print its claims.
+
+A claim is a ratio against another library that is measured in the same run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def bench(name: str, out: Path | None, quick: bool = False, only: list[str] | No
         module = _load(folder / f"{each.replace('-', '_')}.py")
         reports.append(common.report(each, module.measure(quick, only or []), folder.parent))
         common.show(reports[-1])
-        if hasattr(module, "draw"):  # beside the figures, or here
+        if hasattr(module, "draw"):  # beside the JSON file, or in the current folder
             module.draw(
                 reports[-1], out.with_suffix(".png") if out is not None else Path(f"{each}.png")
             )
@@ -37,7 +40,8 @@ def _folder() -> Path:
     found = next((p for p in here if (p / "common.py").exists()), None)
     if found is None:
         raise PlanError(
-            "the benchmarks are not part of the installed package; run this in a checkout of manyhands"
+            "the benchmarks are not part of the installed package; "
+            "run this in a checkout of manyhands"
         )
     return found
 

@@ -1,6 +1,7 @@
-"""`manyhands demo`: LeNet on pictures of clothes, with several processes, and what that brought on this very machine.
+"""`manyhands demo`: train LeNet with several processes, and measure the speed-up on this machine.
 
-The speed-up is measured, not promised: one process and N processes, one thread and the same number of samples each, in turn.
+The speed-up compares one process with N processes, run in turn; each process has one thread and the
+same number of samples.
 """
 
 from __future__ import annotations
@@ -28,27 +29,35 @@ from manyhands.observe.text import duration
 from manyhands.task import Callback, Task, accuracy
 
 WARM_STEPS, TIMED_STEPS, TIMED_BATCH = 10, 150, 64
-DIGITS_EPOCHS = 10  # for one of Fashion-MNIST, which has forty times as many pictures
-RUNS = 3  # of each kind, in turn: a neighbour that wakes up meets both; the median counts
+DIGITS_EPOCHS = 10  # for each epoch of Fashion-MNIST, which has forty times as many pictures
+RUNS = 3  # of each kind, in turn: another busy program slows both; the median counts
 
 
 class LeNet(nn.Sequential):
-    """LeNet-5 with the activations of today."""
+    """LeNet-5 with ReLU and max-pooling."""
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-        )  # fmt: skip
+            nn.Conv2d(1, 6, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, 10),
+        )
 
 
 def task(folder: str | None, fashion: bool) -> Task:
-    """What every process builds for itself."""
+    """The task of the demo, built in every process."""
     data, test = datasets.fashion_mnist(folder) if fashion else datasets.digits()
-    lr, batch = (
-        (0.05, 64) if fashion else (0.02, 32)
-    )  # a small data set wants smaller batches, to make steps enough
+    # a small data set needs smaller batches, to make enough steps
+    lr, batch = (0.05, 64) if fashion else (0.02, 32)
     return Task(
         model=LeNet(),
         loss=nn.functional.cross_entropy,
@@ -61,7 +70,7 @@ def task(folder: str | None, fashion: bool) -> Task:
 
 
 def untested(make: Callable[[], Task]) -> Task:
-    """The same without evaluation, which would stand between the steps that are timed."""
+    """The same task without evaluation, which would run between the timed steps."""
     return dataclasses.replace(make(), test=None, metrics={})
 
 
@@ -80,9 +89,8 @@ class Timed(Callback):
             run.trainer.metrics = {"seconds": self.seconds}
 
     def on_epoch(self, run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-        run.trainer.metrics = {
-            "seconds": self.seconds
-        }  # the last round may end an epoch, which brings metrics of its own
+        # the last round may end an epoch, which sets metrics of its own
+        run.trainer.metrics = {"seconds": self.seconds}
 
 
 def demo(data: Path | None, workers: int, epochs: int) -> None:
@@ -108,7 +116,8 @@ def demo(data: Path | None, workers: int, epochs: int) -> None:
     if workers > 1 and busy > 0.5:
         say(
             "notice",
-            f"other programs were busy here before we came (load {busy:.1f}), which lowers the speed-up",
+            f"other programs were running before the demo started (load {busy:.1f}), "
+            "which lowers the speed-up",
             "yellow",
         )
     speeds = measure(make, workers) if workers > 1 else {}
@@ -127,7 +136,8 @@ def measure(make: Callable[[], Task], workers: int) -> dict[int, list[float]]:
     """Samples a second of one process and of `workers`, one thread each, several times in turn."""
     say(
         "measuring",
-        f"one process against {workers}, {RUNS} times in turn: {TIMED_STEPS} steps of {TIMED_BATCH} samples for every process, one thread each",
+        f"one process against {workers}, {RUNS} times in turn: "
+        f"{TIMED_STEPS} steps of {TIMED_BATCH} samples for every process, one thread each",
     )
     speeds: dict[int, list[float]] = {1: [], workers: []}
     threads = torch.get_num_threads()
@@ -176,16 +186,18 @@ def _speed(make: Callable[[], Task], workers: int) -> float:
 
 
 def _where(data: Path | None) -> str:
-    """Why Fashion-MNIST can be used, in words; "" where it is not on this machine yet."""
+    """Where Fashion-MNIST was found, as text; "" where it is not on this machine yet."""
     if data is not None:
         if not data.expanduser().is_dir():
             raise TaskError(
-                f"--data {data}: there is no such folder; give the one that holds Fashion-MNIST, or leave --data out"
+                f"--data {data}: there is no such folder; "
+                "give the one that holds Fashion-MNIST, or leave --data out"
             )
         if not _holds(data.expanduser()):
             names = ", ".join(datasets.FASHION_MNIST_SHA256)
             raise TaskError(
-                f"--data {data} does not hold Fashion-MNIST: {names} are needed there or in fashion-mnist/ there; or leave --data out"
+                f"--data {data} does not hold Fashion-MNIST: {names} are needed there "
+                "or in fashion-mnist/ there; or leave --data out"
             )
         return f"found in {data}"
     named = environment.variables().get("MANYHANDS_DATA")
@@ -205,7 +217,7 @@ def _holds(folder: Path) -> bool:
 
 
 def _busy() -> float:
-    """How many programs wanted a core over the last minute: asked before we start any."""
+    """The load average of the last minute, read before our processes start."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):  # not on Windows

@@ -1,6 +1,7 @@
-"""`manyhands export RUN model.safetensors`: the weights alone, and the rows of embeddings, in the format everybody reads.
+"""`manyhands export RUN model.safetensors`: write the weights and the rows of embeddings.
 
-Tensor by tensor from file to file: a model that no one process could hold is exported by one all the same.
+Tensors are copied one by one from file to file, so one process can export a model that does not fit
+into its memory.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ MODEL = "model/"
 
 
 @dataclass(frozen=True)
-class Whole:
+class ExportedTensor:
+    """A whole tensor to write."""
+
     spec: ShardSpec
     tensor: Tensor
 
 
 def export(run: Path, out: Path, best: str | None = None) -> Path:
+    """Write the newest checkpoint of `run`, or the best by a metric, to `out`."""
     path, snapshot = find(run, best, only=lambda name: name.startswith(f"state/{PREFIX}"))
     tables = saved_tables({k.removeprefix(PREFIX): v for k, v in snapshot.state.items()})
     rows = {
@@ -41,9 +45,9 @@ def export(run: Path, out: Path, best: str | None = None) -> Path:
         shapes = {name: (saved.dtype(MODEL + name), saved.shape(MODEL + name)) for name in names}
         shapes |= {name: (value.dtype, tuple(value.shape)) for name, value in rows.items()}
 
-        def one_after_the_other() -> Iterator[Whole]:
+        def tensors() -> Iterator[ExportedTensor]:
             for name, (_, shape) in shapes.items():
-                yield Whole(
+                yield ExportedTensor(
                     ShardSpec(name, shape),
                     rows[name] if name in rows else saved.whole(MODEL + name),
                 )
@@ -51,7 +55,7 @@ def export(run: Path, out: Path, best: str | None = None) -> Path:
         sharded_file.write(
             out,
             shapes,
-            one_after_the_other(),
+            tensors(),
             SoloGroup(),
             {"format": "pt", "round": str(snapshot.round)},
         )

@@ -1,4 +1,4 @@
-"""`manyhands lab --hosts 2 --rate 1gbit -- run script.py data=2`: a command on several hosts of this machine's own making."""
+"""`manyhands lab --hosts 2 --rate 1gbit -- run script.py data=2`: run on simulated hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manyhands run script.py data=4`: the script's task, or its own loop, on that many processes."""
+"""`manyhands run script.py data=4`: train a script's task, or run its own loop, on 4 processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""manyhands trace RUN: what every rank did, for ui.perfetto.dev; of a pipeline also a picture, and how much of its time was lost."""
+"""`manyhands trace RUN`: write a trace file for ui.perfetto.dev.
+
+For a pipeline it also draws a picture of one step and prints the bubble.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from manyhands.split.schedules import bubble_fraction
 
 
 def trace(run: Path, out: Path | None = None) -> Path:
-    """Write the trace of a run, by default into its own directory, and of a pipeline a picture beside it; returns where."""
+    """Write the trace of a run, by default into its own directory; return its path.
+
+    The picture of a pipeline is written beside it.
+    """
     written = write_trace(run, out or run / "trace.json")
     said = [
         (pipeline, words)
@@ -28,8 +34,10 @@ def trace(run: Path, out: Path | None = None) -> Path:
 
 
 def describe(pipeline: PipelineTrace) -> str | None:
-    """The share of a pipeline's time in which its ranks did not compute, against the formula; of its first step only if there is no
-    other, because threads, kernels and connections start in it."""
+    """The measured bubble of a pipeline beside the formula, as text.
+
+    The first step counts only if there is no other: threads, kernels and connections start in it.
+    """
     first = min(e.round for e in pipeline.events)
     events = [e for e in pipeline.events if e.round > first] or list(pipeline.events)
     found = bubble(events)
@@ -51,6 +59,7 @@ def describe(pipeline: PipelineTrace) -> str | None:
     steps = len({e.round for e in events})
     where = f"p={p} stages" if v == 1 else f"p={p} ranks with v={v} stages each"
     return (
-        f"pipeline of ranks {', '.join(map(str, pipeline.ranks))}: bubble {found:.1%} over {steps} step{'s' * (steps > 1)}, "
+        f"pipeline of ranks {', '.join(map(str, pipeline.ranks))}: "
+        f"bubble {found:.1%} over {steps} step{'s' * (steps > 1)}, "
         f"{formula} = {expected:.1%} with {where}, m={m} micro-batches"
     )

@@ -1,7 +1,8 @@
-"""`manyhands verify script.py data=3`: run a few steps of the task on one process and under the plan, and compare.
+"""`manyhands verify script.py data=3`: compare a few steps under the plan with one process.
 
-Both start from the same seed and walk the same samples; the plan's union batch is one process's batch. In float64 a
-difference in summation order shows at 1e-15, an error in the method at 1e-3, so the verdict is never in doubt.
+Both start from the same seed and use the same samples; the global batch of the plan is the batch of
+the one process. In float64 another summation order changes results by about 1e-15, an error in the
+method by about 1e-3, so the two are never confused.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from manyhands.plan import words as plan_words
 from manyhands.task import Callback, Task
 
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
-EMBEDDED = "embedded"  # a file that says: the model has embeddings
+EMBEDDED = "embedded"  # this file exists if the model has embeddings
 
 
 @dataclasses.dataclass
 class Deviation:
-    """How far the plan's run is from one process: largest relative difference of each kind."""
+    """Deviation from one process: the largest relative difference of each kind."""
 
     loss: float
     gradient: float
@@ -66,7 +67,10 @@ class Deviation:
 
 
 class Record(Callback):
-    """Keep every step's loss and merged gradient where ranks merge those, and the last parameters, in files of a folder."""
+    """Recording callback: saves loss and merged gradient of every step, and the last parameters.
+
+    `gradients`: whether ranks merge gradients, so that these can be compared.
+    """
 
     def __init__(self, folder: str, gradients: bool):
         self.folder, self.gradients = folder, gradients
@@ -110,7 +114,7 @@ class Record(Callback):
     def _keep(self, run: Any, kind: str, values: Tensors) -> None:
         group = run.trainer.replica.replica_group
         values = {k: v.detach().contiguous() for k, v in values.items()}
-        if group is not None:  # of a model that is split, all ranks bring their slices
+        if group is not None:  # the slices of all ranks of a split model
             values = group.gather(values)
         if run.rank == 0:
             self.kept |= {f"{kind}/{k}": v.clone() for k, v in values.items()}
@@ -120,24 +124,27 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
     """Print the comparison and return whether the plan equals one process."""
     if not defines_task(script):
         raise PlanError(
-            f"{script} defines no task(), which verify needs to run it twice; wrap model, data and optimizer into task()"
+            f"{script} defines no task(), which verify needs to run it twice; "
+            "wrap model, data and optimizer into task()"
         )
     plan = plan_words.parse(words)
     deviation = compare(functools.partial(_task, str(script)), plan, steps, float32)
     print(f"{plan_words.describe(plan)}")
     print(
-        f"{steps} steps on {plan.layout.size} ranks against one process, in {'float32' if float32 else 'float64'}: largest relative deviation of"
+        f"{steps} steps on {plan.layout.size} ranks against one process, "
+        f"in {'float32' if float32 else 'float64'}: largest relative deviation of"
     )
     if plan.strategy.replicas_agree:
         print(f"  loss        {deviation.loss:.2e}")
         print(f"  gradients   {deviation.gradient:.2e}")
     else:
         print(
-            f"  (loss and gradients are each rank's own under merge={plan.merge}; compared is the model the ranks stand for)"
+            f"  (loss and gradients differ between ranks under merge={plan.merge}; "
+            "only the merged model is compared)"
         )
     print(f"  parameters  {deviation.parameter:.2e}")
     if deviation.noise:
-        print(f"not compared, gradient zero but for rounding: {', '.join(deviation.noise)}")
+        print(f"not compared, gradient zero except for rounding: {', '.join(deviation.noise)}")
     if deviation.equal:
         print(f"EQUAL up to the order of summation (bound {deviation.rtol:g})")
         return True
@@ -146,15 +153,19 @@ def verify(script: Path, words: list[str], steps: int = 5, float32: bool = False
         print(f"  {value:.2e}  {name or '(top)'}")
     if plan.merge != "all_reduce" or plan.codec is not None:
         print(
-            "this rule, or this wire, trains another way on purpose, except in its limits (merge.period=1 with plain SGD, say): docs/strategies says which"
+            "this merge strategy or this compression changes the method on purpose; it equals one "
+            "process only in special cases (merge.period=1 with plain SGD, say): see "
+            "docs/strategies"
         )
     if plan.strategy.link is Store and plan.strategy != StaleSync(staleness=0):
         print(
-            f"merge={plan.merge} over servers lets ranks compute on models of different age; staleness=0 waits for all and equals one process"
+            f"merge={plan.merge} over servers lets ranks compute on models of different age; "
+            "staleness=0 waits for all and equals one process"
         )
     if plan.batchnorm == "local":
         print(
-            "batchnorm=local takes statistics of each rank's own batch, which is another computation; batchnorm=sync equals one process"
+            "batchnorm=local uses statistics of each rank's own batch, which is another "
+            "computation; batchnorm=sync equals one process"
         )
     return False
 
@@ -166,12 +177,12 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
     )
     if plan.then is not None:
         print(
-            f"a few steps do not see the change to then={plan.then}: compared is merge={plan.merge}",
+            f"a few steps do not reach then={plan.then}: only merge={plan.merge} is compared",
             file=sys.stderr,
         )
     if plan.precision != "fp32" or plan.compile:
         print(
-            "precision and compile change rounding, not the method: compared without them",
+            "precision and compile change rounding, not the method: the comparison leaves them out",
             file=sys.stderr,
         )
     plain: dict[str, Any] = {
@@ -185,9 +196,8 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
         options = Options(name="verify", float64=not float32)
         gradients = plan.strategy.replicas_agree
         ours = _run(make, common, options, gradients, Path(folder) / "plan")
-        if not (
-            Path(folder) / "plan" / EMBEDDED
-        ).exists():  # else rows stay on servers; parameters one process holds itself
+        # with embeddings the rows stay on servers; else one process has all parameters itself
+        if not (Path(folder) / "plan" / EMBEDDED).exists():
             plain |= {
                 f.name: f.default
                 for f in dataclasses.fields(Plan)
@@ -196,10 +206,9 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
         whole: dict[str, Any] = {
             k: Plan.__dataclass_fields__[k].default for k in plan_words.AXIS_WORDS
         }
-        # the same micro-batches, which BatchNorm sees one by one
-        order = (
-            "shuffled" if plan.split == "by_feature" else plan.split
-        )  # alone there is nobody to share columns with
+        # one process has all columns
+        order = "shuffled" if plan.split == "by_feature" else plan.split
+        # micro: the same micro-batches, because BatchNorm sees them one by one
         alone = dataclasses.replace(
             common,
             layout=Layout(),
@@ -209,7 +218,7 @@ def compare(make: Callable[[], Task] | Task, plan: Plan, steps: int, float32: bo
             **whole,
             **plain,
         )
-        # one process takes the union of all ranks' batches as one batch
+        # the batch of the one process is the global batch of all ranks
         feeds = plan.layout.data * plan.layout.shard
         theirs = _run(
             make,
@@ -242,15 +251,19 @@ def _task(script: str) -> Task:
 
 
 def _without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
-    """Dropout draws other random numbers on every rank; it is switched off for the comparison. `folder` is told of embeddings:
-    a task is made once a run, making one more only to look at its model could draw from its random numbers."""
+    """The task without dropout, which draws other random numbers on every rank.
+
+    A file in `folder` says whether the model has embeddings: the task is made once for each run,
+    and making it once more only to look at its model could draw from its random numbers.
+    """
     task = make if isinstance(make, Task) else make()
     model = task.model if isinstance(task.model, nn.Module) else task.model()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         if isinstance(getattr(module, "dropout", None), float):
-            setattr(module, "dropout", 0.0)  # noqa: B010 (nn.MultiheadAttention and the like keep a number)
+            # nn.MultiheadAttention and others keep a number
+            setattr(module, "dropout", 0.0)  # noqa: B010
     if folder is not None and embeddings(model):
         (folder / EMBEDDED).touch()
     return dataclasses.replace(task, model=model)
@@ -282,16 +295,20 @@ def _deviation(ours: list[Tensors], alone: list[Tensors], rtol: float) -> Deviat
 
 
 def _noise(kept: Tensors) -> set[str]:
-    """Parameters whose gradient is zero but for rounding (a bias before BatchNorm): nothing to compare, and optimizers that
-    divide by the gradient's size blow the rounding up."""
+    """Parameters whose gradient is zero except for rounding (a bias before BatchNorm).
+
+    They are not compared: optimizers that divide by the gradient's size amplify the rounding.
+    """
     largest = _largest(kept)
     bound = max(largest.values(), default=0.0) * 1e3 * _eps(kept)
     return {name for name, value in largest.items() if 0 < value < bound}
 
 
 def _quiet(name: str, *runs: Tensors) -> Tensor | None:
-    """The elements of a parameter for which that is so: the third of a fused bias that belongs to the keys, say, which softmax
-    does not feel."""
+    """The elements of a parameter whose gradient is zero except for rounding.
+
+    An example is the third of a fused bias that belongs to the keys: softmax does not depend on it.
+    """
     rounds = [
         kept[k].abs()
         for kept in runs
@@ -300,8 +317,8 @@ def _quiet(name: str, *runs: Tensors) -> Tensor | None:
     ]
     if not rounds:
         return None
-    felt = torch.stack(rounds).amax(0)
-    return (felt > 0) & (felt < max(_largest(runs[0]).values()) * 1e3 * _eps(runs[0]))
+    largest = torch.stack(rounds).amax(0)
+    return (largest > 0) & (largest < max(_largest(runs[0]).values()) * 1e3 * _eps(runs[0]))
 
 
 def _largest(kept: Tensors) -> dict[str, float]:
@@ -331,7 +348,7 @@ def _mean(pairs: list[Tensor]) -> Tensor:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference in units of the tensor's largest entry: single tiny entries do not decide."""
+    """Largest difference over the tensor's largest entry: single tiny entries do not matter."""
     if a.numel() == 0:
         return 0.0
     scale = float(b.abs().max())
