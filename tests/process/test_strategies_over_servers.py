@@ -289,7 +289,7 @@ def test_a_server_killed_in_the_middle_ends_the_run_with_its_name(tmp_path: Path
         (server,) = [
             pid
             for pid in started
-            if b"exchange.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"manyhands.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(server, signal.SIGKILL)
         assert job.end() == 1
