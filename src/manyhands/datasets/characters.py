@@ -34,7 +34,7 @@ def text(data: Path | str | None = None, block: int = 64) -> tuple[str, Pair, Pa
     """
     searched = folders(data)
     places = [
-        place / "tinyshakespeare.txt" for folder in searched for place in (folder / "text", folder)
+        under / "tinyshakespeare.txt" for folder in searched for under in (folder / "text", folder)
     ]
     found = next((p for p in places if p.is_file()), None)
     if found is not None:

@@ -268,8 +268,8 @@ def describe(value: Value) -> dict[str, str]:
         fields["rate"] = f"{rate:,.0f} samples/s"
     if math.isfinite(share := value.get("exchange_share", math.nan)):
         fields["exchange"] = f"exchange {share:.0%}"
-    if told := server_events.words(value):
-        fields["server"] = told
+    if served := server_events.words(value):
+        fields["server"] = served
     if math.isfinite(noise := value.get("noise", math.nan)):
         fields["noise"] = f"noise scale {noise:,.0f}"
     if math.isfinite(eta := value.get("eta_s", math.nan)):

@@ -48,28 +48,30 @@ def server_event(
 
 
 def figures(stats: Mapping[str, float], seconds: float) -> dict[str, float]:
-    told = {
+    found = {
         name: sum(stats.get(k, 0.0) for k in keys) / max(seconds, 1e-9)
         for name, keys in SUMS.items()
     }
     pushes = sum(stats.get(k, 0.0) for k in MIDDLE)
     if pushes:
-        told["staleness"] = sum(stats.get(k, 0.0) * middle for k, middle in MIDDLE.items()) / pushes
-        told |= {k: stats[k] / pushes for k in MIDDLE if stats.get(k)}
-    asked = stats.get("cache_lookups", 0.0)
-    if asked:
-        told["hit_rate"] = stats.get("cache_hits", 0.0) / asked
+        found["staleness"] = (
+            sum(stats.get(k, 0.0) * middle for k, middle in MIDDLE.items()) / pushes
+        )
+        found |= {k: stats[k] / pushes for k in MIDDLE if stats.get(k)}
+    lookups = stats.get("cache_lookups", 0.0)
+    if lookups:
+        found["hit_rate"] = stats.get("cache_hits", 0.0) / lookups
     hot = [x for k, x in stats.items() if k.startswith("hot/")]
     if hot:
-        told["hottest"] = max(hot)
-    told["refused"] = sum(x for k, x in stats.items() if k.startswith("refused/"))
+        found["hottest"] = max(hot)
+    found["refused"] = sum(x for k, x in stats.items() if k.startswith("refused/"))
     used = {*MIDDLE, "cache_hits", "cache_lookups", *(k for keys in SUMS.values() for k in keys)}
     rest = {
         k.removeprefix("now/"): x
         for k, x in stats.items()
         if k not in used and not k.startswith(("hot/", "refused/"))
     }
-    return {k: float(x) for k, x in {**told, **rest}.items()}
+    return {k: float(x) for k, x in {**found, **rest}.items()}
 
 
 def words(value: Mapping[str, float]) -> str:

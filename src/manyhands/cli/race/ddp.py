@@ -284,9 +284,9 @@ class DDPRun:
         waited = self._waited_s(rounds)
         for i, (started, seconds) in enumerate(self.rounds, self.round - rounds + 1):
             self.recorder.emit(Event(started, self.rank, i, "round", seconds))
-            held = min(waited, seconds)
+            waiting = min(waited, seconds)
             self.recorder.emit(
-                Event(started + seconds - held, self.rank, i, "all_reduce", held, self.nbytes)
+                Event(started + seconds - waiting, self.rank, i, "all_reduce", waiting, self.nbytes)
             )
         seen = self.epochs() * (self.batches.samples or 0)
         rate = (seen - self.seen_at_status) / max(elapsed, 1e-9)

@@ -108,7 +108,7 @@ def _table(race: Race) -> str:
         for i, c in enumerate(columns(race))
     )
     body = []
-    for place, (entry, cells) in enumerate(zip(race.entries, rows(race), strict=True)):
+    for row, (entry, cells) in enumerate(zip(race.entries, rows(race), strict=True)):
         tds = []
         for i, cell in enumerate(cells):
             text, bracket, rest = cell.partition(" [")
@@ -122,7 +122,7 @@ def _table(race: Race) -> str:
             tds.append(f"<td{_left(i)}>{inner}</td>")
         kind = (
             ' class="best"'
-            if place == 0 and entry.num_reached
+            if row == 0 and entry.num_reached
             else ' class="failed"'
             if not entry.ran
             else ""

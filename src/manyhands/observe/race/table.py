@@ -34,7 +34,7 @@ class Column:
 
 def columns(race: Race) -> list[Column]:
     found = [
-        Column("", "place"),
+        Column("", "position"),
         Column("plan", "what it differs in from the others"),
         Column(
             f"time to {say_target(race.target)}",
@@ -56,9 +56,9 @@ def columns(race: Race) -> list[Column]:
 def rows(race: Race) -> list[list[str]]:
     """One row for each plan, a cell for every column; a dash where there is no number."""
     found = []
-    for place, entry in enumerate(race.entries, 1):
+    for position, entry in enumerate(race.entries, 1):
         cells = [
-            str(place) if entry.num_reached else "",
+            str(position) if entry.num_reached else "",
             entry.label,
             reach(entry, race.target),
             _times(race.ratio(entry)),
