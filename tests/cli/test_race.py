@@ -10,7 +10,7 @@ import pytest
 from manyhands.cli import main
 from manyhands.cli.race import ddp
 from manyhands.cli.race.command import first_error_line
-from manyhands.cli.race.plans import parse_plans
+from manyhands.cli.race.race_plans import parse_plans
 from manyhands.cli.race.request import RACE, resolve_request
 from manyhands.core import Goal
 from manyhands.errors import PlanError

@@ -19,7 +19,7 @@ import cloudpickle
 
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.race import ddp
-from manyhands.cli.race.plans import RacePlan, TaskFacts, parse_plans, task_facts
+from manyhands.cli.race.race_plans import RacePlan, TaskFacts, parse_plans, task_facts
 from manyhands.cli.race.report import (
     OUTCOME,
     gather,

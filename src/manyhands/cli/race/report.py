@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from manyhands.cli.race.plans import RacePlan, TaskFacts
+from manyhands.cli.race.race_plans import RacePlan, TaskFacts
 from manyhands.core import Goal
 from manyhands.observe.race import page, picture, table
 from manyhands.observe.race.results import Entry, Race, RunResult, follow
@@ -67,6 +65,9 @@ def report(
     found: Race, path: Path, script: Path, request: dict[str, Any], facts: TaskFacts, quiet: bool
 ) -> None:
     """Write page, picture and numbers, and print the table."""
+    # here: importing rich draws from Python's random numbers
+    from rich.console import Console
+
     title = page.title(script.name, found)
     (path / RESULTS).write_text(json.dumps(found.plain(), indent=1) + "\n")
     about = {
