@@ -24,22 +24,15 @@ IMPORTS_LATE = {"cli/main.py"}
 # pairs of module names that share a stem, and why both names are right
 SAME_STEM = {
     ("checkpoint", "checkpointing"): "the files, and when a run writes and reads them",
-    ("codec", "codecs"): "the interface of a codec, and the compiled loops of all codecs",
-    ("collective", "collectives"): "torch.distributed's group, and collectives with gradients",
     ("core", "cores"): "the types of the package, and the doctor's count of processor cores",
-    ("group", "groups"): "the interface of a group, and how a rank's groups are opened",
     ("module", "modules"): "one replica's nn.Module, and the embedding modules of a model",
     ("observe", "observed"): "the room of recording, and the group that is recorded",
-    ("picture", "pictures"): "the picture of a race, and data sets of pictures",
     ("server", "servers"): "the parameter server, and the server processes of a run",
     ("shard", "shared"): "two words: a server's shard, and the group over shared memory",
     ("table", "tables"): "the table that a race prints, and tables of rows",
     ("trace", "tracer"): "recorded programs, and what records them",
     ("train", "trainer"): "the loop, and how its parts are assembled",
-    ("update", "updates"): "one replica's optimizer step, and pushes that a shard applies",
 }
-
-pytestmark = pytest.mark.xfail(strict=False, reason="files are being brought to the limits")
 
 
 # -- files --

@@ -295,3 +295,18 @@ def test_a_server_killed_in_the_middle_ends_the_run_with_its_name(tmp_path: Path
         assert job.end() == 1
         wait_until_gone([*pids, *started], 10.0)
     assert "ServerLost" in job.err and "server" in job.err and "127.0.0.1" in job.err, job.err
+
+
+def test_a_killed_rank_is_named_although_the_server_it_had_started_dies_with_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    with command(
+        tmp_path, [*CLI, "run", "script.py", "data=2", "servers=1", "staleness=2", "--dir", "out"]
+    ) as job:
+        pids = job.pids(2)
+        started = descendants(job.process.pid)
+        os.kill(pids[0], signal.SIGKILL)  # server 0 is its child
+        assert job.end() == 128 + signal.SIGKILL, job.err
+        wait_until_gone([*pids, *started], 10.0)
+    assert f"rank 0 (pid {pids[0]}) was killed by SIGKILL" in job.err, job.err

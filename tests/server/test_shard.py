@@ -19,8 +19,8 @@ from manyhands.server.counters import since, together
 from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SLOTS, even, ranges
+from manyhands.server.table_updates import TablePull, TableUpdate
 from manyhands.server.tables.hashing import seed_of, slot_of
-from manyhands.server.updates import TablePull, TableUpdate
 
 DENSE = Table("w", length=6, dtype="float64", optimizer="sum")
 ROWS = Table("rows", dim=2, dtype="float64", optimizer="sum", init="zeros")

@@ -125,15 +125,15 @@ class Checkpointing:
         context, local = self.context, self.local
         assert local is not None
         model = active.consensus(self.replica, context.data_group)
-        own = self.own.share(active, model is not None)
+        own = self.own.for_sharded_file(active, model is not None)
         tensors, optimizer_meta = local.optimizer()
         for name in resharding.without_spec(tensors):
             del tensors[name]
             if name not in self._not_saved:
                 self._not_saved.append(name)
                 context.notice(
-                    f"not saved: the optimizer's {name}, since its place in the whole tensor is "
-                    "not known"
+                    f"not saved: the optimizer's {name}; its shape is not its parameter's, so it "
+                    "cannot be resharded"
                 )
         rng = state.rng_state(context.device)
         own |= {f"rng/{context.rank}/{k}": v for k, v in rng.items()}
@@ -233,12 +233,12 @@ class Checkpointing:
         if not fits and (lost or saved.meta.get("codec_kept")):
             kept = [*lost, *(["error feedback"] if saved.meta.get("codec_kept") else [])]
             self.context.notice(
-                "the model is split over ranks in another way than before: what "
-                f"{active.name} kept starts anew ({', '.join(kept)})"
+                "the model is split over ranks in another way than before, so state of "
+                f"merge={active.name} starts anew: {', '.join(kept)}"
             )
         elif lost:
             self.context.notice(
-                f"what each of {saved.meta['size']} ranks kept for itself starts anew here: "
-                f"{', '.join(lost)}"
+                f"saved on {saved.meta['size']} ranks, resumed on another number: what each rank "
+                f"kept for itself starts anew: {', '.join(lost)}"
             )
         return {k.partition("/")[2]: v for k, v in mine.items() if k.startswith("codec/")}

@@ -1,4 +1,4 @@
-"""Batches of a rank: how many samples a step has, which are this rank's, when the run ends."""
+"""Batches and limits of a rank: builds its batch iterator and says when the run ends."""
 
 from __future__ import annotations
 

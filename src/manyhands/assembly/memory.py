@@ -157,7 +157,7 @@ def example(context: RankContext, plan: Plan, train: Source, most: int | None = 
     """One micro-batch, or at most so many samples of it."""
     if isinstance(train, StreamSource) or not train.samples:
         raise PlanError(
-            "a model is split by a look at what it does with a batch, but the training data is a "
+            "splitting a model needs one example batch in advance, but the training data is a "
             "stream; give a Dataset"
         )
     count = min(train.samples, most or context.micro_batch(plan.batch or 1))

@@ -20,7 +20,7 @@ from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
-from manyhands.parallel import feature_linear as summed
+from manyhands.parallel import feature_linear
 from manyhands.parallel.dataflow.graph_executor import GraphExecutor
 from manyhands.parallel.dataflow.partition import GraphPartition, GraphStage
 from manyhands.parallel.pipeline.executor import PipelineExecutor
@@ -36,7 +36,7 @@ from manyhands.replica import forward
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
 from manyhands.split import features, schedules
-from manyhands.split import tensor as matrices
+from manyhands.split import tensor as tensor_split
 from manyhands.split.shard_spec import ShardSpec
 from manyhands.task import Task
 
@@ -112,8 +112,8 @@ def divide(
     looks = layout.tensor * layout.pipe > 1 or bool(train.samples)
     values: Any = _on_cpu(example(context, plan, train)) if looks else None
     cuts = _tensor_cuts(context, plan, model, train, task) if layout.tensor > 1 else {}
-    specs = matrices.shard_specs(
-        matrices.named_tensors(model), cuts, layout.tensor, where["tensor"]
+    specs = tensor_split.shard_specs(
+        tensor_split.named_tensors(model), cuts, layout.tensor, where["tensor"]
     )
     graph, stages = _stages(context, plan, model, values, task)
     memory = None
@@ -150,7 +150,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 def _tensor_cuts(
     context: RankContext, plan: Plan, model: nn.Module, train: Source, task: Task
-) -> dict[str, matrices.Cut]:
+) -> dict[str, tensor_split.Cut]:
     """Which parameters are split over the tensor axis, found by a dry run; rank 0 reports it."""
     size = plan.layout.tensor
     few = _on_cpu(example(context, plan, train, 2))  # it may be computed for real
@@ -158,7 +158,7 @@ def _tensor_cuts(
         tries = prepare_dry_run(model, few[:-1], size, task.loss, few[-1], plan.sequence)
     else:
         tries = prepare_dry_run(model, (few,), size, sequence=plan.sequence, call=task.step)
-    derived = matrices.derive(model, tries, size, task.tensor)
+    derived = tensor_split.derive(model, tries, size, task.tensor)
     for line in derived.notes:
         context.notice(line)
     return derived.cuts
@@ -236,10 +236,13 @@ def by_feature(context: RankContext, model: nn.Module, sources: list[Source]) ->
     name = stage_cuts.described(model)
     _broadcast_model(context, model)
     total = known[0].features
-    shard, weight = features.columns(total, axis.rank, axis.size), summed.first(model, total)
+    shard, weight = (
+        features.columns(total, axis.rank, axis.size),
+        feature_linear.first(model, total),
+    )
     assert shard.cols is not None
-    parts = features.shard_specs(matrices.named_tensors(model), weight, axis.rank, axis.size)
-    summed.apply(
+    parts = features.shard_specs(tensor_split.named_tensors(model), weight, axis.rank, axis.size)
+    feature_linear.apply(
         model, weight, parts[weight], lambda scores: axis.all_reduce({"scores": scores}).wait()
     )
     for source in known:

@@ -52,7 +52,7 @@ class OwnState:
         once = [k for k in mine if k not in names and k.startswith(apart)]
         return {**found, **{f"*/{k}": mine[k].detach().to("cpu", copy=True) for k in once}}
 
-    def share(self, active: ActiveStrategy, model_apart: bool) -> Tensors:
+    def for_sharded_file(self, active: ActiveStrategy, model_apart: bool) -> Tensors:
         """Of a model that is split, by name in the file: what differs between replicas; what does
         not, from the first rank that holds it."""
         inner, rank = ranks_per_replica(self.plan.layout), self.context.rank

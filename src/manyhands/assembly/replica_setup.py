@@ -92,15 +92,16 @@ class RowPush:
         self.rows.push(self._scale(replica), rate)
 
     def _scale(self, replica: ModuleReplica) -> float:
-        """Factor that turns gradients of rows, of a loss times count / nominal, into this rank's
-        part of a step."""
+        """Factor that rescales row gradients to this rank's share of the mean over the step.
+
+        They come from a loss that was multiplied by count / nominal."""
         if not replica.own_count:
             return 1.0
         own, total = self.batches.own, self.batches.total
         # a task may count tokens; ranks divide a step by samples
         mean = replica.nominal * own / replica.own_count
         if shares_steps(self.plan):
-            return mean / own * self.plan.strategy.share(self.size)
+            return mean / own * self.plan.strategy.batch_fraction(self.size)
         return mean / max(1, total)
 
 

@@ -201,8 +201,8 @@ def _check(
         )
     if (embedded or over_store) and not plan.servers and context.process.size > 1:
         raise PlanError(
-            f"the model has mh.Embedding tables and data={context.process.size} ranks, which must "
-            "find them somewhere; add servers=1"
+            f"tables of mh.Embedding must be on a server where data={context.process.size} ranks "
+            "use them; add servers=1"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from manyhands.errors import LaunchError, ManyhandsError
+from manyhands.errors import LaunchError, ManyhandsError, PlanError
 
 app = typer.Typer(
     add_completion=False,
@@ -209,11 +209,12 @@ TokenFile = Annotated[
 OptimizerModules = Annotated[
     list[str] | None,
     typer.Option(
-        "--rules",
+        "--optimizers",
         metavar="MODULE",
         help="A module whose server optimizers tables may use; may be given several times.",
     ),
 ]
+OldRules = Annotated[list[str] | None, typer.Option("--rules", hidden=True)]  # of version 0.1
 TlsCert = Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM.")]
 TlsCA = Annotated[Path | None, typer.Option(help="Who signed the others' certificates, PEM.")]
@@ -230,7 +231,8 @@ def server(
     shards: Shards = 1,
     memory: MemoryLimit = None,
     token_file: TokenFile = None,
-    rules: OptimizerModules = None,
+    optimizers: OptimizerModules = None,
+    rules: OldRules = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCA = None,
@@ -242,6 +244,8 @@ def server(
     from manyhands.cli.server import Given
     from manyhands.cli.server import server as verb
 
+    if rules:
+        raise PlanError(f"--rules {rules[0]}: the option is now --optimizers {rules[0]}")
     given = Given(
         role,
         bind,
@@ -252,7 +256,7 @@ def server(
         shards,
         memory,
         token_file,
-        tuple(rules or ()),
+        tuple(optimizers or ()),
         tls_cert,
         tls_key,
         tls_ca,

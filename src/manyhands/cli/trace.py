@@ -46,7 +46,7 @@ def describe(pipeline: PipelineTrace) -> str | None:
     p, m, v = len(pipeline.ranks), pipeline.micros, pipeline.chunks
     t_f, t_b, t_w = (pipeline.seconds(name) for name in ("forward", "backward", "weight"))
     if t_w:
-        formula, schedule = "(p-1)(tF+tB-tW) of the step", "zero_bubble"
+        formula, schedule = "(p-1)(tF+max(0,tB-tW)) of the step", "zero_bubble"
     elif v > 1:
         formula, schedule = "(p-1)/(vm+p-1)", "interleaved"
     else:

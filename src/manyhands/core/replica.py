@@ -71,7 +71,7 @@ class Replica(Protocol):
         ...
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
-        """Mean loss of the next batch; computes the gradient too.
+        """Take the next batch, run forward and backward; returns the mean loss.
 
         `on_ready` gets each bucket of the gradient as soon as it is final, in the same order on
         every rank, and may all-reduce it in place.

@@ -41,7 +41,7 @@ class Strategy(Protocol[R, L]):
         """
         return False
 
-    def share(self, size: int) -> float:
+    def batch_fraction(self, size: int) -> float:
         """With `shares_steps`: how large a part of one step of the model one rank's batch is."""
         return 1 / size
 

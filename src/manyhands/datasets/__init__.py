@@ -18,7 +18,7 @@ folders.py      where to search: the folder given, $MANYHANDS_DATA, the user's c
 
 from manyhands.datasets.characters import text, tinyshakespeare
 from manyhands.datasets.folders import DatasetNotFound, cache
-from manyhands.datasets.pictures import (
+from manyhands.datasets.image_data import (
     FASHION_MNIST_SHA256,
     digits,
     fashion_mnist,

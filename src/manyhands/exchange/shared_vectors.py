@@ -167,7 +167,7 @@ class SharedVectors:
             missing = tuple(r for r in range(self.size) if not self._store.check([keys[r]]))
             raise PeerLost(
                 f"rank {self.rank}: ranks {list(missing)} did not come to set up shared memory: "
-                f"{e}",
+                f"{e}; look at their logs, or raise timeout_s",
                 missing,
             ) from e
         got = [self._store.get(k).decode() for k in keys]

@@ -203,9 +203,11 @@ class HostsLauncher:
         killed = {
             w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us
         }
-        # a rank that lost its peer is a victim, not the cause
+        # a rank that lost its peer is a victim, not the cause; so is one that lost a server, where
+        # the rank that had started the server was killed
+        victims = {"PeerLost", "ServerLost"} if killed else {"PeerLost"}
         causes = sorted(
-            (r for r in reports if reports[r]["kind"] != "PeerLost"),
+            (r for r in reports if reports[r]["kind"] not in victims),
             key=lambda r: reports[r]["time"],
         )
         if causes:

@@ -1,4 +1,4 @@
-"""Signals as requests to stop: SIGTERM and Ctrl-C save a checkpoint first, a second Ctrl-C not."""
+"""Graceful stop: SIGTERM or Ctrl-C saves a checkpoint first; a second Ctrl-C stops at once."""
 
 from __future__ import annotations
 

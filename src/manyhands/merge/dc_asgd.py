@@ -57,7 +57,7 @@ class DCASGD(Strategy[ServedReplica, Store]):
     def shares_steps(self) -> bool:
         return True
 
-    def share(self, size: int) -> float:
+    def batch_fraction(self, size: int) -> float:
         return 1.0
 
     def init(self, replica: ServedReplica) -> Tensors:

@@ -139,8 +139,8 @@ def _check_served(plan: Plan, key: str, strategy: Strategy[Any, Any]) -> None:
         )
     if plan.precision == "fp16" and strategy.on_server == "optimizer":
         raise PlanError(
-            "precision=fp16 scales the loss by what its own steps find, but under "
-            f"{word} the server steps; set precision=bf16"
+            "precision=fp16 needs loss scaling where the optimizer steps, and under "
+            f"{word} that is the server; set precision=bf16"
         )
 
 

@@ -262,7 +262,7 @@ def _mark(module: nn.Module, tape: _Tape, stages: Stages, cuts: Cuts, tensor: in
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost children of lists of layers: the units to wrap, recompute and shard."""
+    """Blocks as the forecast takes them: the outermost children of lists of layers."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return list(module)
     return [block for child in module.children() for block in blocks(child)]

@@ -10,6 +10,5 @@ The way of one batch through the files:
 
 `parameters` and `flat` hold the vectors. `state` turns it all into named tensors for checkpoints.
 Around a replica: `captured` (CUDA graphs), `distillation` (learning from other models), `thinned`
-(leaving out the units that `units` finds); `wrapper` is their base. `recompute` saves memory,
-`leaf_modules` serves tracing.
+(leaving out the units that `units` finds); `wrapper` is their base. `recompute` saves memory.
 """

@@ -61,8 +61,8 @@ class GradientWindow:
         """Before the first forward pass of a step."""
         if any(p.requires_grad for p in self._frozen):
             raise TaskError(
-                "a parameter that was frozen when training started wants a gradient now; start "
-                "with requires_grad=True and give it a learning rate of 0 until it is to move"
+                "a parameter that was frozen when training started wants a gradient now, which is "
+                "not supported; start with requires_grad=True and a learning rate of 0 for it"
             )
         for i, view in enumerate(self.flat.views):
             view.parameter.grad = None

@@ -3,7 +3,7 @@
     loss_k    mean over the n_k samples of micro-batch k
     grads     sum_k (n_k / N) grad loss_k          N: samples of a full step over all ranks
     count     sum_k n_k
-    step      w <- optimizer(w, grads N / count)   both summed over ranks by then, or not
+    step      w <- optimizer(w, grads N / count)   after the strategy has summed both, if it does
 
 `gradient_window` collects the gradients, `optimizer_step` divides once by the count and steps.
 """
@@ -41,7 +41,7 @@ RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]
 
 
 class ModuleReplica:
-    """Forward, backward and step of a module; implements all replica protocols of `core`.
+    """Forward, backward and step of a module; fulfils all replica protocols but `Student`.
 
     `next_loss` is the only source of work: it takes the next batch and runs the forward pass, or
     asks the user's own loop. A pipeline gives `run_micro_batches` instead.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from manyhands.replica.leaf_modules import CONTAINERS
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def recompute(module: nn.Module) -> list[str]:

@@ -6,8 +6,8 @@ The way of one push:
     protocol/frame     header, message (`messages`), rows (`row_encoding`); or an `arena` both map
     network/listener   accepted the connection and checked its handshake
     network/request_loop    receives the request, decodes it, and calls the shard
-    shard              checks all of it before it applies any of it
-    dedup              skips a push that was applied before
+    shard              under its lock: first `dedup` skips a push that was applied before, then all
+                       of the push is checked before any of it is applied
     pending            keeps a pending push until a commit; `clock` decides on commits
     tables/            sums repeated ids, finds or makes rows (`sparse`, `dense`), and runs the
                        optimizer's kernel on them (`optimizers`, `update_kernels`)

@@ -31,8 +31,8 @@ from manyhands.errors import PeerLost, StoreError
 from manyhands.server.step_counter import StepCounter
 
 HISTORY = 4096  # commits that can still be asked for
-OVER = "the coordinator ends: the run is over"
-REJOIN = "the others went on without it; it must join again"
+OVER = "the coordinator is shutting down, so this call gets no answer; look for the first error"
+REJOIN = "the other ranks went on without it; it must join again with a new store"
 Commit = tuple[int, list[tuple[int, int]]]  # version, (worker, clock) in rank order
 
 

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -214,8 +213,8 @@ class Coordinator:
             if dead and self.clock is not None:
                 self.clock.evict(
                     proof.worker,
-                    f"it {why}, so the coordinator removed it (lease_s={self.lease_s:g}). If it "
-                    f"was only paused, raise lease_s; otherwise look at rank {proof.worker}'s log",
+                    f"it {why}, so the coordinator removed it (a lease lasts {self.lease_s:g} s). "
+                    f"Look at rank {proof.worker}'s log; if it was only paused, resume the run",
                 )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
@@ -298,11 +297,3 @@ class Coordinator:
             case _:
                 raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
         return m.Done()
-
-    def wait_for_servers(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._slot_map(max(0.0, deadline - time.monotonic()))
-            return True
-        except StoreError:
-            return False

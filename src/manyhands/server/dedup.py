@@ -1,6 +1,6 @@
 """Dedup marks: which pushes were applied, so that a push that is sent again changes nothing.
 
-    a push is (worker, incarnation, sequence), numbered 0, 1, 2, ... by its worker
+    a push is (worker, incarnation, sequence): each worker numbers its pushes to this shard 0, 1, 2
     low: every sequence below it was applied;   beyond: those above it that came out of order
 
 A mark is set under the same lock as the change of the data, and is dumped with it. A process that

@@ -33,10 +33,10 @@ from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.shard import Shard
 from manyhands.server.slots import even, ranges
 from manyhands.server.table_content import arrays_of, first_values, join, slice_of
+from manyhands.server.table_updates import TablePull, TableUpdate
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.hashing import seed_of, slot_of
 from manyhands.server.tables.partition import Partition, partition
-from manyhands.server.updates import TablePull, TableUpdate
 from manyhands.server.validate import (
     block_of,
     dtype_of,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from manyhands.server.protocol.messages import PushMessage
+from manyhands.server.table_updates import TableUpdate
 from manyhands.server.tables.partition import partition
-from manyhands.server.updates import TableUpdate
 
 BLOCK = 1 << 16  # elements of a dense table that are averaged at a time, in float64
 ONE_SHARD = np.zeros(1, np.uint16)  # a map of one slot to one shard

@@ -1,4 +1,4 @@
-"""Shard: the tables of one server thread, its dedup marks, pending pushes and counters.
+"""Shard: one lock's part of a server's tables, with dedup marks, pending pushes and counters.
 
     push       applied at once, exactly once: all of it is checked before any of it is applied
     pending    kept until a commit names (worker, clock), then applied with the others' as one push,
@@ -31,19 +31,19 @@ from manyhands.server.pending import (
 )
 from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.slots import SLOTS
-from manyhands.server.tables.delay_compensation import DelayCompensation
-from manyhands.server.tables.dense import DenseTable
-from manyhands.server.tables.dump import dump_table, restore_table, state_in
-from manyhands.server.tables.gradient_kernels import finite
-from manyhands.server.tables.row_storage import INDEX_BYTES
-from manyhands.server.tables.sparse import SparseTable
-from manyhands.server.updates import (
+from manyhands.server.table_updates import (
     TablePull,
     TableUpdate,
     check_fits,
     check_options,
     check_same,
 )
+from manyhands.server.tables.delay_compensation import DelayCompensation
+from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.dump import dump_table, restore_table, state_in
+from manyhands.server.tables.gradient_kernels import finite
+from manyhands.server.tables.row_storage import INDEX_BYTES
+from manyhands.server.tables.sparse import SparseTable
 from manyhands.server.validate import not_finite, unknown_table
 
 EXPIRE_EVERY = 1024  # pushes between two expiries, where the table's options do not tell

@@ -1,4 +1,6 @@
-"""Who owns what: index arithmetic only. No devices, no peers, no files, no clocks.
+"""Splits and schedules as pure functions: who owns what, and who computes what when.
+
+Index arithmetic only: no devices, no peers, no files, no clocks.
 
 data             which samples a rank computes at each step
 features         columns of the data and of the first matrix (split=by_feature)

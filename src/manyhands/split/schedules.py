@@ -61,7 +61,9 @@ def actions(
         return _one_forward_one_backward(stages, rank, micros)
     if schedule == "interleaved":
         return _interleaved(stages, rank, micros, chunks)
-    return _zero_bubble(stages, rank, micros)
+    if schedule == "zero_bubble":
+        return _zero_bubble(stages, rank, micros)
+    raise ValueError(f"schedule {schedule!r} is in SCHEDULES but has no actions here; add them")
 
 
 def check(schedule: str, stages: int, micros: int, chunks: int = 1) -> None:
@@ -164,7 +166,9 @@ def max_in_flight(schedule: str, p: int, rank: int, m: int, chunks: int = 1) -> 
         return min(m, p - rank)
     if schedule == "interleaved":
         return min(m * chunks, 2 * (p - rank - 1) + (chunks - 1) * p + 1)
-    return min(m, p)
+    if schedule == "zero_bubble":
+        return min(m, p)
+    raise ValueError(f"schedule {schedule!r} is in SCHEDULES but its memory is not known here")
 
 
 # -- simulator --

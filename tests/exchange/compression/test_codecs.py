@@ -214,7 +214,7 @@ def test_one_bit_in_torch_operations_makes_the_same_bytes(numel: int) -> None:
 def test_what_is_not_finite_arrives_so_and_leaves_no_residual(codec: Quantised, bad: float) -> None:
     x = torch.randn(3000, generator=dice())
     x[2500] = bad
-    error = torch.zeros(3000) if codec.feeds_back("gradients") else None
+    error = torch.zeros(3000) if codec.uses_error_feedback("gradients") else None
     out = there_and_back(codec, x, error)
     assert not out[2500].isfinite() or not out[2048:].isfinite().all()
     assert out[:2048].isfinite().all(), "blocks without it are as they were"
@@ -368,7 +368,7 @@ def test_every_codec_lies_in_the_file_of_its_name() -> None:
 def test_importing_the_codecs_compiles_nothing() -> None:
     code = """
 import manyhands.exchange.compression
-from manyhands.kernels import codecs
+from manyhands.kernels import codec_kernels
 assert not any(getattr(f, "signatures", ()) for f in vars(codecs).values())
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -11,7 +11,7 @@ import pytest
 
 from manyhands.core import Event, Goal
 from manyhands.errors import PlanError
-from manyhands.observe.race import page, table
+from manyhands.observe.race import page, text_table
 from manyhands.observe.race import picture as pictures
 from manyhands.observe.race.results import (
     Entry,
@@ -215,19 +215,19 @@ def test_plans_are_ranked_by_their_median_where_never_is_latest() -> None:
 
 def test_the_table_says_median_range_best_and_failures() -> None:
     race = a_race()
-    cells = {row[1]: row for row in table.rows(race)}
-    titles = [c.title for c in table.columns(race)]
+    cells = {row[1]: row for row in text_table.rows(race)}
+    titles = [c.title for c in text_table.columns(race)]
     assert all(len(row) == len(titles) for row in cells.values())
     assert cells["local_sgd period=8"][2:4] == ["4.50 s [3.60–5.40]", "4.40x"]
     assert cells["easgd"][2] == "not reached (1 of 3), best 0.8500" and cells["bmuf"][2] == "failed"
-    assert "4.40 times sooner than ddp" in table.verdict(race)
-    assert len(table.failures(race)) == 3
+    assert "4.40 times sooner than ddp" in text_table.verdict(race)
+    assert len(text_table.failures(race)) == 3
     alone = Race(TARGET, [Entry("x", "", [result(0, 4.0)])])
-    assert "vs ddp" not in [c.title for c in table.columns(alone)] and "ddp" not in table.verdict(
-        alone
-    )
+    assert "vs ddp" not in [
+        c.title for c in text_table.columns(alone)
+    ] and "ddp" not in text_table.verdict(alone)
     never = Race(TARGET, [Entry("x", "", [result(0, 4.0, value=0.6)])])
-    assert table.verdict(never) == "no plan reached accuracy ≥ 0.8"
+    assert text_table.verdict(never) == "no plan reached accuracy ≥ 0.8"
 
 
 @pytest.mark.parametrize("width", [80, 110, 140, 200])
@@ -235,7 +235,7 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     from rich.console import Console
 
     console = Console(width=width, record=True, file=__import__("io").StringIO(), color_system=None)
-    console.print(table.table(a_race(), width))
+    console.print(text_table.table(a_race(), width))
     text = console.export_text()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     for words in ("local_sgd", "4.50 s", "4.40x", "failed", "0.8500", "accuracy"):

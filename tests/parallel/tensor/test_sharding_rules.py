@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from manyhands.core import Group
 from manyhands.errors import TaskError
 from manyhands.exchange.inproc import World
-from manyhands.parallel.tensor.collectives import scatter
 from manyhands.parallel.tensor.shard_module import expose
 from manyhands.parallel.tensor.sharding_rules import SHARDING_RULES, ShardedValue, TensorAxis
+from manyhands.parallel.tensor.tensor_axis import scatter
 
 B, T, C = 4, 6, 12
 HERE = torch.float64

@@ -14,7 +14,7 @@ from manyhands.server.protocol import arena
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Malformed
 from manyhands.server.shard import Shard
-from manyhands.server.updates import TablePull
+from manyhands.server.table_updates import TablePull
 
 IDS, DIM = 4, 2
 PAYLOAD = 64 + 64  # ids and updates, each at a multiple of 64

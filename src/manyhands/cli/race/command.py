@@ -35,7 +35,7 @@ from manyhands.entry import defines_task, load_task, work_script
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 from manyhands.launch import environment, lab
 from manyhands.observe import curves
-from manyhands.observe.race import live, table
+from manyhands.observe.race import live, text_table
 from manyhands.observe.race.results import Race, parse_target
 from manyhands.plan import words as plan_words
 from manyhands.recover import directory
@@ -136,7 +136,7 @@ def verb(
     found, _ = race(
         script, plans, target, seeds=seeds, common=common, folder=folder, resume=resume, quiet=quiet
     )
-    if table.failures(found):
+    if text_table.failures(found):
         return FAILED
     return REACHED_ALL if all(e.num_reached == len(e.runs) for e in found.entries) else NOT_REACHED
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.cli.race.race_plans import RacePlan, TaskFacts
 from manyhands.core import Goal
-from manyhands.observe.race import page, picture, table
+from manyhands.observe.race import page, picture, text_table
 from manyhands.observe.race.results import Entry, Race, RunResult, follow
 
 OUTCOME, RESULTS, PICTURE, PAGE = "outcome.json", "results.json", "race.png", "race.html"
@@ -42,11 +42,11 @@ def summary(result: RunResult, goal: Goal) -> tuple[str, str]:
     if result.reached is None:
         return (
             "ended",
-            f"not reached: best {goal.name} {result.best:.4g} in {table.seconds(result.seconds)}",
+            f"not reached: best {goal.name} {result.best:.4g} in {text_table.seconds(result.seconds)}",
         )
     return (
         "reached",
-        f"{goal.name} {result.reached.value:.4g} after {table.seconds(result.time_s)}, "
+        f"{goal.name} {result.reached.value:.4g} after {text_table.seconds(result.time_s)}, "
         f"epoch {result.reached.epoch:.2f}",
     )
 
@@ -83,10 +83,10 @@ def report(
     picture.draw(found, title, path / PICTURE)
     console = Console(highlight=False)
     console.print()
-    console.print(table.table(found, console.width))
-    for label, result in table.failures(found):
+    console.print(text_table.table(found, console.width))
+    for label, result in text_table.failures(found):
         console.print(f"{label}, seed {result.seed}: {result.error}", style="red", markup=False)
-    console.print(table.verdict(found), style="bold", markup=False)
+    console.print(text_table.verdict(found), style="bold", markup=False)
     if not quiet:
         for name, file in (("picture", PICTURE), ("page", PAGE), ("numbers", RESULTS)):
             console.print(f"{name:<12}{path / file}", markup=False, soft_wrap=True)

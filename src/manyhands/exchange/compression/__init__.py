@@ -63,9 +63,9 @@ def refusal(codec: Codec | type[Codec], strategy: type[Strategy[Any, Any]]) -> s
     instead = f"set compress={' or '.join(able)}"
     if sends not in codec.carries:
         return (
-            f"{with_merge}, which sends {sends}: {name} leaves part of every message for the "
-            f"next one to make good, and of {sends} there is no part; needed: a compression that "
-            f"carries {sends}: {instead}"
+            f"{with_merge}, which sends {sends}: {name} sends a part now and the rest by error "
+            f"feedback later, which works for gradients and updates only; needed: a compression "
+            f"that carries {sends}: {instead}"
         )
     if swaps and not codec.point_to_point:
         return (

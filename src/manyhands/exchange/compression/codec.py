@@ -99,8 +99,7 @@ class Memory:
                 raise CheckpointError(
                     f"the compression's {kind!r} of {self.name!r} has {kept.numel()} elements, but "
                     f"{numel} are needed here: the tensor was cut otherwise when it was saved; set "
-                    "bucket_mb and compress as they were then, or resume without the "
-                    "compression's state"
+                    "bucket_mb and compress as they were then, or resume with compress=none"
                 )
             kept = None
         self._state[key] = (

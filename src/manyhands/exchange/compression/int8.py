@@ -21,7 +21,7 @@ from torch import Tensor
 from manyhands.core import Cargo
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.quantised import Quantised
-from manyhands.kernels import codecs
+from manyhands.kernels import codec_kernels
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -41,10 +41,10 @@ class Int8(Quantised):
         if self.rounding not in ("nearest", "stochastic"):
             raise PlanError(f"compress.rounding={self.rounding}: nearest or stochastic is needed")
 
-    def feeds_back(self, sends: Cargo) -> bool:
+    def uses_error_feedback(self, sends: Cargo) -> bool:
         return self.feedback and self.rounding == "nearest" and sends != "parameters"
 
-    def rounds_by_chance(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         return self.rounding == "stochastic"
 
     def nbytes(self, numel: int) -> int:
@@ -56,26 +56,26 @@ class Int8(Quantised):
             self._pack(x, scales, codes, error, seed)
             return
         given, parts = x.numpy(), (scales.numpy(), codes.numpy(), self.block)
-        if self.rounds_by_chance():
-            codecs.int8_encode_stochastic(given, *parts, seed)
+        if self.rounds_stochastically():
+            codec_kernels.int8_encode_stochastic(given, *parts, seed)
         elif error is not None:
-            codecs.int8_encode_feedback(given, error.numpy(), *parts)
+            codec_kernels.int8_encode_feedback(given, error.numpy(), *parts)
         else:
-            codecs.int8_encode(given, *parts)
+            codec_kernels.int8_encode(given, *parts)
 
     def unpack(self, packed: Tensor, into: Tensor) -> None:
         scales, codes = self._parts(packed, into.numel())
         if into.device.type != "cpu":
             into.copy_(self._unpack(scales, codes))
             return
-        codecs.int8_decode(scales.numpy(), codes.numpy(), into.numpy(), self.block)
+        codec_kernels.int8_decode(scales.numpy(), codes.numpy(), into.numpy(), self.block)
 
     def unpack_add(self, packed: Tensor, total: Tensor) -> None:
         scales, codes = self._parts(packed, total.numel())
         if total.device.type != "cpu":
             total.add_(self._unpack(scales, codes))
             return
-        codecs.int8_decode_add(scales.numpy(), codes.numpy(), total.numpy(), self.block)
+        codec_kernels.int8_decode_add(scales.numpy(), codes.numpy(), total.numpy(), self.block)
 
     def _parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         at = 4 * -(-numel // self.block)
@@ -93,7 +93,7 @@ class Int8(Quantised):
         scale = blocks.abs().amax(1).div_(127)
         scale = torch.where(scale.isfinite(), scale * (scale >= TINY), torch.nan)
         steps = blocks / torch.where(scale > 0, scale, torch.inf)[:, None]
-        if self.rounds_by_chance() and x.device.type != "meta":
+        if self.rounds_stochastically() and x.device.type != "meta":
             steps.add_(
                 torch.rand(
                     steps.shape,

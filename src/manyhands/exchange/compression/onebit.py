@@ -18,7 +18,7 @@ from manyhands.core import Cargo
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.codec import DIFFERENCES
 from manyhands.exchange.compression.quantised import Quantised
-from manyhands.kernels import codecs
+from manyhands.kernels import codec_kernels
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OneBit(Quantised):
                 "2048 is the default"
             )
 
-    def feeds_back(self, sends: Cargo) -> bool:
+    def uses_error_feedback(self, sends: Cargo) -> bool:
         return True
 
     def nbytes(self, numel: int) -> int:
@@ -46,7 +46,9 @@ class OneBit(Quantised):
         if x.device.type != "cpu":
             self._pack(x, means, signs, error)
             return
-        codecs.onebit_encode(x.numpy(), error.numpy(), means.numpy(), signs.numpy(), self.block)
+        codec_kernels.onebit_encode(
+            x.numpy(), error.numpy(), means.numpy(), signs.numpy(), self.block
+        )
 
     def unpack(self, packed: Tensor, into: Tensor) -> None:
         self._spread(packed, into, add=False)
@@ -57,7 +59,7 @@ class OneBit(Quantised):
     def _spread(self, packed: Tensor, out: Tensor, add: bool) -> None:
         means, signs = self._parts(packed, out.numel())
         if out.device.type == "cpu":
-            codecs.onebit_decode(means.numpy(), signs.numpy(), out.numpy(), self.block, add)
+            codec_kernels.onebit_decode(means.numpy(), signs.numpy(), out.numpy(), self.block, add)
             return
         values = self._unpack(means, signs, out.numel())
         out.add_(values) if add else out.copy_(values)

@@ -49,18 +49,18 @@ class Quantised(ABC):
     @abstractmethod
     def unpack_add(self, packed: Tensor, total: Tensor) -> None: ...
 
-    def feeds_back(self, sends: Cargo) -> bool:
+    def uses_error_feedback(self, sends: Cargo) -> bool:
         return False
 
-    def rounds_by_chance(self) -> bool:
+    def rounds_stochastically(self) -> bool:
         return False
 
     def reduce(self, x: Tensor, op: Op, group: Group, memory: Memory) -> Iterator[Work]:
         shards, rank = cut(x.numel(), group.size), group.rank
         others = [r for r in range(group.size) if r != rank]
         buffers = self._buffers("encoded", [s.stop - s.start for s in shards], x.device, memory)
-        error = memory.error(x) if self.feeds_back(memory.sends) else None
-        step = memory.count() if self.rounds_by_chance() else 0
+        error = memory.error(x) if self.uses_error_feedback(memory.sends) else None
+        step = memory.count() if self.rounds_stochastically() else 0
 
         for r in others:
             part = shards[r]
@@ -101,11 +101,11 @@ class Quantised(ABC):
 
     def encode(self, x: Tensor, memory: Memory) -> Tensor:
         packed = memory.scratch("encoded", self.nbytes(x.numel()), torch.uint8, x.device)
-        step = memory.count() if self.rounds_by_chance() else 0
+        step = memory.count() if self.rounds_stochastically() else 0
         self._encode(
             x,
             packed,
-            memory.error(x) if self.feeds_back(memory.sends) else None,
+            memory.error(x) if self.uses_error_feedback(memory.sends) else None,
             memory.seed(memory.rank, step),
         )
         return packed

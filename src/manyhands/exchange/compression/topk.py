@@ -29,7 +29,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PlanError
 from manyhands.exchange.compression.codec import DIFFERENCES, Memory, drop_nonfinite
-from manyhands.kernels import codecs
+from manyhands.kernels import codec_kernels
 
 FIRST = 0.25  # density at the start of the warm-up
 FEWER = 4  # times fewer at each stage of it
@@ -119,7 +119,7 @@ class TopK:
 
     def _accelerate(self, g: Tensor, u: Tensor, v: Tensor) -> None:
         if g.device.type == "cpu" and g.dtype == v.dtype == torch.float32:
-            codecs.accelerate(g.numpy(), u.numpy(), v.numpy(), self.momentum)
+            codec_kernels.accelerate(g.numpy(), u.numpy(), v.numpy(), self.momentum)
         else:
             v.add_(u.mul_(self.momentum).add_(g))
 
@@ -131,7 +131,7 @@ class TopK:
 def select(x: Tensor, index: Tensor) -> None:
     """Fill `index` (int32) with where the largest magnitudes of `x` (float32) are."""
     if x.device.type == "cpu":
-        codecs.top(x.numpy(), index.numel(), index.numpy())
+        codec_kernels.top(x.numpy(), index.numel(), index.numpy())
     else:  # torch selects by radix on a GPU; of equal values it takes any
         index.copy_(torch.topk(x.abs(), index.numel(), sorted=False).indices)
 
@@ -139,7 +139,7 @@ def select(x: Tensor, index: Tensor) -> None:
 def _take(v: Tensor, index: Tensor, values: Tensor) -> None:
     """Move what is at `index` from v to `values`; what float32 cannot hold of it stays."""
     if v.device.type == "cpu" and v.dtype == torch.float32:
-        codecs.take(v.numpy(), index.numpy(), values.numpy())
+        codec_kernels.take(v.numpy(), index.numpy(), values.numpy())
         return
     at = index.long()
     values.copy_(v[at])
@@ -149,7 +149,7 @@ def _take(v: Tensor, index: Tensor, values: Tensor) -> None:
 def _add(packed: Tensor, out: Tensor) -> None:
     index, values = _parts(packed)
     if out.device.type == "cpu" and out.dtype == torch.float32:
-        codecs.scatter_add(out.numpy(), index.numpy(), values.numpy())
+        codec_kernels.scatter_add(out.numpy(), index.numpy(), values.numpy())
     else:
         out.index_add_(
             0, index, values.to(out.dtype)

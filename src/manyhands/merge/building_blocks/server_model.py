@@ -1,4 +1,4 @@
-"""The model on the parameter server: which rows it is, and all of it as it is now."""
+"""Dense model on the parameter server: its tables as `Rows`, and a pull of the whole model."""
 
 from manyhands.core import Replica, Rows, Store, Tensors
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manyhands.observe.race.picture import colors, svg
 from manyhands.observe.race.results import Race, say_target
-from manyhands.observe.race.table import (
+from manyhands.observe.race.text_table import (
     columns,
     failures,
     rows,

@@ -22,7 +22,7 @@ from manyhands.observe.race.results import (
     Race,
     RunResult,
 )
-from manyhands.observe.race.table import reach, verdict
+from manyhands.observe.race.text_table import reach, verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from manyhands.parallel.trace.leaf_modules import PLAIN
 from manyhands.parallel.trace.program import (
     Formula,
     Input,
@@ -27,7 +28,6 @@ from manyhands.parallel.trace.program import (
     find_refs,
     ref_names,
 )
-from manyhands.replica.leaf_modules import PLAIN
 from manyhands.split.graph import common_calls
 
 CHANCE = (

@@ -21,6 +21,7 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.dataflow.common_subexpressions import changed_in_forward
 from manyhands.parallel.pipeline.message_format import encode
 from manyhands.parallel.pipeline.node_costs import measure
+from manyhands.parallel.trace.leaf_modules import smallest
 from manyhands.parallel.trace.program import (
     Input,
     ParameterRef,
@@ -34,7 +35,6 @@ from manyhands.parallel.trace.program import (
 )
 from manyhands.parallel.trace.source_location import Untraceable
 from manyhands.parallel.trace.trace_model import trace, trace_modes
-from manyhands.replica.leaf_modules import smallest
 from manyhands.split.graph import GraphNode
 
 # numbers of a traced node: nanoseconds, bytes of its value (-1: it cannot be sent), bytes it keeps

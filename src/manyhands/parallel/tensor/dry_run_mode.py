@@ -60,12 +60,12 @@ class DryRunAxis(TensorAxis):
             mode.consumer = name
         if self.sequence and not mode.sources_of(value) and name.endswith(".apply"):
             raise PlanError(
-                f"sequence=true splits what goes into {name} along the sequence, and a function "
-                "with a backward of its own cannot see that; use sequence=false"
+                f"sequence=true splits the input of {name} along the sequence, and a "
+                "torch.autograd.Function cannot take a sharded input; use sequence=false"
             )
         mode.fail(
             value,
-            f"what it gives goes into {mode.consumer or name.strip('_')}, which needs all of it",
+            f"its output goes into {mode.consumer or name.strip('_')}, which needs all of it",
         )
 
     def had_to_scatter(self, plain: Tensor, dim: int, value: Any, name: str) -> None:

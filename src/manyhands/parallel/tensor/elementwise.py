@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.parallel.tensor.collectives import enter, reduce
 from manyhands.parallel.tensor.sharded_value import (
     ShardedValue,
     is_inplace,
     norm_dim,
     sharding_rule,
 )
+from manyhands.parallel.tensor.tensor_axis import enter, reduce
 
 UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal "

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from manyhands.parallel.tensor.collectives import (
+from manyhands.parallel.tensor.elementwise import aligned
+from manyhands.parallel.tensor.sharded_value import ShardedValue, sharding_rule
+from manyhands.parallel.tensor.tensor_axis import (
     collect,
     enter,
     reduce,
     scatter,
     spread,
 )
-from manyhands.parallel.tensor.elementwise import aligned
-from manyhands.parallel.tensor.sharded_value import ShardedValue, sharding_rule
 
 
 def summed(partial: Tensor, p: ShardedValue) -> Any:

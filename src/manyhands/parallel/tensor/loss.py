@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from manyhands.parallel.tensor.collectives import TensorAxis, enter, reduce
 from manyhands.parallel.tensor.sharded_value import ShardedValue, norm_dim, sharding_rule
+from manyhands.parallel.tensor.tensor_axis import TensorAxis, enter, reduce
 
 
 class _Rows(torch.autograd.Function):

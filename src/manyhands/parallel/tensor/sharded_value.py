@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from manyhands.errors import TaskError
-from manyhands.parallel.tensor import collectives
-from manyhands.parallel.tensor.collectives import TensorAxis
+from manyhands.parallel.tensor import tensor_axis
+from manyhands.parallel.tensor.tensor_axis import TensorAxis
 
 ShardingRule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SHARDING_RULES: dict[Any, ShardingRule] = {}
@@ -61,19 +61,12 @@ class ShardedValue:
         return self.gather()
 
     def gather(self) -> Tensor:
-        return collectives.gather(self.local, self.axis, self.shard_dim, self.length, self.groups)
-
-    def same_cut(self, other: ShardedValue) -> bool:
-        return (self.shard_dim, self.length, self.groups) == (
-            other.shard_dim,
-            other.length,
-            other.groups,
-        )
+        return tensor_axis.gather(self.local, self.axis, self.shard_dim, self.length, self.groups)
 
     def shard_of(self, plain: Tensor, dim: int, name: str) -> Tensor:
         """This rank's slice, along `dim`, of a replicated tensor that is used with this one."""
         self.axis.had_to_scatter(plain, dim, self, name)
-        return collectives.scatter(plain, self.axis, dim, self.groups)
+        return tensor_axis.scatter(plain, self.axis, dim, self.groups)
 
     @classmethod
     def __torch_function__(

@@ -8,8 +8,8 @@ in one module per kind of operator: `elementwise`, `views`, `linear` (layers wit
 from __future__ import annotations
 
 from manyhands.parallel.tensor import attention, elementwise, linear, loss, views
-from manyhands.parallel.tensor.collectives import TensorAxis
 from manyhands.parallel.tensor.sharded_value import SHARDING_RULES, ShardedValue
+from manyhands.parallel.tensor.tensor_axis import TensorAxis
 
 RULE_MODULES = (attention, linear, loss, elementwise, views)  # importing them fills SHARDING_RULES
 

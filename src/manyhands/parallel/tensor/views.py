@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from manyhands.parallel.tensor.collectives import starts
 from manyhands.parallel.tensor.sharded_value import (
     SHARDING_RULES,
     ShardedValue,
     norm_dim,
     sharding_rule,
 )
+from manyhands.parallel.tensor.tensor_axis import starts
 
 _tensor: Any = torch.Tensor
 _T = _tensor.T.__get__

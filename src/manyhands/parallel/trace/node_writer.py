@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from manyhands.parallel.trace.leaf_modules import PLAIN, has_constants, is_random
 from manyhands.parallel.trace.program import (
     Formula,
     Input,
@@ -37,7 +38,6 @@ from manyhands.parallel.trace.source_location import (
     untraceable,
 )
 from manyhands.parallel.trace.symbolic_sizes import Evaluate
-from manyhands.replica.leaf_modules import PLAIN, has_constants, is_random
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -109,8 +109,8 @@ def _symbolic_sizes_class() -> type:
         """Symbols for the sizes of a batch, and the conditions that the trace relies on.
 
         Conditions of the model's own code must hold for later batches too. torch's conditions
-        inside of a node (which kernel, which strides) are tested again when the node runs: here they are
-        answered for the example and noted, and they make no symbol a constant."""
+        inside of a node (which kernel, which strides) are tested again when the node runs: here
+        they are answered for the example and noted, and they make no symbol a constant."""
 
         def __init__(self) -> None:
             super().__init__(

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.trace.isolation import restored
+from manyhands.parallel.trace.leaf_modules import blocks, smallest
 from manyhands.parallel.trace.program import (
     Input,
     Ref,
@@ -31,7 +32,6 @@ from manyhands.parallel.trace.program import (
 from manyhands.parallel.trace.source_location import Untraceable
 from manyhands.parallel.trace.symbolic_sizes import hold, other_sizes, resized, two_rows
 from manyhands.parallel.trace.tracer import Tracer
-from manyhands.replica.leaf_modules import blocks, smallest
 
 
 def trace(

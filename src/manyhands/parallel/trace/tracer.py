@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from manyhands.parallel.trace.isolation import masks_by_sizes, one_convolution_backend
+from manyhands.parallel.trace.leaf_modules import alike, put_before
 from manyhands.parallel.trace.node_writer import SYMBOLIC, KnownTensor, NodeWriter
 from manyhands.parallel.trace.program import (
     Input,
@@ -46,7 +47,6 @@ from manyhands.parallel.trace.source_location import (
 )
 from manyhands.parallel.trace.symbolic_sizes import SizeGuard, symbolic_sizes
 from manyhands.parallel.trace.value_dependent import run_with_values
-from manyhands.replica.leaf_modules import alike, put_before
 
 
 def _depends_on_value() -> tuple[type[Exception], ...]:

@@ -211,7 +211,7 @@ class ShardedParameters:
             if not ran:
                 raise TaskError(
                     "zero=3 gathers parameters while the model runs, but this rank has no samples "
-                    "and did not run it; let it borrow a sample that does not count, or use zero=2"
+                    "and did not run it; use zero=2, or batches that leave no rank without samples"
                 )
             self.gathering.finish()
         self.reduce.end_pass()

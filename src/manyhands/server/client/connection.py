@@ -1,7 +1,7 @@
 """Connection of a client to one shard or to the coordinator: numbered requests, answers in order.
 
 Several requests may be under way at once. Requests without an answer are kept, and sent again in
-their order after a reconnect, or when the server asks for it (`Again`). Pushes carry sequence
+their order after a reconnect, or when the server asks for it (`Resend`). Pushes carry sequence
 numbers, so the shard applies none twice. Nothing waits for ever: after `timeout_s` ServerLost names
 the server, the operation and the last error.
 
@@ -315,7 +315,10 @@ class Connection:
 
     def _connect(self, pending: PendingRequest) -> None:
         if self._closed:
-            raise ServerLost(f"{pending.what} at server {self.where}: the store was closed before")
+            raise ServerLost(
+                f"{pending.what} at server {self.where}: the store was closed before; "
+                "finish all calls before close()"
+            )
         self._end_channel()
         trouble: Exception | None = self._broken
         absent_since = 0.0

@@ -47,7 +47,7 @@ class Heartbeat:
                 if time.monotonic() > deadline:
                     raise ServerLost(
                         f"server {self._where} did not accept a heartbeat connection within "
-                        f"{self._lease_s:g} s ({e})"
+                        f"{self._lease_s:g} s ({e}); look at the server's log"
                     ) from e
             self._closing.wait(PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""Request to one shard: its part of a push, a pull or both, in memory, on the way, and answered."""
+"""Request to one shard: one frame with its part of a push, a pull or both, and the reply."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.protocol.frame import Channel, Closed, Cursor, Malformed, encode
 from manyhands.server.protocol.key_lists import KeyLists
-from manyhands.server.updates import TablePull, TableUpdate
+from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
     from manyhands.server.network.shard_endpoint import ShardEndpoint
@@ -281,7 +281,7 @@ class RequestLoop:
                     views.append(memoryview(bytes(-(count * dtype.itemsize) % arena.ALIGN)))
                 self._channel.write(views)
         if not begun:
-            raise StoreError("a pull of nothing")
+            raise StoreError("the pull names no table; name one at least")
 
     # -- shared memory --
 

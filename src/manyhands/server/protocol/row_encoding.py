@@ -12,7 +12,7 @@ Numbers that are not finite stay so, and are refused where they arrive.
 import numpy as np
 import torch
 
-from manyhands.kernels import codecs
+from manyhands.kernels import codec_kernels
 from manyhands.kernels.compile import compiling
 from manyhands.server.protocol.frame import aligned
 from manyhands.server.protocol.messages import RowCodec
@@ -66,7 +66,7 @@ def encode(codec: RowCodec, values: np.ndarray, into: np.ndarray, width: int) ->
         torch.from_numpy(into.view(np.float16)).copy_(torch.from_numpy(x))  # 30 times numpy's cast
     else:
         n = blocks(x.size, width)
-        codecs.int8_encode(
+        codec_kernels.int8_encode(
             x, into[: 4 * n].view(np.float32), into[aligned(4 * n) :].view(np.int8), width
         )
 
@@ -82,7 +82,7 @@ def decode(codec: RowCodec, raw: np.ndarray, into: np.ndarray, width: int) -> No
         torch.from_numpy(x).copy_(torch.from_numpy(raw.view(np.float16)))
     else:
         n = blocks(x.size, width)
-        codecs.int8_decode(
+        codec_kernels.int8_decode(
             raw[: 4 * n].view(np.float32), raw[aligned(4 * n) :].view(np.int8), x, width
         )
     if x is not into:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from manyhands.replica.recompute import CONTAINERS
+
 PLAIN = (
     type(None),
     bool,
@@ -35,9 +37,6 @@ def blocks(model: nn.Module, cut: Sequence[str] = ()) -> set[str]:
 def smallest(model: nn.Module, cut: Sequence[str] = ()) -> set[str]:
     """Small leaves: modules without children, and torch's own."""
     return set(_leaves(model, "", set(cut), coarse=False))
-
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _leaves(module: nn.Module, path: str, named: set[str], coarse: bool) -> Iterator[str]:
