@@ -29,7 +29,6 @@ SAME_STEM = {
     ("observe", "observed"): "the room of recording, and the group that is recorded",
     ("server", "servers"): "the parameter server, and the server processes of a run",
     ("shard", "shared"): "two words: a server's shard, and the group over shared memory",
-    ("table", "tables"): "the table that a race prints, and tables of rows",
     ("trace", "tracer"): "recorded programs, and what records them",
     ("train", "trainer"): "the loop, and how its parts are assembled",
 }

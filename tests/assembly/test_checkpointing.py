@@ -536,8 +536,7 @@ def test_in_another_layout_what_the_strategy_kept_starts_anew_and_that_is_said(
 
     notices = run(tmp_path, LAYOUTS[words], body, elastic)[0]
     assert any(
-        "split over ranks in another way than before: what easgd kept starts anew" in n
-        for n in notices
+        "in another way than before, so state of merge=easgd starts anew" in n for n in notices
     )
 
 

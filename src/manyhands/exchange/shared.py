@@ -214,9 +214,8 @@ class SharedGroup(Group):
     def _post(
         self, tensors: list[Tensor], op: Op, kind: Kind = "all_reduce", source: int = 0
     ) -> _Call:
-        if kind in ("all_reduce", "reduce_scatter") and any(
-            self._vectors.segment(t).common for t in tensors
-        ):
+        reduces = kind in ("all_reduce", "reduce_scatter")
+        if reduces and any([self._vectors.segment(t).common for t in tensors]):
             raise ValueError(
                 "memory that is common to all ranks has one value: there is nothing to reduce"
             )
@@ -328,17 +327,25 @@ class _Call:
     ):
         self.group, self.number, self.tensors, self.op, self.kind = group, number, tensors, op, kind
         self.source = source
-        self.signature = zlib.crc32(str(self).encode())
+        lengths = tuple([(t.numel(), t.dtype) for t in tensors])
+        self.signature, self._text = _signature(kind, op, source, lengths)
 
     def __str__(self) -> str:
-        if self.kind == "barrier":
-            return "barrier"
-        how = f"from rank {self.source}" if self.kind == "broadcast" else self.op
-        lengths = ", ".join(f"{t.numel()} {t.dtype}" for t in self.tensors)
-        return f"{self.kind} ({how}) of {lengths}"
+        return self._text
 
     def wait(self) -> None:
         self.group._finish(self)
+
+
+@functools.lru_cache(4096)  # a training step makes the same calls again and again
+def _signature(
+    kind: Kind, op: Op, source: int, lengths: tuple[tuple[int, torch.dtype], ...]
+) -> tuple[int, str]:
+    """Checksum by which ranks compare a call, and the text that it is taken of."""
+    how = f"from rank {source}" if kind == "broadcast" else op
+    text = f"{kind} ({how}) of {', '.join(f'{n} {dtype}' for n, dtype in lengths)}"
+    text = kind if kind == "barrier" else text
+    return zlib.crc32(text.encode()), text
 
 
 class _Transfer:

@@ -1,5 +1,4 @@
-"""Run directory: all files of one run (plan, events, checkpoints, pictures). One live run owns
-it."""
+"""Run directory: all files of one run (plan, events, checkpoints, pictures); one live owner."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def summary(result: RunResult, goal: Goal) -> tuple[str, str]:
     if result.reached is None:
         return (
             "ended",
-            f"not reached: best {goal.name} {result.best:.4g} in {text_table.seconds(result.seconds)}",
+            f"not reached: best {goal.name} {result.best:.4g} "
+            f"in {text_table.seconds(result.seconds)}",
         )
     return (
         "reached",

@@ -1,5 +1,4 @@
-"""Recursive halving and doubling: exchange half with a distant rank, a quarter with a nearer one,
-...
+"""Recursive halving and doubling: half to a distant rank, a quarter to a nearer one, and so on.
 
     time     2 log2 p alpha + 2 (p-1)/p N beta + (p-1)/p N gamma, folded where p is no power of two
     bytes    2 (p-1)/p N

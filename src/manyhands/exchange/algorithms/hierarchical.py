@@ -1,5 +1,4 @@
-"""Hierarchical: groups of l ranks reduce-scatter; ranks with the same part all-reduce across
-groups.
+"""Hierarchical: reduce-scatter in groups of l ranks, all-reduce of equal parts across groups.
 
     time     RS_l(N) + AR_m(N/l) + AG_l(N),  m = p/l
     bytes    across groups 2 (m-1)/m N/l per rank

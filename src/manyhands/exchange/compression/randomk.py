@@ -1,5 +1,4 @@
-"""Random-k codec: a random subset of the values, the same on all ranks, summed by a plain
-all-reduce.
+"""Random-k codec: a random subset of the values, the same on all ranks, in a plain all-reduce.
 
     with feedback     p = g + e;   send p at k random positions;   e = p elsewhere
     without           send (n/k) g at k random positions: unbiased, variance (n/k - 1) g^2

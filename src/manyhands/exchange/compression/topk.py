@@ -1,5 +1,4 @@
-"""Top-k codec (Deep Gradient Compression): only the largest values are sent; the rest stays in a
-residual.
+"""Top-k codec (Deep Gradient Compression): the largest values; the rest stays in a residual.
 
     u = mu u + g;   v = v + u;   send v where |v| is among the k = density n largest
     there v = 0, and with masking u = 0                         (Lin et al. 2018, arXiv:1712.01887)
