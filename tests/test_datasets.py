@@ -110,7 +110,7 @@ def test_a_download_is_checked_kept_and_not_repeated(
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
         for name in datasets.FASHION_MNIST_SHA256
     }
-    monkeypatch.setattr(datasets.pictures, "FASHION_MNIST_SHA256", sums)
+    monkeypatch.setattr(datasets.image_data, "FASHION_MNIST_SHA256", sums)
     assert len(datasets.fashion_mnist(home=home)[0][0]) == 6
     kept = tmp_path / "cache" / "manyhands" / "fashion-mnist"
     assert {p.name for p in kept.iterdir()} == set(sums)

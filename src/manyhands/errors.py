@@ -15,8 +15,8 @@
 
 Each message says what was given, what is needed and what to do:
 
-    rank 1 sent no heartbeat for 10 s, so the coordinator removed it (lease_s=10). If it was only
-    paused, raise lease_s; otherwise look at rank 1's log.
+    rank 1 sent no heartbeat for 10 s, so the coordinator removed it (a lease lasts 10 s).
+    Look at rank 1's log; if it was only paused, resume the run.
 """
 
 

@@ -149,7 +149,7 @@ def test_a_layer_whose_output_is_needed_whole_stays_whole_and_the_others_do_not_
     found = of(Normed(), torch.randn(3, 5))
     assert found.cuts == {"up.weight": Cut(0), "up.bias": Cut(0), "down.weight": Cut(1)}
     assert found.notes[0] == (
-        "embed stays whole on each of 2 ranks: what it gives goes into layer_norm, which needs "
+        "embed stays whole on each of 2 ranks: its output goes into layer_norm, which needs "
         "all of it"
     )
 
@@ -199,12 +199,12 @@ def test_shards_never_go_into_a_function_with_a_backward_of_its_own() -> None:
     found = of(WithFunction(last=False), x)
     assert "up.weight" not in found.cuts
     assert found.notes[0].startswith(
-        "up stays whole on each of 2 ranks: what it gives goes into Doubled.apply"
+        "up stays whole on each of 2 ranks: its output goes into Doubled.apply"
     )
     assert "up.weight" in of(WithFunction(last=True), x).cuts
     model = WithFunction(last=True)
     with pytest.raises(
-        PlanError, match=r"sequence=true splits what goes into Doubled.apply.*use sequence=false"
+        PlanError, match=r"sequence=true splits the input of Doubled.apply.*use sequence=false"
     ):
         derive(model, prepare_dry_run(model, (x,), 2, sequence=True), 2)
 

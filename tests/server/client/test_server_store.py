@@ -22,7 +22,7 @@ import torch
 from manyhands.core import Table, TableStore, Tensors
 from manyhands.errors import PeerLost, ServerLost, StoreError
 from manyhands.server.client.server_store import ServerStore
-from manyhands.server.clock import Clock
+from manyhands.server.clock import OVER, Clock
 from manyhands.server.local_store import LocalStore
 from manyhands.server.network.tls import tls_contexts
 from manyhands.server.process import Server
@@ -325,9 +325,7 @@ def test_who_waits_when_the_coordinator_ends_is_a_victim() -> None:
         server.coordinator.close()
         for thread in threads:
             thread.join(15)
-        assert [(type(e), str(e)) for e in heard] == [
-            (PeerLost, "the coordinator ends: the run is over")
-        ] * 2
+        assert [(type(e), str(e)) for e in heard] == [(PeerLost, OVER)] * 2
 
 
 def test_the_coordinator_keeps_nothing_of_workers_that_went() -> None:
