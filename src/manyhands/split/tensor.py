@@ -83,7 +83,7 @@ def derive(
     for _ in range(MAX_DRY_RUNS):
         if found := {n: k for n, k in result.blocks.items() if n not in blocks}:
             blocks |= found  # other failures may have come from that
-        elif failures := _first_failure(result, size, requested, owners):
+        elif failures := _first_failure(result, size, requested, owners, replicated):
             replicated |= failures
         else:
             break
@@ -178,14 +178,21 @@ def requested_cuts(module: nn.Module, overrides: Mapping[str, str]) -> dict[str,
 
 
 def _first_failure(
-    result: DryRunResult, size: int, requested: Mapping[str, str], owners: Mapping[str, str]
+    result: DryRunResult,
+    size: int,
+    requested: Mapping[str, str],
+    owners: Mapping[str, str],
+    replicated: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The first failure, in all layers of the same kind.
+    """The first failure, in all layers of the same kind, of parameters that are not `replicated`
+    already (a bias is cut with its weight, whatever was said of it alone).
 
     Later failures may have come from it. A failure of a requested cut is accepted."""
     _refuse_heads(result, size)
     failures = {
-        n: why for n, why in result.failed.items() if requested.get(owners.get(n, "")) is None
+        n: why
+        for n, why in result.failed.items()
+        if requested.get(owners.get(n, "")) is None and n not in (replicated or {})
     }
     kind = _starred(next(iter(failures), ""))
     return {n: why for n, why in failures.items() if _starred(n) == kind}

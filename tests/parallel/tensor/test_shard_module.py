@@ -313,6 +313,15 @@ def test_between_layers_sequence_parallel_holds_a_shard_of_the_rows() -> None:
         )
 
 
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_a_recomputed_block_gives_the_same_gradients_dropout_included(
@@ -323,15 +332,10 @@ def test_a_recomputed_block_gives_the_same_gradients_dropout_included(
     model, loss = module["GPT"](dropout=0.3).double(), module["loss"]
     _, _, inputs, target = zoo("gpt")
     cuts = cuts_of(model, loss, inputs, target, 2)
-    if (
-        reentrant and sequence
-    ):  # it does not see what is no tensor, and between blocks there are shares
+    if reentrant and sequence:  # autograd cannot see the slices that a block returns
         recomputed = copy.deepcopy(model)
-        for block in recomputed.h:
-            block.register_forward_pre_hook(
-                lambda m, args: checkpoint(lambda x: x, *args, use_reentrant=True)
-            )
-        with pytest.raises(PlanError, match=r"CheckpointFunction.apply.*use sequence=false"):
+        recomputed.h = nn.ModuleList(Recomputed(block) for block in recomputed.h)
+        with pytest.raises(PlanError, match=r"CheckpointFunction.apply.*use_reentrant=False"):
             cuts_of(recomputed, loss, inputs, target, 2, sequence=True)
         return
 
@@ -450,7 +454,10 @@ def test_batchnorm_over_replicas_works_on_shards_of_the_channels(cut_first: bool
             torch.testing.assert_close(b, held[n].extract(buffers[n]), rtol=1e-8, atol=1e-10)
         got = mine.eval()(x)
         torch.testing.assert_close(
-            got.gather() if isinstance(got, ShardedValue) else got, whole_eval, rtol=1e-7, atol=1e-9
+            got.gathered() if isinstance(got, ShardedValue) else got,
+            whole_eval,
+            rtol=1e-7,
+            atol=1e-9,
         )
 
     World(4).run(main)
@@ -481,7 +488,7 @@ def test_a_part_of_the_model_is_cut_by_the_names_of_the_whole() -> None:
         mine, held, _ = cut(stage, cuts, group)
         got = mine(x)
         assert isinstance(got, ShardedValue) and held["lm_head.weight"].dim == 0
-        torch.testing.assert_close(got.gather().detach(), expected)
+        torch.testing.assert_close(got.gathered().detach(), expected)
 
     World(2).run(main)
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from manyhands.exchange.inproc import World
 from manyhands.parallel.tensor.shard_module import expose
 from manyhands.parallel.tensor.sharding_rules import SHARDING_RULES, ShardedValue, TensorAxis
 from manyhands.parallel.tensor.tensor_axis import scatter
+from manyhands.parallel.tensor.undispatched_calls import gather_in_undispatched_calls
 
 B, T, C = 4, 6, 12
 HERE = torch.float64
@@ -81,7 +83,20 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "matmul": (lambda x: x @ x.transpose(1, 2), "0"),
     "matmul with plain": (lambda x: x @ PLANE.t(), "01"),
     "plain matmul": (lambda x: PLANE.t() @ x, "02"),
-    "einsum": (lambda x: torch.einsum("btc,tc->b", x, PLANE), ""),
+    "einsum": (lambda x: torch.einsum("btc,tc->b", x, PLANE), "012"),
+    "einsum of itself": (lambda x: torch.einsum("bic,bjc->bij", x, x.sin()), "02"),
+    "einsum with dots": (lambda x: torch.einsum("...c,tc->...t", x, PLANE), "012"),
+    "einsum without an arrow": (lambda x: torch.einsum("btc,ct", x, PLANE.t()), "012"),
+    "einsum of one": (lambda x: torch.einsum("btc->ct", x), "012"),
+    "einsum of a diagonal": (lambda x: torch.einsum("bii->bi", x[:, :, :T]), "0"),
+    "einsum that broadcasts": (lambda x: torch.einsum("btc,btc->tb", x, ROW.view(1, 1, C)), "012"),
+    "reflected operators": (lambda x: _reflected(x, x.detach() + 5), "012"),
+    "an operator on the right": (lambda x: PLANE.t() @ (PLANE / (x * x + 1)), "02"),
+    "gather": (lambda x: x.gather(1, TARGET.unsqueeze(1)), ""),
+    "a custom function": (lambda x: _Twice.apply(x, 2.0), ""),
+    "a scripted function": (lambda x: _scripted(x, 2.0), ""),
+    "gradients": (lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0], "012"),
+    "a hook": (lambda x: _hooked(x * 1), "012"),
     "linear of plain": (lambda x: F.linear(x, PLANE, PLANE[:, 0]), "01"),
     "attention": (
         lambda x: F.scaled_dot_product_attention(*[x.unsqueeze(1).transpose(1, 2)] * 3),
@@ -113,6 +128,31 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None
+
+
+@torch.jit.script
+def _scripted(x: Tensor, factor: float) -> Tensor:
+    return torch.sin(x) * factor
+
+
+def _reflected(x: Any, at: Any) -> Any:
+    return 3 // at + 2 % at - (1 - x) / 2 + PLANE.__rsub__(x)
+
+
+def _hooked(x: Any) -> Any:
+    x.register_hook(lambda grad: grad * ROW)
+    return x.sin()
+
+
 def _augmented(x: Any) -> Any:
     x += ROW
     x *= 2
@@ -133,7 +173,7 @@ def sharded(x: Tensor, dim: int, axis: TensorAxis, groups: int = 1) -> ShardedVa
 
 
 def whole(value: Any) -> Tensor:
-    return value.gather() if isinstance(value, ShardedValue) else value
+    return value.gathered() if isinstance(value, ShardedValue) else value
 
 
 def on_shares(
@@ -149,6 +189,7 @@ def on_shares(
             ).sum().backward()
         return out.detach(), x.grad, axis
 
+    gather_in_undispatched_calls()  # as a process that cuts a model does
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return World(size).run(main)
@@ -270,6 +311,79 @@ def test_what_has_no_sharding_rule_is_said_once_and_counted() -> None:
     with pytest.warns(UserWarning, match="tensor=2: histc has no sharding rule") as said:
         axes = World(2).run(main)
     assert len(said) == 2 and all(axis.gathers == {"histc": 3} for axis in axes)  # once a rank
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("a hook", "attention")])
+def test_second_derivatives_are_those_of_the_whole(name: str) -> None:
+    """A penalty on the gradient: backward passes exchange too, and are differentiated again."""
+    func, _ = FUNCTIONS[name]
+
+    def penalty(shard: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor] | None:
+        x = data().requires_grad_()
+        out = whole(func(shard(x * 1.5)))
+        if not out.requires_grad:
+            return None
+        (slope,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        if not slope.requires_grad:
+            return None
+        return slope.detach(), torch.autograd.grad(slope.square().sum(), x)[0]
+
+    expected = penalty(lambda x: x)
+
+    def main(group: Group, dim: int) -> Any:
+        axis = TensorAxis(group, group.rank, 2)
+        return penalty(lambda x: sharded(x, dim, axis))
+
+    for dim in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if name == "a field is filled" and dim == 1:
+                continue
+            if name.startswith("cross_entropy") and dim == 1 and name != "cross_entropy of shares":
+                with pytest.raises(TaskError, match="keep the layer of the logits whole"):
+                    World(2).run(lambda group: main(group, 1))
+                continue
+            results = World(2).run(lambda group, dim=dim: main(group, dim))
+        for got in results:
+            torch.testing.assert_close(
+                got, expected, rtol=1e-11, atol=1e-11, msg=lambda m, d=dim: f"dim {d}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda p: p.numpy(), "numpy needs the memory of ShardedValue"),
+        (lambda p: np.asarray(p), "__array__ needs the memory"),
+        (lambda p: p.data_ptr(), "data_ptr needs the memory"),
+        (lambda p: torch.from_dlpack(p), "__dlpack__ needs the memory"),
+        (lambda p: setattr(p, "data", torch.zeros(B, T, C)), "__set__ changes in place"),
+        (lambda p: p.index_fill_(0, torch.tensor([0]), 1.0), "index_fill_ changes in place"),
+        (lambda p: torch.add(p, p, out=p), "add changes in place"),
+        (lambda p: torch.func.vmap(torch.sin)(p), "does not go through torch's Python functions"),
+        (lambda p: torch.func.grad(lambda y: y.sum())(p), "does not go through torch's Python"),
+    ],
+    ids="numpy asarray data_ptr dlpack data index_fill_ out vmap grad".split(),
+)
+def test_what_would_lose_a_write_or_a_gradient_is_refused(use: Any, said: str) -> None:
+    def main(group: Group) -> None:
+        use(sharded(data(), 2, TensorAxis(group, group.rank, 2)))
+
+    with pytest.raises(TaskError, match=said) as refused:
+        World(2).run(main)
+    assert "Task(tensor={'its.name': 'replicate'})" in str(refused.value)
+
+
+def test_it_is_a_tensor_to_einops() -> None:
+    einops = pytest.importorskip("einops")
+
+    def main(group: Group) -> None:
+        p = sharded(data(), 1, TensorAxis(group, group.rank, 2))
+        assert einops.rearrange(p, "b t c -> t (b c)").shape == (T, B * C)
+        assert torch.equal(einops.reduce(p, "b t c -> b", "max"), data().amax((1, 2)))
+        assert einops.parse_shape(p, "b t c") == {"b": B, "t": T, "c": C}
+
+    World(2).run(main)
 
 
 def test_one_input_of_several_layers_enters_once() -> None:

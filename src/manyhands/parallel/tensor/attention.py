@@ -23,29 +23,20 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     back = p.ndim - p.shard_dim  # from the right: a batch dimension, usually that of heads
     if p.axis.sequence:  # heads that all ranks hold, computed from sharded rows
         k, v = (
-            x.gather() if isinstance(x, ShardedValue) and x.ndim - x.shard_dim == 2 else x
+            x.gathered() if isinstance(x, ShardedValue) and x.ndim - x.shard_dim == 2 else x
             for x in (k, v)
         )
     if given.get("enable_gqa") and back == 3:
         if not isinstance(q, ShardedValue):
             return NotImplemented
+        if _same_heads(q, k, v):
+            return _attend(func, q, k.local, v.local, _masked(mask, q, back), given)
         # Heads of k and v that all ranks hold: each query head gets its own copy, and each rank
         # takes those of its heads.
+        name = "scaled_dot_product_attention"
+        k, v = (x.gather_for(name) if isinstance(x, ShardedValue) else x for x in (k, v))
         times = q.shape[-3] // k.shape[-3]
-        k, v = (x.repeat_interleave(times, -3) if isinstance(x, Tensor) else x for x in (k, v))
-        if (
-            isinstance(k, ShardedValue)
-            and isinstance(v, ShardedValue)
-            and (k.groups, v.groups, q.groups) == (1, 1, 1)
-        ):
-            if (
-                q.length % q.axis.size
-                or k.length % q.axis.size
-                or k.length != v.length
-                or k.shard_dim != q.shard_dim
-            ):
-                return NotImplemented
-            return _attend(func, q, k.local, v.local, _masked(mask, q, back), given)
+        k, v = (x.repeat_interleave(times, -3) for x in (k, v))
         given["enable_gqa"] = False
     k, v = (aligned(x, p, back, "scaled_dot_product_attention") for x in (k, v))
     q = (
@@ -54,6 +45,15 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else p.like(aligned(q, p, back, "scaled_dot_product_attention"))
     )
     return _attend(func, q, k, v, _masked(mask, p, back), given)
+
+
+def _same_heads(q: ShardedValue, k: Any, v: Any) -> bool:
+    """Whether each rank has the heads of k and v that belong to its heads of q."""
+    return all(
+        isinstance(x, ShardedValue)
+        and (x.groups, x.ndim - x.shard_dim, x.length % q.axis.size) == (1, 3, 0)
+        for x in (q, k, v)
+    )
 
 
 def _masked(mask: Any, p: ShardedValue, back: int) -> Any:

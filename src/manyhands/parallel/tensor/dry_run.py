@@ -8,17 +8,19 @@ runs until no cut fails.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from manyhands.errors import PlanError, TaskError
+from manyhands.errors import PlanError
+from manyhands.parallel.tensor.dry_run_failure import note_exception, note_kept_values
 from manyhands.parallel.tensor.dry_run_mode import DryRunMode, flat_values
-from manyhands.parallel.tensor.sharding_rules import ShardedValue
+from manyhands.parallel.tensor.undispatched_calls import gather_in_undispatched_calls
 from manyhands.split.tensor import DryRun, DryRunResult
 
 # multiplications, and parameters, up to which a dry run on real numbers is the quicker one
@@ -47,7 +49,7 @@ def prepare_dry_run(
     def dry_run(
         replicated: Mapping[str, str], blocks: Mapping[str, int], requested: Mapping[str, str]
     ) -> DryRunResult:
-        trouble: Exception | None = None
+        trouble: dict[str, tuple[Exception, DryRunMode]] = {}
         for device in devices:  # a model that depends on its values needs real ones
             copied = _copy(module, device)
             inputs, goal = tree_map(
@@ -56,50 +58,29 @@ def prepare_dry_run(
             )
             mode = DryRunMode(copied, size, replicated, blocks, requested, sequence)
             try:
-                with (
-                    torch.random.fork_rng(devices=[]),
-                    torch.enable_grad(),
-                    mode,
-                    _autograd_functions_gather(),
-                ):
+                with torch.random.fork_rng(devices=[]), torch.enable_grad(), _uncompiled(), mode:
                     out = copied(*inputs) if call is None else call(copied, *inputs)
                     if loss is not None:
                         loss(out, goal)
+                note_kept_values(mode)
                 return mode.result
             except PlanError:
                 raise
             except Exception as e:
-                trouble = trouble or e
-        raise TaskError(
-            "the model does not run on an example of its data, so "
-            f"tensor={size} cannot be derived: {trouble}"
-        ) from trouble
+                trouble[device] = e, mode
+        # fake tensors have troubles of their own: the real ones say what is wrong
+        note_exception(*trouble["cpu"])
+        return trouble["cpu"][1].result
 
+    gather_in_undispatched_calls()
     return dry_run
 
 
-@contextmanager
-def _autograd_functions_gather() -> Iterator[None]:
-    """Gather sharded values that go into an autograd.Function, and note it.
-
-    An autograd.Function does not dispatch on its arguments: what it returns would have no
-    gradient."""
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def gathering(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        for v in args:
-            if isinstance(v, ShardedValue):
-                v.axis.had_to_gather(f"{cls.__name__}.apply", v)
-        return apply.__get__(None, cls)(
-            *(v.gather() if isinstance(v, ShardedValue) else v for v in args), **kwargs
-        )
-
-    patched: Any = classmethod(gathering)
-    torch.autograd.Function.apply = patched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Runs what torch.compile has compiled as it is written: a dry run must see its functions."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and loading it takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _copy(module: nn.Module, device: str) -> nn.Module:

@@ -16,24 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from manyhands.errors import PlanError
 from manyhands.parallel.tensor.attention import inlined_multi_head
 from manyhands.parallel.tensor.elementwise import broadcast
-from manyhands.parallel.tensor.sharded_value import ShardedValueMode
+from manyhands.parallel.tensor.running_module import named
 from manyhands.parallel.tensor.sharding_rules import SHARDING_RULES, ShardedValue, TensorAxis
 from manyhands.parallel.tensor.views import cut_after_view
 from manyhands.split.tensor import DryRunResult
 
 # an embedding with less than 1/SMALL of the model is not worth an exchange of what it returns
 SMALL = 20
-MULTIPLIES = ("matmul", "bmm", "mm", "scaled_dot_product_attention")
+MULTIPLIES = ("matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention")
 # function -> positions of input, weight and bias, and the weight's dimension of outputs
 LINEAR = {
     F.linear: (0, 1, 2, 0),
     torch.addmm: (1, 2, 0, 1),
     torch.matmul: (0, 1, None, 1),
     torch.Tensor.matmul: (0, 1, None, 1),
+    torch.Tensor.__matmul__: (0, 1, None, 1),
 }
 CONV = (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
 BATCH_NORM = ("running_mean", "running_var", "weight", "bias")
@@ -53,20 +55,30 @@ class DryRunAxis(TensorAxis):
     def __init__(self, mode: DryRunMode, size: int):
         super().__init__(None, 0, size)
         self.mode = mode
+        self.names = named(mode.module)
 
     def had_to_gather(self, name: str, value: Any) -> None:
         mode = self.mode
-        if name.endswith(".apply"):
-            mode.consumer = name
-        if self.sequence and not mode.sources_of(value) and name.endswith(".apply"):
-            raise PlanError(
-                f"sequence=true splits the input of {name} along the sequence, and a "
-                "torch.autograd.Function cannot take a sharded input; use sequence=false"
-            )
         mode.fail(
             value,
             f"its output goes into {mode.consumer or name.strip('_')}, which needs all of it",
         )
+
+    def enters_call(self, name: str) -> None:
+        self.mode.consumer = name
+
+    def needs_memory(self, name: str, value: Any) -> None:
+        if self.sequence and not self.mode.sources_of(value):
+            raise PlanError(
+                f"sequence=true splits {value!r}{self.where()} along the sequence, and {name} "
+                "needs its memory; use sequence=false"
+            )
+        self.had_to_gather(name, value)
+
+    def undispatched(self, name: str, value: Any) -> None:
+        self.enters_call(name)
+        self.had_to_gather(name, value)
+        super().undispatched(name, value)
 
     def had_to_scatter(self, plain: Tensor, dim: int, value: Any, name: str) -> None:
         mode = self.mode
@@ -85,7 +97,7 @@ class DryRunAxis(TensorAxis):
                 self.mode.result.blocks[name] = chunks
 
 
-class DryRunMode(ShardedValueMode):
+class DryRunMode(TorchFunctionMode):
     """Function mode of one dry run of `module`; `result` has its findings.
 
     replicated   parameters that are not cut, and why
@@ -103,7 +115,8 @@ class DryRunMode(ShardedValueMode):
         sequence: bool = False,
     ):
         super().__init__()
-        self.result, self.axis, self.size = DryRunResult(), DryRunAxis(self, size), size
+        self.module, self.size = module, size
+        self.result, self.axis = DryRunResult(), DryRunAxis(self, size)
         self.axis.sequence = sequence
         self.replicated, self.blocks, self.requested = dict(replicated), blocks, requested
         self.names: dict[int, str] = {}
@@ -215,6 +228,9 @@ class DryRunMode(ShardedValueMode):
         request, cut = self._request(name), self.result.cuts.get(name)
         inputs = 1 - outputs
         if cut is None and name not in self.replicated and w.ndim >= 2:
+            if torch._C._are_functorch_transforms_active():
+                self.result.small[name] = "it runs inside a transform of torch.func"
+                return frozenset()
             if conv_groups != 1:
                 self.result.small[name] = "a convolution in groups is not cut"
                 return frozenset()
@@ -246,6 +262,9 @@ class DryRunMode(ShardedValueMode):
         w = args[1] if len(args) > 1 else kwargs["weight"]
         name = self.names.get(id(w))
         if name is None or name in self.result.cuts or name in self.replicated:
+            return frozenset()
+        if torch._C._are_functorch_transforms_active():
+            self.result.small[name] = "it runs inside a transform of torch.func"
             return frozenset()
         request = self._request(name)
         if request in ("column", "heads"):
@@ -280,6 +299,10 @@ class DryRunMode(ShardedValueMode):
             if (name := f"{prefix}{key}") in names:
                 self.result.cuts[name] = cut
                 self.result.columns |= {name} if cut[0] == 0 else set()
+
+    def is_requested(self, parameter: str) -> bool:
+        """Whether the task requests a cut of it."""
+        return self._request(parameter) is not None
 
     def _request(self, name: str) -> str | None:
         return self.requested.get(_module(name))

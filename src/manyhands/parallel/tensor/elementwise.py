@@ -10,6 +10,7 @@ from torch import Tensor
 from manyhands.parallel.tensor.sharded_value import (
     ShardedValue,
     is_inplace,
+    is_plain,
     norm_dim,
     sharding_rule,
 )
@@ -23,7 +24,7 @@ UNARY = (
     "logical_not bitwise_not nan_to_num clone contiguous detach to type float double half bfloat16 "
     "int long bool type_as cpu cuda zeros_like ones_like full_like empty_like relu_ neg_ exp_ "
     "sqrt_ sigmoid_ tanh_ abs_ zero_ fill_ leaky_relu_ requires_grad_ detach_ digamma lgamma logit "
-    "positive alias_copy dequantize"
+    "positive alias_copy dequantize __neg__ __pos__ __abs__ __invert__"
 ).split()
 BROADCAST = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow rsub "
@@ -31,7 +32,11 @@ BROADCAST = (
     "not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where "
     "masked_fill addcmul addcdiv lerp clamp clip clamp_min clamp_max xlogy hypot prelu "
     "float_power add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ "
-    "pow_ lerp_ copy_"
+    "pow_ lerp_ copy_ floor_divide_ remainder_ fmod_ "
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ "
+    "__rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ __rfloordiv__ __ifloordiv__ "
+    "__mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ "
+    "__and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__"
 ).split()
 
 
@@ -89,7 +94,7 @@ def aligned(value: Any, p: ShardedValue, from_right: int, name: str) -> Any:
 
 
 def _ndim(value: Any) -> int:
-    return value.ndim if isinstance(value, Tensor | ShardedValue) else 0
+    return value.ndim if isinstance(value, Tensor) else 0
 
 
 def first_sharded(args: tuple[Any, ...]) -> ShardedValue | None:
@@ -136,7 +141,7 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(p, ShardedValue) or name == "norm" or kwargs.get("axis") is not None:
         return NotImplemented
     given = args[1] if len(args) > 1 else kwargs.get("dim")
-    if isinstance(given, ShardedValue | Tensor):
+    if isinstance(given, Tensor):
         return broadcast(func, args, kwargs)  # torch.max(a, b)
     # unbiased, in one of the old signatures
     if name in ("var", "std") and (isinstance(given, bool) or len(args) > 2):
@@ -194,8 +199,8 @@ def normalise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(p, ShardedValue) or p.shard_dim >= p.ndim - len(shape):
         return NotImplemented
     # a replicated weight that each rank uses on its own rows: its gradient is summed over ranks
-    local = [enter(a, p.axis) if isinstance(a, Tensor) else a for a in args[1:]]
-    named = {k: enter(v, p.axis) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    local = [enter(a, p.axis) if is_plain(a) else a for a in args[1:]]
+    named = {k: enter(v, p.axis) if is_plain(v) else v for k, v in kwargs.items()}
     if any(isinstance(a, ShardedValue) for a in (*local, *named.values())):
         return NotImplemented
     return p.like(func(p.local, *local, **named))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from manyhands.parallel.tensor.elementwise import aligned
-from manyhands.parallel.tensor.sharded_value import ShardedValue, sharding_rule
+from manyhands.parallel.tensor.sharded_value import ShardedValue, is_plain, sharding_rule
 from manyhands.parallel.tensor.tensor_axis import (
     collect,
     enter,
@@ -62,7 +62,7 @@ def product(
             return NotImplemented
         if isinstance(bias, ShardedValue) and bias.groups != w.groups:
             bias = bias.gather_for(name)
-        if isinstance(bias, Tensor):
+        if is_plain(bias):
             bias = w.like(w.shard_of(bias, 0, name), 0)
         b = bias.local if isinstance(bias, ShardedValue) else None
         return w.like(multiply(into_columns(x, w), w.local, b), last)
@@ -109,7 +109,7 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-@sharding_rule("matmul", "bmm", "mm")
+@sharding_rule("matmul", "bmm", "mm", "__matmul__")
 def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = (*args, *kwargs.values())[:2]
     if a.ndim < 2 or b.ndim < 2 or "out" in kwargs:
@@ -164,7 +164,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or w.groups > 1:
         return NotImplemented
     if isinstance(ids, ShardedValue):
-        ids = ids.gather()
+        ids = ids.gathered()
     sparse = given.get("sparse", False)
     if w.shard_dim == 1:
         return w.like(F.embedding(ids, w.local, padding, sparse=sparse), ids.ndim)
@@ -198,13 +198,7 @@ def conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(w, ShardedValue) and w.shard_dim == 0:
         if isinstance(x, ShardedValue):
             return NotImplemented
-        b = (
-            w.shard_of(bias, 0, "conv")
-            if isinstance(bias, Tensor)
-            else None
-            if bias is None
-            else bias.local
-        )
+        b = w.shard_of(bias, 0, "conv") if is_plain(bias) else None if bias is None else bias.local
         return w.like(func(enter(x, w.axis), w.local, b, **given), 1)
     if isinstance(bias, ShardedValue):
         bias = bias.gather_for("conv")
@@ -233,10 +227,10 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     given = dict(zip(names, args, strict=False)) | kwargs
     x, rest = given.pop("input"), [given.pop(n, None) for n in names[1:5]]
-    if isinstance(x, ShardedValue) and (x.shard_dim != 1 or isinstance(rest[0], Tensor)):
+    if isinstance(x, ShardedValue) and (x.shard_dim != 1 or is_plain(rest[0])):
         # replicated running statistics are changed in place: every rank must see all channels
         x = x.gather_for("batch_norm")
-    if isinstance(rest[0], Tensor):
+    if is_plain(rest[0]):
         return func(
             x,
             *(r.gather_for("batch_norm") if isinstance(r, ShardedValue) else r for r in rest),
@@ -251,7 +245,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         r.local
         if isinstance(r, ShardedValue)
         else x.shard_of(r, 0, "batch_norm")
-        if isinstance(r, Tensor)
+        if is_plain(r)
         else None
         for r in rest
     ]

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from manyhands.parallel.tensor.sharded_value import ShardedValue, norm_dim, sharding_rule
+from manyhands.errors import TaskError
+from manyhands.parallel.tensor.sharded_value import (
+    ShardedValue,
+    is_plain,
+    norm_dim,
+    sharding_rule,
+)
 from manyhands.parallel.tensor.tensor_axis import TensorAxis, enter, reduce
 
 
@@ -56,6 +62,12 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise TaskError(
+                "the gradient of a cross_entropy over a vocabulary that is cut over ranks is "
+                "differentiated again, which it cannot be; keep the layer of the logits whole: "
+                "Task(tensor={'its.name': 'replicate'})"
+            )
         soft, own, outside = ctx.saved_tensors
         out = soft - ctx.smoothing / ctx.length if ctx.smoothing else soft.clone()
         if soft.shape[1]:
@@ -92,7 +104,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if p.shard_dim != classes:
         return _over_rows(p, given)
     if (
-        not isinstance(target, Tensor)
+        not is_plain(target)
         or target.is_floating_point()
         or isinstance(weight, ShardedValue)
         or (weight is not None and smoothing)
@@ -197,7 +209,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
         given.get("size_average") is not None
         or given.get("reduce") is not None
-        or not isinstance(target, Tensor)
+        or not is_plain(target)
     ):
         return NotImplemented
     if (

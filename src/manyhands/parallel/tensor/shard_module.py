@@ -13,7 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from manyhands.core import Group
+from manyhands.parallel.tensor.running_module import named
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
+from manyhands.parallel.tensor.undispatched_calls import gather_in_undispatched_calls
 from manyhands.split.shard_spec import ShardSpec
 
 
@@ -23,7 +25,9 @@ def apply(
     """Keep this rank's slice of every parameter and buffer that `specs` cuts.
 
     `specs` has them by their names in the whole model; `module` may be a stage of it."""
+    gather_in_undispatched_calls()
     axis = TensorAxis(group, group.rank, group.size, sequence)
+    axis.names = named(module)
     cut: set[int] = set()
     for prefix, m in module.named_modules():
         held: dict[str, tuple[int, int, int]] = {}

@@ -1,20 +1,23 @@
 """Sharded value: a global tensor of which every rank of an axis holds a slice of one dimension.
 
-It is not a Tensor, but torch's functions dispatch on it (`__torch_function__`). So a model's own
-code runs unchanged on local tensors: `shape`, `size()` and `view(B, T, heads, -1)` are those of
-the global tensor. Each function has a sharding rule in `SHARDING_RULES`. A function without one,
-or whose rule returns NotImplemented, gets the gathered tensor: the result is right, only slower,
-and `axis.gathers` counts it.
+It is a `torch.Tensor` without memory of its own, so libraries take it for what it stands for:
+`isinstance`, `torch.is_tensor` and einops do. torch's functions dispatch on it
+(`__torch_function__`). So a model's own code runs unchanged on local tensors: `shape`, `size()` and
+`view(B, T, heads, -1)` are those of the global tensor. Each function has a sharding rule in
+`SHARDING_RULES`. A function without one, or whose rule returns NotImplemented, gets the gathered
+tensor: the result is right, only slower, and `axis.gathers` counts it.
+
+What passes by `__torch_function__`, code in C++ for example, arrives at `__torch_dispatch__` and is
+refused: it would see a tensor without memory and without a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from manyhands.errors import TaskError
 from manyhands.parallel.tensor import tensor_axis
@@ -24,21 +27,32 @@ ShardingRule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SHARDING_RULES: dict[Any, ShardingRule] = {}
 
 
-class ShardedValue:
+class ShardedValue(Tensor):
     """Sharded value: `local` is this rank's slice of the global tensor.
 
     The global tensor has `length` elements in dimension `shard_dim`, cut in `groups` blocks."""
 
-    __slots__ = ("axis", "groups", "lead", "length", "local", "shard_dim", "sources")
+    local: Tensor
+    shard_dim: int
+    length: int
+    groups: int
+    axis: TensorAxis
+    _sizes: torch.Size  # of the global tensor
+    # in a dry run: the cut parameters it comes from
+    sources: frozenset[str] = frozenset()
+    # the leading dimensions that a view has merged into the first one
+    lead: tuple[int, ...] | None = None
 
-    def __init__(
-        self, local: Tensor, shard_dim: int, length: int, axis: TensorAxis, groups: int = 1
-    ):
-        self.local, self.shard_dim, self.length = local, shard_dim, length
-        self.groups, self.axis = groups, axis
-        self.sources: frozenset[str] = frozenset()  # in a dry run: the cut parameters it comes from
-        # the leading dimensions that a view has merged into the first one
-        self.lead: tuple[int, ...] | None = None
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, shard_dim: int, length: int, axis: TensorAxis, groups: int = 1
+    ) -> ShardedValue:
+        sizes = list(local.shape)
+        sizes[shard_dim] = length
+        made = Tensor._make_wrapper_subclass(cls, sizes, dtype=local.dtype, device=local.device)
+        made.local, made.shard_dim, made.length = local, shard_dim, length
+        made.groups, made.axis, made._sizes = groups, axis, torch.Size(sizes)
+        return made
 
     def like(
         self,
@@ -58,9 +72,9 @@ class ShardedValue:
     def gather_for(self, name: str) -> Tensor:
         """The global tensor, because the function `name` has no rule for a sharded value."""
         self.axis.had_to_gather(name, self)
-        return self.gather()
+        return self.gathered()
 
-    def gather(self) -> Tensor:
+    def gathered(self) -> Tensor:
         return tensor_axis.gather(self.local, self.axis, self.shard_dim, self.length, self.groups)
 
     def shard_of(self, plain: Tensor, dim: int, name: str) -> Tensor:
@@ -78,96 +92,83 @@ class ShardedValue:
         rule = SHARDING_RULES.get(func)
         if rule is not None and (out := rule(func, args, kwargs)) is not NotImplemented:
             return out
-        return gathered(func, args, kwargs)
+        return call_gathered(func, args, kwargs)
 
-    # -- of the global tensor --
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = next(v for v in (*args, *(kwargs or {}).values()) if isinstance(v, ShardedValue))
+        given.axis.undispatched(str(func), given)
+
+    # -- of the global tensor: read often, and without a dispatch --
 
     @property
-    def shape(self) -> torch.Size:
-        sizes = list(self.local.shape)
-        sizes[self.shard_dim] = self.length
-        return torch.Size(sizes)
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._sizes
 
     def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+        return self._sizes if dim is None else self._sizes[dim]
 
     @property
-    def ndim(self) -> int:
-        return self.local.ndim
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._sizes)
 
     def dim(self) -> int:
-        return self.local.ndim
+        return len(self._sizes)
+
+    ndimension = dim
 
     def numel(self) -> int:
-        return self.shape.numel()
+        return self._sizes.numel()
+
+    nelement = numel
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self._sizes[0]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(call(torch.Tensor.unbind, self))
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.local.dtype
 
-    def __bool__(self) -> bool:
-        return bool(self.gather_for("bool"))
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.local.device
 
-    def __float__(self) -> float:
-        return float(self.gather_for("float"))
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
 
-    def __int__(self) -> int:
-        return int(self.gather_for("int"))
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.local.requires_grad_(value)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        return self.local.grad_fn
 
     __hash__ = object.__hash__
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         how = f" in {self.groups} groups" if self.groups > 1 else ""
         cut = f"dim {self.shard_dim} cut over {self.axis.size} ranks{how}"
         return f"ShardedValue({list(self.shape)}, {cut}, {self.dtype})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in LOCAL_ATTRIBUTES:
-            return getattr(self.local, name)
-        method = getattr(torch.Tensor, name, None)
-        if method is None or name.startswith("__"):
-            raise AttributeError(
-                f"'ShardedValue' (a tensor cut over ranks) has no attribute {name!r}"
-            )
-        if not callable(method):  # an attribute, such as T or data: its rule is that of its getter
-            return call(method.__get__, self)
-        return lambda *args, **kwargs: call(method, self, *args, **kwargs)
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor that every rank holds as a whole."""
+    return isinstance(value, Tensor) and not isinstance(value, ShardedValue)
 
 
-# attributes and methods that return the same for the local tensor as for the global one
-LOCAL_ATTRIBUTES = frozenset(
-    "dtype device requires_grad is_cuda is_cpu is_meta layout is_sparse is_quantized is_nested "
-    "is_mps is_xpu is_xla is_floating_point is_complex is_contiguous element_size itemsize "
-    "get_device grad_fn is_leaf is_inference _version new_zeros new_ones new_full new_empty "
-    "new_tensor is_mkldnn names".split()
-)
-
-
-class ShardedValueMode(TorchFunctionMode):
-    """A function mode that also sees methods and operators of sharded values."""
-
-
-def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch._C._is_torch_function_mode_enabled() and isinstance(
-        _get_current_function_mode(), ShardedValueMode
-    ):
-        return torch.overrides.handle_torch_function(
-            func, [a for a in args if isinstance(a, ShardedValue)], *args, **kwargs
-        )
-    return ShardedValue.__torch_function__(func, (), args, kwargs)
-
-
-def gathered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def call_gathered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `func` with the global tensors."""
     name = getattr(func, "__name__", str(func))
     changed = args[0] if args and is_inplace(name) else kwargs.get("out")
     if isinstance(changed, ShardedValue):
         raise TaskError(
-            f"{name} changes in place a tensor that tensor={changed.axis.size} cuts over ranks, "
-            "and it has no sharding rule; write the line so that it makes a new tensor, or keep "
-            "the module whole: Task(tensor={'its.name': 'replicate'})"
+            f"{name} changes in place a tensor that tensor={changed.axis.size} cuts over ranks"
+            f"{changed.axis.where()}, and it has no sharding rule; write the line so that it makes "
+            f"a new tensor, or {changed.axis.remedy()}"
         )
 
     def full(value: Any) -> Any:
@@ -175,14 +176,23 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             return value.gather_for(name)
         if type(value) in (list, tuple):
             return type(value)(full(v) for v in value)
+        if type(value) is dict:
+            return {k: full(v) for k, v in value.items()}
         return value
 
     return func(*(full(a) for a in args), **{k: full(v) for k, v in kwargs.items()})
 
 
+# assignments to attributes (x.data = y) among them
+IN_PLACE = frozenset(
+    "__setitem__ __set__ __delete__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ "
+    "__ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__".split()
+)
+
+
 def is_inplace(name: str) -> bool:
     """Whether a torch function of this name changes its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
 
 
 def sharding_rule(*names: str) -> Callable[[ShardingRule], ShardingRule]:
@@ -204,28 +214,3 @@ NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch.special, torch._C.
 
 def norm_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
-
-
-def _operators() -> None:
-    T = torch.Tensor
-    direct = dict(
-        add=T.add, sub=T.sub, mul=T.mul, truediv=T.div, floordiv=T.floor_divide, matmul=T.matmul,
-        mod=T.remainder, pow=T.pow, eq=T.eq, ne=T.ne, lt=T.lt, le=T.le, gt=T.gt, ge=T.ge, neg=T.neg,
-        abs=T.abs, invert=T.bitwise_not, iadd=T.add_, isub=T.sub_, imul=T.mul_, itruediv=T.div_,
-        radd=T.add, rmul=T.mul, rsub=torch.rsub, getitem=T.__getitem__, setitem=T.__setitem__,
-        **{"and": T.bitwise_and, "or": T.bitwise_or, "xor": T.bitwise_xor},
-    )  # fmt: skip
-    for name, func in direct.items():
-        setattr(
-            ShardedValue, f"__{name}__", lambda self, *others, func=func: call(func, self, *others)
-        )
-    reflected = {
-        "rpow": torch.pow,
-        "rmatmul": torch.matmul,
-        "rtruediv": lambda other, self: self.reciprocal() * other,
-    }
-    for name, func in reflected.items():
-        setattr(ShardedValue, f"__{name}__", lambda self, other, func=func: func(other, self))
-
-
-_operators()

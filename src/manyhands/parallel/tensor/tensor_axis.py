@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Group, Op
+from manyhands.errors import TaskError
+from manyhands.parallel.tensor.running_module import ModuleNames, running_module
 from manyhands.split.shard_spec import bounds
 
 
@@ -51,6 +53,7 @@ class TensorAxis:
     def __init__(self, group: Group | None, index: int, size: int, sequence: bool = False):
         self.group, self.index, self.size, self.sequence = group, index, size, sequence
         self.gathers: Counter[str] = Counter()
+        self.names: ModuleNames = ModuleNames()  # of the modules that are cut, for messages
         self._last: dict[str, tuple[Tensor, tuple[int, ...], Tensor]] = {}
 
     def reuse(
@@ -166,14 +169,40 @@ class TensorAxis:
     def had_to_gather(self, name: str, value: Any) -> None:
         if not self.gathers[name]:
             warnings.warn(
-                f"tensor={self.size}: {name} has no sharding rule for this operand, so the operand "
-                "is gathered first: right, but slower. To avoid it keep the module whole: "
-                "Task(tensor={'its.name': 'replicate'})",
-                stacklevel=6,
+                f"tensor={self.size}: {name} has no sharding rule for this operand{self.where()}, "
+                "so the operand is gathered first: right, but slower. To avoid it "
+                f"{self.remedy()}",
+                stacklevel=7,
             )
         self.gathers[name] += 1
 
+    def needs_memory(self, name: str, value: Any) -> None:
+        raise TaskError(
+            f"{name} needs the memory of {value!r}{self.where()}, and no rank has all of it; "
+            f"{self.remedy()}"
+        )
+
+    def undispatched(self, name: str, value: Any) -> None:
+        raise TaskError(
+            f"{name} is called on {value!r}{self.where()} by code that does not go through torch's "
+            f"Python functions, so it cannot run on slices; {self.remedy()}"
+        )
+
+    def where(self) -> str:
+        """For messages: the module whose forward runs."""
+        name = running_module(self.names)
+        return "" if name is None else f" in module {name!r}"
+
+    def remedy(self) -> str:
+        """For messages: how the operand stays whole."""
+        name = running_module(self.names) or "its.name"
+        keep = f"keep the module whole: Task(tensor={{{name!r}: 'replicate'}})"
+        return f"use sequence=false, or {keep}" if self.sequence else keep
+
     # -- for dry runs, which override these --
+
+    def enters_call(self, name: str) -> None:
+        """What is gathered next goes into `name`, which torch does not dispatch."""
 
     def had_to_scatter(self, plain: Tensor, dim: int, value: Any, name: str) -> None:
         """`name` has a replicated operand beside a sharded one; each rank takes its slice of it."""
@@ -188,7 +217,25 @@ class TensorAxis:
         return self  # a copy of a module is on the same ranks
 
 
-class _Enter(torch.autograd.Function):
+# Each backward pass is made of the functions below, so it can be differentiated again (a penalty on
+# gradients); where it is not, these exchange without autograd.
+
+
+class _Collective(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As `Function.apply`, without its look at signatures: there are many calls in a step."""
+        if torch._C._are_functorch_transforms_active():
+            axis = next(a for a in args if isinstance(a, TensorAxis))
+            raise TaskError(
+                f"a transform of torch.func (vmap, grad){axis.where()} meets a parameter or an "
+                f"activation that tensor={axis.size} cuts over ranks, and an exchange between "
+                f"ranks cannot be transformed; {axis.remedy()}"
+            )
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Enter(_Collective):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
@@ -197,21 +244,22 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         # clone: autograd may have passed the same tensor to another node
-        return ctx.axis.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+        return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(_Collective):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
         ctx.mark_dirty(partial)
         return axis.all_reduce(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return enter(grad, ctx.axis), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(_Collective):
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, axis: TensorAxis, dim: int, length: int, groups: int
@@ -221,11 +269,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, groups = ctx.how
-        return axis.shard(grad, dim, groups), None, None, None, None
+        return scatter(grad, *ctx.how), None, None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(_Collective):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, dim: int, groups: int) -> Tensor:
         ctx.how = axis, dim, x.shape[dim], groups
@@ -233,11 +280,10 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, length, groups = ctx.how
-        return axis.all_gather(grad, dim, length, groups), None, None, None
+        return gather(grad, *ctx.how), None, None, None
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(_Collective):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: TensorAxis, dim: int, groups: int) -> Tensor:
         ctx.how = axis, dim, partial.shape[dim], groups
@@ -245,11 +291,10 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, length, groups = ctx.how
-        return axis.all_gather(grad, dim, length, groups), None, None, None
+        return collect(grad, *ctx.how), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(_Collective):
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, axis: TensorAxis, dim: int, length: int, groups: int
@@ -259,8 +304,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, groups = ctx.how
-        return axis.reduce_scatter(grad, dim, groups), None, None, None, None
+        return spread(grad, *ctx.how), None, None, None, None
 
 
 def _needs_grad(x: Tensor) -> bool:

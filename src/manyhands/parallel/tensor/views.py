@@ -13,6 +13,7 @@ of m units.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -34,7 +35,13 @@ def cut_after_view(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, i
     """(sharded dimension, its length, its groups) after a view of the global tensor as `shape`.
 
     None: no single dimension is sharded then."""
-    old, new = p.shape, shape
+    return _cut_after_view(p.shape, p.shard_dim, p.groups, p.axis.size, shape)
+
+
+@lru_cache(maxsize=4096)
+def _cut_after_view(
+    old: tuple[int, ...], shard_dim: int, num_groups: int, size: int, new: tuple[int, ...]
+) -> tuple[int, int, int] | None:
     i = j = 0
     # the smallest runs of old and new dimensions with equal numbers of elements, up to the
     # sharded one
@@ -50,16 +57,15 @@ def cut_after_view(p: ShardedValue, shape: tuple[int, ...]) -> tuple[int, int, i
                 if j >= len(new):
                     return None
                 b, j = b * new[j], j + 1
-        if i > p.shard_dim:
+        if i > shard_dim:
             break
     j = max(j, start + 1)
     while j < len(new) and new[j] == 1:
         j += 1
-    size = p.axis.size
     blocks, m, after = (
-        prod(old[begin : p.shard_dim]) * p.groups,
-        p.length // p.groups,
-        prod(old[p.shard_dim + 1 : i]),
+        prod(old[begin:shard_dim]) * num_groups,
+        old[shard_dim] // num_groups,
+        prod(old[shard_dim + 1 : i]),
     )
     due = [s * after for s in starts(m, size)]
     before = 1
@@ -84,7 +90,11 @@ def apply_view(p: ShardedValue, shape: tuple[int, ...], func: Any) -> Any:
     k, length, groups = found
     local = list(shape)
     local[k] = p.axis.local_length(length, groups)
-    out = p.like(func(p.local, local), k, length, groups)
+    try:
+        seen = func(p.local, local)
+    except RuntimeError:  # a slice may lie in memory as the whole does not
+        seen = p.local.reshape(local)
+    out = p.like(seen, k, length, groups)
     if p.axis.sequence and len(shape) == 2 and p.ndim == 3 and k == 1 and p.shard_dim == 2:
         out.lead = tuple(p.shape[:2])
     return out
@@ -174,14 +184,7 @@ def _transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return p.like(p.local.transpose(a, b), {a: b, b: a}.get(p.shard_dim, p.shard_dim))
 
 
-def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad = args[0].local.grad
-    return None if grad is None else args[0].like(grad)
-
-
 SHARDING_RULES[_T] = SHARDING_RULES[_tensor.mT.__get__] = _transposed
-SHARDING_RULES[_tensor.data.__get__] = lambda func, args, kwargs: args[0].like(args[0].local.data)
-SHARDING_RULES[_tensor.grad.__get__] = _gradient
 
 
 @sharding_rule("unsqueeze")

@@ -1,0 +1,79 @@
+"""Data of a user's own loop: one iteration is one epoch, and every batch of it wants a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from manyhands.data.batches import BatchIterator
+from manyhands.errors import TaskError
+from manyhands.replica.module import MicroLoss
+
+
+class LoopData:
+    """This rank's batches, epoch by epoch. Epochs that a resumed run has done are over at once."""
+
+    def __init__(self, run: Any, batches: BatchIterator):
+        self._run, self._batches, self._started = run, batches, 0
+        self._iterating = self._left = False
+
+    def __iter__(self) -> Iterator[Any]:
+        asked, epoch = self._started, self._batches.position.epoch
+        self._started += 1
+        if self._iterating:
+            raise TaskError(
+                "the data of run.prepare is being iterated over already; one loop at a time: give "
+                "an inner loop the plain data"
+            )
+        if self._left and self._batches.position.offset:
+            self._run._context.warn(
+                "a loop was left in the middle of an epoch (break, next(iter(data))): the next one "
+                "goes on with the rest of that epoch, not from its beginning"
+            )
+        self._iterating, self._left = True, True
+        try:
+            yield from self._epoch(epoch, asked)
+            self._left = False
+        finally:
+            self._iterating = False
+
+    def _epoch(self, epoch: int, asked: int) -> Iterator[Any]:
+        given = skipped = 0
+        said = False
+        # to the end of this epoch; after a `break`, the rest of it
+        while self._batches.position.epoch == epoch <= asked:
+            self._run._claim_step()
+            batch = self._batches.next()
+            self._run._batch = batch
+            if batch.values is None:  # no sample left for this rank, but the others wait for it
+                self._run._hand_over(MicroLoss(None, 0, batch.last))
+                continue
+            given, self._run._stepped = given + 1, False
+            yield batch.values
+            if not self._run._stepped:
+                skipped += 1
+                self._not_stepped(given, said)
+                said = True
+        if given and skipped == given:
+            raise TaskError(
+                f"an epoch of {given} batches has trained nothing: run.step(loss) was never "
+                "called; call it for every batch, or iterate over the plain data to evaluate"
+            )
+
+    def _not_stepped(self, given: int, said: bool) -> None:
+        """Every rank must step at every batch: a rank that leaves one out would merge its next
+        gradient with the others' present one."""
+        if self._run.size > 1:
+            raise TaskError(
+                f"batch {given} of the epoch had no run.step(loss), which the other ranks wait "
+                "for; call it for every batch, with loss * 0 where a batch is not to count"
+            )
+        if not said:
+            self._run._context.warn(
+                f"batch {given} of the epoch had no run.step(loss): its samples are not trained on"
+            )
+
+    def __len__(self) -> int:
+        if self._batches.steps_per_epoch is None:
+            raise TypeError("a stream has no length")
+        return self._batches.steps_per_epoch
