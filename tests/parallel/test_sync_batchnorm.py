@@ -90,6 +90,46 @@ def test_it_equals_batchnorm_on_the_union_forward_backward_and_running(
         assert tracked == plain.num_batches_tracked
 
 
+@pytest.mark.parametrize("counts", [(4, 0, 2), (0, 0, 6)], ids=str)
+def test_a_borrowed_sample_changes_neither_statistics_nor_any_gradient(
+    counts: tuple[int, ...],
+) -> None:
+    """Two layers of it: what the second would send back for the sample reaches the weights below,
+    though the loss of the sample is 0.
+    """
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(4)
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        return nn.Sequential(
+            first, nn.BatchNorm1d(4), nn.Tanh(), second, nn.BatchNorm1d(4)
+        ).double()
+
+    x, weight = data(sum(counts), (4,)), data(sum(counts), (4,), seed=2)
+    plain = net()
+    (plain(x).sin() * weight).sum().backward()
+
+    def main(group: Group) -> tuple[Tensor, nn.Module]:
+        count = counts[group.rank]
+        model = sync_batchnorm.synchronise(net(), summed(group), lambda: count > 0)
+        mine, factor = x.split(list(counts))[group.rank], weight.split(list(counts))[group.rank]
+        if not count:
+            mine, factor = data(1, (4,), seed=9), torch.zeros(1, 4, dtype=torch.float64)
+        mine = mine.clone().requires_grad_()
+        (model(mine).sin() * factor).sum().backward()
+        assert mine.grad is not None
+        return mine.grad, model
+
+    results = World(len(counts)).run(main)
+    for count, (back, model) in zip(counts, results, strict=True):
+        assert bool(back.any()) == (count > 0)
+        for name, value in plain.named_buffers():
+            torch.testing.assert_close(model.get_buffer(name), value, rtol=1e-10, atol=1e-10)
+    for name, value in plain.named_parameters():
+        total = sum(model.get_parameter(name).grad for _, model in results)
+        torch.testing.assert_close(total, value.grad, rtol=1e-8, atol=1e-8)
+
+
 def test_in_float32_the_variance_of_data_far_from_zero_is_not_lost() -> None:
     x = (data(64, (4,)) * 0.3 + 3000).float()
 

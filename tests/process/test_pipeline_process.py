@@ -77,10 +77,12 @@ def every_case(group: Group) -> Found:
             stages = traced(model, tuple(v[:4] for v in data[:-1]), group.size * chunks)
         pipeline = piped(group, schedule, chunks, stages, loss)
         steps = GivenBatches([*step(data, SIZES), *step(data, SIZES)])
-        got = [
-            (float(total), count)
-            for total, count in (pipeline(scaled_by_count, steps) for _ in range(2))
-        ]
+        got = []
+        for _ in range(2):
+            for s in stages:
+                s.module.zero_grad()  # as the gradient window does before every step
+            total, count = pipeline(scaled_by_count, steps)
+            got.append((float(total), count))
         kept: dict[Any, Any] = gradients(stages)
         if name == "wide":  # by the order of the whole model
             kept = dict(enumerate(w.grad for s in stages for w in s.module.parameters()))
@@ -102,7 +104,10 @@ def expected(name: str) -> tuple[list[tuple[float, int]], dict[Any, Any]]:
     else:
         model, loss, data = in_zoo(name)
         named = list(model.named_parameters())
-    got = [alone(model, loss, step(data, SIZES)) for _ in range(2)]
+    got = []
+    for _ in range(2):
+        model.zero_grad()
+        got.append(alone(model, loss, step(data, SIZES)))
     return got, {n: w.grad for n, w in named}
 
 

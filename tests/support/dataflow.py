@@ -14,6 +14,7 @@ from manyhands.parallel.dataflow.common_subexpressions import without_common_sub
 from manyhands.parallel.dataflow.graph_executor import GraphExecutor
 from manyhands.parallel.dataflow.graph_nodes import FIELDS, trace_finely
 from manyhands.parallel.dataflow.partition import GraphPartition, partition
+from manyhands.replica.objective import Objective
 from support.pipelines import in_zoo
 
 
@@ -107,6 +108,7 @@ def graphed(
     group: Group,
     partitioned: GraphPartition,
     loss: Callable[..., Tensor] | None = None,
+    step: Any = None,
     **more: Any,
 ) -> GraphExecutor:
-    return GraphExecutor(partitioned, group, loss=loss, **more)
+    return GraphExecutor(partitioned, group, objective=Objective(loss, step), **more)

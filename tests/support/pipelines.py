@@ -14,6 +14,7 @@ from manyhands.data.batches import Batch
 from manyhands.parallel.pipeline.executor import PipelineExecutor
 from manyhands.parallel.pipeline.stage_modules import Stage, cut
 from manyhands.parallel.trace.trace_model import trace
+from manyhands.replica.objective import Objective
 from manyhands.split.schedules import actions
 from support.paths import zoo_task
 
@@ -92,6 +93,7 @@ def piped(
     chunks: int,
     stages: Sequence[Stage],
     loss: Callable[..., Tensor] | None = None,
+    step: Any = None,
     **more: Any,
 ) -> PipelineExecutor:
     """The pipeline of this rank, of all stages."""
@@ -100,9 +102,8 @@ def piped(
     def listed(rank: int, micros: int) -> Any:
         return actions(schedule, p, rank, micros, chunks)
 
-    return PipelineExecutor(
-        [stages[c * p + group.rank] for c in range(chunks)], group, listed, loss=loss, **more
-    )
+    mine = [stages[c * p + group.rank] for c in range(chunks)]
+    return PipelineExecutor(mine, group, listed, objective=Objective(loss, step), **more)
 
 
 def in_zoo(name: str) -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, ...]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.errors import TaskError
 from manyhands.parallel.tensor.sharding_rules import ShardedValue
 
 Reduce = Callable[[Tensor], None]  # sum over ranks, in place
@@ -51,6 +52,13 @@ class _Normalise(torch.autograd.Function):
         # a borrowed sample: this rank only takes part in the all-reduce
         local = local if counts else torch.zeros_like(local)
         reduce(local)
+        # n is read from the device only where it may be 1; then it is read on all ranks
+        if count <= 1 and float(local[-1]) == 1:
+            raise TaskError(
+                f"BatchNorm got 1 sample of shape {tuple(x.shape[1:])} over all ranks: 1 value a "
+                "channel, but a mean and a variance need 2 or more; choose batch= so that no "
+                "batch or micro-batch has a single sample, or fewer parts (micro=)"
+            )
         away = local[:c] / local[-1]
         mean, n = (shift.double() + away).to(wide), local[-1].to(wide)
         var = (local[c : 2 * c] / local[-1] - away.square()).clamp(min=0).to(wide)

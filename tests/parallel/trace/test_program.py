@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.pipeline.stage_modules import cut
 from manyhands.parallel.trace.program import Input, TracedProgram
+from manyhands.parallel.trace.source_location import is_library
 from manyhands.parallel.trace.symbolic_sizes import SizeGuard, other_sizes
 from manyhands.parallel.trace.trace_model import trace
 from manyhands.split.stages import balance_stages
@@ -134,6 +135,44 @@ def test_the_cut_that_is_offered_works_where_the_model_is_a_chain_of_its_modules
     whole, x = Branch().double(), torch.randn(3, 4, dtype=torch.float64)
     traced = trace(whole, (x,), cut=["two", "three"])
     same_as_whole(cut(traced, traced.cuts_at(["two", "three"], 3)), whole, (x,), training=True)
+
+
+def test_where_no_cut_helps_another_axis_is_offered_and_not_a_cut() -> None:
+    """Called by a step of the user's, or on several inputs, a model cannot run as a chain."""
+    with pytest.raises(TaskError, match=r"use shard= or tensor= instead of pipe=") as refused:
+        trace(Branch(), (torch.randn(3, 4),), pieces=2, call=lambda module, x: module(x))
+    assert "cut=" not in str(refused.value)
+
+
+class Named(nn.ModuleDict):
+    """A container that can be called, as torchvision's IntermediateLayerGetter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.values():
+            x = module(x)
+        return x
+
+
+class OfNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(4, 4), Named({"a": nn.Linear(4, 4), "b": nn.Tanh()})
+        self.heads = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.stem(x))
+        return self.heads[0](x / x.sum().item())
+
+
+def test_a_cut_is_offered_at_what_can_be_called_and_not_at_a_list() -> None:
+    with pytest.raises(TaskError, match=r"cut=body,heads\.0$"):
+        trace(OfNamed(), (torch.randn(3, 4),), pieces=2)
+
+
+def test_code_of_a_package_whose_name_begins_like_torch_is_the_users() -> None:
+    beside = Path(torch.__file__).parents[1]
+    assert not is_library(str(beside / "torchvision" / "models" / "resnet.py"))
+    assert is_library(str(beside / "torch" / "nn" / "functional.py"))
 
 
 @pytest.mark.parametrize("named", [["branch", "last"], []])

@@ -99,7 +99,9 @@ class GraphExecutor(StepExecutor):
 
     def _run(self, micros: list[Batch], scaled: Scaled, mode: str) -> StepState:
         flow = self._partition.flows[self._module.training]
-        inputs = [() if b.values is None else inputs_of(b.values, self.step) for b in micros]
+        inputs = [
+            () if b.values is None else inputs_of(b.values, self.objective.step) for b in micros
+        ]
         if flow.check is not None:
             for given in inputs:
                 if given:
@@ -262,4 +264,4 @@ def _run_segment(
 
 def _whole_tensors(value: Any) -> Any:
     """Sharded values are sent whole: a receiving segment may shard them otherwise."""
-    return value.gather() if isinstance(value, ShardedValue) else value
+    return value.gathered() if isinstance(value, ShardedValue) else value

@@ -170,7 +170,7 @@ class PipelineExecutor(StepExecutor):
                 flight.outputs, flight.seed = [begin[0]], begin[1]
         else:
             with self._span("forward", number, micro), autocast(self.precision, self.device):
-                inputs = inputs_of(batch.values, self.step)
+                inputs = inputs_of(batch.values, self.objective.step)
                 values = self._compute(stage.module, stage.forward, inputs, values)
             if number == self._last:
                 state.output = values["output"]

@@ -105,6 +105,10 @@ def _aligned(nbytes: int) -> int:
 def encode(value: Any, tensors: list[Tensor], stage: int) -> Any:
     """`value` as JSON; appends its tensors to `tensors`. `stage`: the receiver, for the error
     message."""
+    if isinstance(value, ShardedValue):
+        # the slice goes to the rank of the next stage that holds the same slice
+        how = (value.local, value.shard_dim, value.length, value.groups, value.lead)
+        return {"sharded": [encode(v, tensors, stage) for v in how]}
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise TaskError(
@@ -115,10 +119,6 @@ def encode(value: Any, tensors: list[Tensor], stage: int) -> Any:
         return {"tensor": len(tensors) - 1}
     if type(value) in PLAIN:
         return value
-    if isinstance(value, ShardedValue):
-        # the slice goes to the rank of the next stage that holds the same slice
-        how = (value.local, value.shard_dim, value.length, value.groups, value.lead)
-        return {"sharded": [encode(v, tensors, stage) for v in how]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, slice):

@@ -29,6 +29,7 @@ from manyhands.parallel.pipeline.message_format import Values
 from manyhands.parallel.pipeline.tied_weights import TiedWeights
 from manyhands.parallel.pipeline.transfers import BatchKey, Transfers
 from manyhands.replica.forward import TaskLoss
+from manyhands.replica.objective import Objective
 from manyhands.replica.recompute import buffers_stay
 
 # (mean loss, samples of it) -> the scalar from which backward begins
@@ -51,10 +52,10 @@ class StepState:
 
 
 class StepExecutor(ABC):
-    """`held`: the modules of this rank with their tied parameters (`TiedWeights`). `loss` or `step`
-    is computed by the rank with the model's output. Called once a step by every rank of `group`,
-    each with its own batch iterator over the same batches, so that inputs and targets are never
-    sent. `infer` runs forward only."""
+    """`held`: the modules of this rank with their tied parameters (`TiedWeights`). The
+    rank with the model's output computes the objective. Called once a step by every rank of
+    `group`, each with its own batch iterator over the same batches, so that inputs and targets are
+    never sent. `infer` runs forward only."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class StepExecutor(ABC):
         group: Group,
         transfers: Transfers,
         *,
-        loss: Callable[..., Tensor] | None = None,
-        step: Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]] | None = None,
+        objective: Objective | None = None,
+        warn: Callable[[str], None] | None = None,
         precision: str = "fp32",
         device: torch.device | None = None,
         recompute: bool = False,
@@ -72,7 +73,8 @@ class StepExecutor(ABC):
         rank: int | None = None,
     ):
         self.group, self.transfers = group, transfers
-        self.loss, self.step, self.precision, self.recompute = loss, step, precision, recompute
+        self.objective, self._warn = objective or Objective(), warn
+        self.precision, self.recompute = precision, recompute
         self.device = device or torch.device("cpu")
         self.round = 0  # of the events; the loop sets it
         self.counts = True  # whether the current micro-batch has samples of its own, for BatchNorm
@@ -83,13 +85,14 @@ class StepExecutor(ABC):
         self._zero = torch.zeros((), dtype=torch.float64, device=where)
 
     def __call__(self, scaled: Scaled, batches: BatchIterator) -> tuple[Tensor, int]:
-        """One step: adds gradients to `.grad` of this rank's parameters. Returns the sum of losses
-        over all samples of the step, and their number, on every rank."""
+        """One step: leaves its gradients in `.grad` of this rank's parameters, which must be None
+        before. Returns the sum of losses over all samples of the step, and their number, on every
+        rank."""
         micros = [batches.next()]
         while not micros[-1].last:
             micros.append(batches.next())
-        with self._tied.summed():
-            state = self._run(micros, scaled, TRAINED)
+        state = self._run(micros, scaled, TRAINED)
+        self._tied.sum()
         both = {"sums": torch.stack([state.total, self._zero + state.count])}
         self.group.all_reduce(both).wait()  # only the rank with the loss brought something
         total, count = both["sums"]
@@ -97,7 +100,7 @@ class StepExecutor(ABC):
         # the count need not be read from the device
         known = (
             sum(b.count for b in micros if b.values is not None)
-            if self.step is None
+            if self.objective.step is None
             else int(count)
         )
         return total.to(self._dtype), known
@@ -137,9 +140,9 @@ class StepExecutor(ABC):
         None: nothing requires one."""
         batch = state.batches[micro]
         whole = cast(nn.Module, _ModelProxy(module, model))
-        task = TaskLoss(
-            whole, cast(BatchIterator, None), self.loss, self.step, self.precision, self.device
-        )
+        no_batches = cast(BatchIterator, None)
+        task = TaskLoss(whole, no_batches, self.objective, self.precision, self.device, self._warn)
+        self._warn = None  # the first micro-batch tells
         loss, count = task.forward(batch.values, batch.count)
         root = state.scaled(loss, count)
         state.total += (loss.detach() * count).to(state.total)

@@ -5,8 +5,7 @@ Every rank adds the gradients in the order of ranks, so all copies get the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -22,20 +21,6 @@ class TiedWeights:
     def __init__(self, held: Sequence[tuple[nn.Module, Mapping[str, Sequence[int]]]], group: Group):
         self._held, self._group = held, group
 
-    @contextmanager
-    def summed(self) -> Iterator[None]:
-        """Add the sum over ranks of the gradients that the step inside the context makes."""
-        before = [(weight, weight.grad) for weight, _ in self._weights]
-        for weight, _ in self._weights:
-            weight.grad = (
-                None  # of this step alone: what is summed already must not be summed again
-            )
-        yield
-        self._sum()
-        for weight, grad in before:
-            if grad is not None:
-                weight.grad = grad if weight.grad is None else grad + weight.grad
-
     @cached_property
     def _weights(self) -> list[tuple[nn.Parameter, list[int]]]:
         """Weights of this rank that other ranks hold too, and all ranks that do, in the same order
@@ -48,7 +33,9 @@ class TiedWeights:
                     found[name] = (own[name], ranks)
         return [found[name] for name in sorted(found)]
 
-    def _sum(self) -> None:
+    def sum(self) -> None:
+        """Replace the gradients of the step by their sums over ranks. They must be of this step
+        alone (the gradient window starts each without any), or sums would be summed again."""
         me, under_way = self._group.rank, []
         for weight, ranks in self._weights:
             own = torch.zeros(weight.numel() + 1, dtype=weight.dtype, device=weight.device)

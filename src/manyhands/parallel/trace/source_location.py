@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+# with the separator: torchvision lies beside torch and is the user's choice, as is all but torch
+LIBRARIES = tuple(
+    f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
+)
 Frames = Sequence[tuple[Any, int]]  # (frame, line number), innermost first
 
 

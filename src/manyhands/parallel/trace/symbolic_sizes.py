@@ -61,10 +61,11 @@ class SizeGuard:
                     "give batches of one shape, or pad them"
                 )
         # The trace has no condition on a size of 1, since torch takes 1 for a constant. Inside of a
-        # node torch tests the size again when the node runs.
+        # node torch tests the size again when the node runs; but where it took a size for a number,
+        # that number may be in a later node, and is as wrong for 1 as for any other size.
         several = {symbol: max(2, size) for symbol, size in sizes.items()}
         for guard, asked, which in [(*g, sizes) for g in self.guards] + [
-            (*g, several) for g in self.inside
+            (*g, sizes if _is_number(g[0]) else several) for g in self.inside
         ]:
             if guard.free_symbols <= sizes.keys() and not at_sizes(guard, which):
                 shapes = ", ".join(str(tuple(t.shape)) for t in given.values())
@@ -75,6 +76,17 @@ class SizeGuard:
                     "give batches of one shape, or pad them"
                 )
         self._seen.add(key)
+
+
+def _is_number(guard: Any) -> bool:
+    """Whether the guard says that a size is one number."""
+    import sympy
+
+    return (
+        isinstance(guard, sympy.Eq)
+        and any(a.is_Symbol for a in guard.args)
+        and any(a.is_Integer for a in guard.args)
+    )
 
 
 @dataclass(frozen=True)

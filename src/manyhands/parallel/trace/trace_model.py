@@ -49,6 +49,7 @@ def trace(
     Call it in the precision (autocast) in which the model is going to run."""
     check_names(model, cut)
     first: Untraceable | None = None
+    may_chain = call is None and len(example) == 1
     for leaves in (blocks(model, cut), smallest(model, cut)):
         while True:
             try:
@@ -67,11 +68,11 @@ def trace(
                     continue
                 if (chained := chain(model, example, cut, call)) is not None:
                     return chained
-                raise TaskError(_untraceable(model, first, cut)) from first
+                raise TaskError(_untraceable(model, first, cut, may_chain)) from first
         if sum(made.trainable) >= pieces:
             return made
     if first is not None:
-        raise TaskError(_untraceable(model, first, cut)) from first
+        raise TaskError(_untraceable(model, first, cut, may_chain)) from first
     return made
 
 
@@ -196,20 +197,34 @@ def _is_chain(model: nn.Module, children: Sequence[str], example: tuple[Any, ...
             module.training = mode
 
 
-def _untraceable(model: nn.Module, failed: Untraceable, cut: Sequence[str]) -> str:
-    offered = [
-        name for name, child in model.named_children() if next(child.parameters(), None) is not None
-    ]
-    for name, child in model.named_children():  # a list cannot be called: its members can
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name in offered:
-            offered[offered.index(name) : offered.index(name) + 1] = [
-                f"{name}.{n}" for n, _ in child.named_children()
-            ]
+def _untraceable(model: nn.Module, failed: Untraceable, cut: Sequence[str], may_chain: bool) -> str:
+    inside = f" in its module {failed.inside}" if failed.inside else ""
     why = (
         f"the forward pass of {type(model).__name__} cannot be cut into stages by itself: "
-        f"{failed}. Move that line into a module of its own"
+        f"{failed}{inside}. Move that line into a module of its own that takes and returns tensors"
     )
     if cut:
         return f"{why}, inside of which no stage begins (cut={','.join(cut)})"
-    named = f"cut={','.join(offered[1:4]) or '<modules>'}"
-    return f"{why}, or name the modules at which stages begin, which then run as wholes: {named}"
+    # a module that depends on values was tried as a whole already; code of the model's own forward
+    # pass is in no module
+    if may_chain or (failed.inside and not failed.by_value):
+        named = f"cut={','.join(_callable_children(model)[1:4]) or '<modules>'}"
+        return (
+            f"{why}, or name the modules at which stages begin, which then run as wholes: {named}"
+        )
+    return f"{why}, or use shard= or tensor= instead of pipe=, which run the forward pass as it is"
+
+
+def _callable_children(model: nn.Module) -> list[str]:
+    """Names of the children that have parameters; of a list, which cannot be called, its members'.
+
+    A container that has a forward pass of its own can be called."""
+    names = []
+    for name, child in model.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            names += [f"{name}.{n}" for n, _ in child.named_children()]
+        else:
+            names.append(name)
+    return names

@@ -3,6 +3,9 @@
     FakeTensorMode      shapes, dtypes and aliases of everything, no arithmetic; the sizes of the
                         batch are symbols (ShapeEnv)
     TorchFunctionMode   sees every torch function and tensor method that the model calls
+    Python dispatcher   composite operators (matmul) in Python, where sizes stay symbols: in C++ the
+                        matmul of torch 2.11 reads plain numbers, so that the program would hold the
+                        example's batch size
     subclasses          of the leaf modules' classes, for the time of the run: calls of leaf modules
                         are nodes, what they do inside is not
 
@@ -18,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -94,6 +98,7 @@ class Tracer(TorchFunctionMode):
                 one_convolution_backend(),
                 torch.enable_grad(),
                 masks_by_sizes(self.writer.by_sizes),
+                enable_python_dispatcher(),
                 self.fake,
                 self,
             ):

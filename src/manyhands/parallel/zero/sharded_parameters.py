@@ -36,7 +36,7 @@ from manyhands.parallel.zero.span_memory import (
     parameter_views,
 )
 from manyhands.parallel.zero.spans import Span, buckets
-from manyhands.replica.parameters import Allocate, Bucket, ReplicaGroup
+from manyhands.replica.parameters import Allocate, Bucket, ParameterStorage, ReplicaGroup
 
 STAGES = (1, 2, 3)
 
@@ -118,6 +118,14 @@ class ShardedParameters:
         ]
         self.count = torch.zeros(1 + len(self.views), device=self.device)
         self.replica_group = ReplicaGroup(self._sum, [1.0] * len(self.views))
+        whole = (
+            [] if self.gathers else [(e, s.view(s.full, e)) for s in self.spans for e in s.entries]
+        )
+        self._storage = ParameterStorage(
+            self.module,
+            [(entry.name, entry.parameter, value) for entry, value in whole],
+            "each rank trains its slice of it",
+        )
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """By name, which elements of each parameter, row by row, are this rank's: of those that
@@ -138,6 +146,9 @@ class ShardedParameters:
     @property
     def used(self) -> Tensor:
         return self.count[1:]
+
+    def take_back(self) -> None:
+        self._storage.take_back()  # knows none where blocks are gathered, into ever new memory
 
     def shapes(self) -> dict[str, list[tuple[slice, torch.Size]]]:
         """The slices in each vector; a bucket is a vector. A slice of a parameter has no shape but

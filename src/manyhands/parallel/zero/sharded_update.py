@@ -20,7 +20,7 @@ from manyhands.parallel.zero.full_state import whole
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.spans import Span
 from manyhands.replica import state
-from manyhands.replica.update import Sum, fuse
+from manyhands.replica.update import Sum, complete_momentum, fuse
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -95,6 +95,7 @@ class ShardUpdate:
         used gets none, as in plain torch."""
         for view, is_used in zip(self.flat.views, used, strict=True):
             view.parameter.grad = view.grad if is_used and view.grad.numel() else None
+        complete_momentum(self.optimizer)
         self.placed = [
             i for i, view in enumerate(self.flat.views) if view.parameter.grad is not None
         ]
