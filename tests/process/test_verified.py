@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.assembly.rank_context import Options
-from manyhands.cli import verify as verifying
-from manyhands.cli.verify import Record, verify
+from manyhands.cli.verify import verify
+from manyhands.cli.verify.comparison import Record, recorded, without_dropout
+from manyhands.cli.verify.deviation import measure
 from manyhands.core import Layout
 from manyhands.entry import load_task, work
 from manyhands.plan import words as plan_words
@@ -85,7 +87,7 @@ def several(folder: str, hosts: dict[str, str], words: Any, options: Options) ->
                 options, directory=str(where / "run"), callbacks=(Record(str(where), STEPS),)
             )
             work(
-                functools.partial(verifying._without_dropout, functools.partial(task, name)),
+                functools.partial(without_dropout, functools.partial(task, name)),
                 {**words, "link": link},
                 recorded,
             )
@@ -109,7 +111,7 @@ def ran(
         )
         alone = dataclasses.replace(plan_words.parse(f"steps={STEPS} save=off"), layout=Layout())
         references = {
-            name: verifying._run(
+            name: recorded(
                 functools.partial(task, name),
                 alone,
                 dataclasses.replace(options, stands_for=size),
@@ -126,9 +128,7 @@ def ran(
 def test_n_ranks_equal_one_process_over_every_kind_of_group(ran: Any, name: str, link: str) -> None:
     size, folder, references = ran
     ours = [load_file(folder / f"{name}-{link}" / f"rank-{r}.safetensors") for r in range(size)]
-    deviation = verifying._deviation(
-        ours, references[name], rtol=1e-12 if name != "batchnorm" else 1e-11
-    )
+    deviation = measure(ours, references[name], rtol=1e-12 if name != "batchnorm" else 1e-11)
     assert deviation.equal, deviation
     assert len([k for k in ours[0] if k.startswith("loss/")]) == STEPS and any(
         k.startswith("gradient/") for k in ours[0]
@@ -226,3 +226,73 @@ def test_a_script_without_a_task_is_refused(tmp_path: Path) -> None:
         r"and optimizer",
     ):
         verify(tmp_path / "job.py", ["data=2"])
+
+
+# as many public models have it: float32 inside, whatever the model is; and a neighbour's module
+IN_FLOAT32 = """
+import torch, manyhands as mh
+from torch import nn
+from norms import RMSNorm
+
+def task():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 6, generator=g)
+    model = nn.Sequential(nn.Linear(6, 40), RMSNorm(40), nn.Linear(40, 40), nn.Linear(40, 2))
+    return mh.Task(model=model, loss=lambda o, t: nn.functional.cross_entropy(o.float(), t),
+                   train=(x, (x.sum(1) > 0).long()), batch=5,
+                   optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+"""
+NORMS = """
+import torch
+from torch import nn
+
+class RMSNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+"""
+
+
+def test_a_model_with_float32_inside_is_equal_by_its_own_precision_and_errors_are_still_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "job.py").write_text(IN_FLOAT32)
+    (tmp_path / "norms.py").write_text(NORMS)
+    assert verify(tmp_path / "job.py", ["data=3"], steps=3)
+    said = capsys.readouterr().out
+    assert "the model computes partly in float32: one rounding of every operation moves" in said
+    assert "EQUAL up to rounding (bounds: loss " in said
+    assert not verify(tmp_path / "job.py", ["data=2", "compress=fp16"], steps=3)
+    said = capsys.readouterr().out
+    assert "DIFFERENT: more than loss " in said and "(loss)" in said
+    assert "compression changes the method on purpose" in said
+
+
+def test_ranks_start_from_the_bits_that_one_process_with_more_threads_starts_from(
+    tmp_path: Path,
+) -> None:
+    def task() -> Task:
+        def model() -> nn.Module:
+            made = nn.Linear(300, 400)
+            nn.init.orthogonal_(made.weight)  # by a QR decomposition
+            return made
+
+        data = (torch.ones(8, 300), torch.ones(8, 400))
+        still = lambda p: torch.optim.SGD(p, lr=0.0)
+        return Task(model=model, loss=nn.functional.mse_loss, train=data, batch=2, optimizer=still)
+
+    before, weights = torch.get_num_threads(), []
+    try:
+        for words in ("threads=2 steps=1", "data=2 threads=1 steps=1"):
+            directory = tmp_path / words
+            mh.train(task, words, directory=directory, quiet=True)
+            model = nn.Linear(300, 400)
+            weights.append(mh.load(directory, model).weight.detach())
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*weights)
