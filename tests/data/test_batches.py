@@ -222,7 +222,7 @@ def test_all_ranks_of_a_stream_make_the_same_number_of_micro_batches() -> None:
 
 
 def test_a_stream_without_samples_says_so() -> None:
-    with pytest.raises(TaskError, match="the training stream gave no sample in epoch 0"):
+    with pytest.raises(TaskError, match="the training stream gave no sample in epoch 1"):
         batches_of(Lines(0), 0, 1).next()
 
 

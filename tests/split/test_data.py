@@ -6,6 +6,7 @@ From any position on; all small cases.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from manyhands.core import Position
 from manyhands.split.data import (
     SPLITS,
+    BatchSplit,
     DataSplit,
     ordered,
     rank_range,
@@ -152,3 +154,56 @@ def test_parts_cover_in_order_and_differ_by_at_most_one() -> None:
         parts = [rank_range(total, r, size) for r in range(size)]
         assert [i for p in parts for i in p] == list(range(total))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# -- batches of a batch sampler --
+
+LISTED = [[3, 1, 4, 2, 2], [5, 5]]
+
+
+def listed(size: int, **more: int) -> list[list[list[range]]]:
+    """By rank, step and micro-batch: what the ranks compute in two epochs."""
+    found = []
+    for rank in range(size):
+        split = BatchSplit(lambda epoch: LISTED[epoch % 2], rank, size, **more)
+        steps = itertools.takewhile(lambda s: s.position.epoch < 2, split.steps_from(Position()))
+        found.append([list(step.micros) for step in steps])
+    return found
+
+
+def test_every_rank_computes_the_next_batch_of_a_batch_sampler() -> None:
+    assert listed(2) == [
+        [[range(0, 3)], [range(4, 8)], [range(10, 12)], [range(0, 5)]],
+        [[range(3, 4)], [range(8, 10)], [range(12, 12)], [range(5, 10)]],
+    ]
+    (alone,) = listed(1)
+    assert [micro for (micro,) in alone[:5]] == [
+        range(0, 3),
+        range(3, 4),
+        range(4, 8),
+        range(8, 10),
+        range(10, 12),
+    ]
+
+
+@pytest.mark.parametrize(("size", "more"), [(1, {}), (2, {}), (3, {"accumulate": 2}), (4, {})])
+def test_no_sample_of_a_batch_sampler_is_lost_or_used_twice(size: int, more: Any) -> None:
+    found = listed(size, micros=2, **more)
+    assert len({len(steps) for steps in found}) == 1, "all ranks take the same number of steps"
+    offsets = [i for steps in found for step in steps for micro in step for i in micro]
+    assert sorted(offsets) == sorted([*range(12), *range(10)])
+    assert len({len(step) for steps in found for step in steps}) == 1
+
+
+def test_one_process_that_stands_for_several_ranks_takes_their_batches_as_one() -> None:
+    (alone,) = listed(1, union=2)
+    assert alone == [[range(0, 4)], [range(4, 10)], [range(10, 12)], [range(0, 10)]]
+
+
+def test_a_batch_sampler_can_be_resumed_on_another_number_of_ranks() -> None:
+    two = BatchSplit(lambda epoch: LISTED[epoch % 2], 0, 2)
+    at = two.step_samples(Position()).after
+    assert at == Position(0, 4, 1) and two.total(Position()) == 4 and two.total(at) == 6
+    one = BatchSplit(lambda epoch: LISTED[epoch % 2], 0, 1)
+    assert one.step_samples(at).micros == (range(4, 8),)
+    assert (two.samples, two.steps_per_epoch, one.steps_per_epoch) == (12, 3, 5)

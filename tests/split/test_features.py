@@ -24,6 +24,7 @@ from manyhands.parallel import feature_linear
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.objective import Objective
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 from manyhands.split.features import columns, shard_specs
@@ -87,7 +88,7 @@ def train(
             model,
             torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01),
         )
-        task = TaskLoss(model, walk, nn.functional.cross_entropy, None, "fp32", CPU)
+        task = TaskLoss(model, walk, Objective(nn.functional.cross_entropy), "fp32", CPU)
         replica, rule = ModuleReplica(flat, update, task, nominal=BATCH), AllReduce()
         losses = [rule.round(replica, SoloGroup(), {}) for _ in range(steps)]
         return (

@@ -18,7 +18,7 @@ from manyhands.core import Position
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import TaskError
-from manyhands.split.data import DataSplit, StepSamples
+from manyhands.split.data import BatchSplit, DataSplit, StepSamples
 
 EpochOrder = Callable[[int], Tensor]  # epoch -> indices
 
@@ -78,14 +78,14 @@ class IndexedBatches:
         self,
         source: TensorSource | DatasetSource,
         order: EpochOrder,
-        split: DataSplit,
+        split: DataSplit | BatchSplit,
         at: Position,
         *,
         borrow: bool = False,
         claims: StepClaims | None = None,
     ):
         self.source, self._position = source, at
-        self.steps_per_epoch = -(-split.samples // split.global_batch)
+        self.steps_per_epoch = split.steps_per_epoch
         self.samples: int | None = split.samples
         self._order, self._borrow, self.counts = order, borrow, True
         self._epoch, self._indices = -1, torch.empty(0, dtype=torch.long)
@@ -105,7 +105,7 @@ class IndexedBatches:
     @property
     def total(self) -> int:
         at = self._position if self._step is None else self._step.position
-        return min(self._split.global_batch, self._split.samples - at.offset)
+        return self._split.total(at)
 
     @property
     def own(self) -> int:
@@ -174,8 +174,12 @@ class StreamedBatches:
         at: Position,
         *,
         borrow: bool = False,
+        drop_last: bool = False,
     ):
         self.source, self.position, self.steps_per_epoch = source, at, None
+        # read early: one row says whether this batch is the last of its epoch; whether the next
+        # one is complete takes all of its rows
+        self._early = global_batch if drop_last else 1
         self.samples: int | None = None
         self.total, self.own = global_batch, 0
         self._keep, self._global_batch, self._borrow, self.counts = keep, global_batch, borrow, True
@@ -198,17 +202,12 @@ class StreamedBatches:
             self._items = self.source.items(at.epoch)
             for _ in range(at.offset):
                 next(self._items, None)
-            self._peek = self._pull(1)
-            if not self._peek:
-                raise TaskError(
-                    f"the training stream gave no sample in epoch {at.epoch}; an IterableDataset "
-                    "must give at least one per epoch"
-                )
-        rows = self._peek + self._pull(self._global_batch - 1)
-        # read one row early: it says whether this batch is the last of its epoch
-        self._peek = self._pull(1)
+            self._peek = self._pull(self._early)
+            self._refuse_nothing(at)
+        rows = self._peek + self._pull(self._global_batch - len(self._peek))
+        self._peek = self._pull(self._early)
         self._after = Position(at.epoch, at.offset + len(rows), at.steps + 1)
-        if not self._peek:
+        if len(self._peek) < self._early:
             self._items, self._after = None, Position(at.epoch + 1, 0, at.steps + 1)
             self.samples = at.offset + len(rows)
         micros = self._keep(len(rows)).micros
@@ -217,6 +216,18 @@ class StreamedBatches:
             mine = rows[where.start : where.stop]
             values = self.source.to_device(mine or rows[:1]) if mine or self._borrow else None
             self._pending.append(Batch(values, len(mine), i == len(micros) - 1))
+
+    def _refuse_nothing(self, at: Position) -> None:
+        if not self._peek:
+            raise TaskError(
+                f"the training stream gave no sample in epoch {at.epoch + 1}; an IterableDataset "
+                "must give at least one per epoch"
+            )
+        if len(self._peek) < self._early:
+            raise TaskError(
+                f"drop_last=True leaves nothing of epoch {at.epoch + 1}: the training stream has "
+                f"{len(self._peek)} samples, a step takes {self._global_batch}; lower batch="
+            )
 
     def close(self) -> None: ...
 

@@ -9,16 +9,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from manyhands.data.sampling import Sampling, sampling_of
 from manyhands.errors import TaskError
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class TensorSource:
@@ -33,7 +37,20 @@ class TensorSource:
             raise TaskError(f"tensors of one data set must have equal lengths, got {lengths}")
         self.samples = next(iter(lengths.values()), 0)
         self._columns = {n: c.to(device) for n, c in self._columns.items()}
-        self.device = device
+        self.device, self.sampling = device, Sampling()
+
+    def digest(self) -> str:
+        """Sums over the bits of all columns: equal where two ranks have the same data."""
+        sums = []
+        for column in self._columns.values():
+            flat = column.detach().contiguous().reshape(-1)
+            bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+            sums += [int(bits[i::3].sum(dtype=torch.int64)) for i in range(3)]
+        return f"{[tuple(c.shape) for c in self._columns.values()]} {sums}"
+
+    def first(self, most: int) -> Tensor:
+        """The indices of the first samples, at most so many."""
+        return torch.arange(min(most, self.samples), device=self.device)
 
     def fetch(self, indices: Tensor) -> Any:
         got = {n: c.index_select(0, indices) for n, c in self._columns.items()}
@@ -65,12 +82,21 @@ class DatasetSource:
         device: torch.device,
         collate: Callable[[list[Any]], Any] | None = None,
         loaders: int = 0,
+        workers: Mapping[str, Any] | None = None,
     ):
         self.dataset, self.device, self.loaders = dataset, device, loaders
+        self.sampling = Sampling()
+        self._workers = workers or {}  # further arguments of the user's DataLoader
         self.collate = collate or default_collate
         self.samples = len(dataset)
         self._dtype: torch.dtype | None = None
         self._kept: Tensor | None = None  # columns of the model's input; None: all
+
+    def digest(self) -> str:
+        return str(self.samples)  # samples may be augmented: no two ranks read the same ones
+
+    def first(self, most: int) -> Tensor:
+        return torch.arange(min(most, self.samples))
 
     def fetch(self, indices: Tensor) -> Any:
         wanted = indices.tolist()
@@ -88,6 +114,7 @@ class DatasetSource:
             num_workers=self.loaders,
             collate_fn=self.collate,
             pin_memory=self.device.type == "cuda",
+            **self._workers,
         )
         # iter() draws a seed for the loader processes; a resumed run starts its loaders anew and
         # must continue with the same random numbers
@@ -124,11 +151,16 @@ class StreamSource:
     collate: Callable[[list[Any]], Any] = default_collate
     samples: int | None = None
     dtype: torch.dtype | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    loaders: int = 0  # worker processes of the user's DataLoader, which are not used
 
     def items(self, epoch: int) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         return iter(self.dataset)
+
+    def digest(self) -> str:
+        return ""  # not known before it is read
 
     def to_device(self, rows: list[Any]) -> Any:
         return move(self.collate(rows), self.device, self.dtype)
@@ -142,25 +174,30 @@ Source = TensorSource | DatasetSource | StreamSource
 
 def source(data: Any, device: torch.device, what: str, loaders: int | None = None) -> Source:
     """Choose the source class for `data`; `what` names the data in error messages."""
-    collate = None
+    collate, sampling, workers, listed = None, Sampling(), {}, False
     if isinstance(data, DataLoader):
         collate, loaders = data.collate_fn, data.num_workers if loaders is None else loaders
-        data = data.dataset
-    if isinstance(data, torch.utils.data.TensorDataset):
+        sampling, workers = sampling_of(data, what), _worker_options(data) if loaders else {}
+        data, listed = data.dataset, True
+    # a subclass may have a __getitem__ of its own (augmentation)
+    if type(data) is TensorDataset and collate in (None, default_collate):
         data = data.tensors
+    if not listed:
+        data = _columns(data, what)
     found: Source
     if isinstance(data, IterableDataset):
-        found = StreamSource(data, device, collate or default_collate)
+        found = StreamSource(data, device, collate or default_collate, loaders=loaders or 0)
     elif isinstance(data, Tensor | np.ndarray):
         found = TensorSource((data,), device)
     elif (
         isinstance(data, tuple | list | Mapping)
+        and not (listed and isinstance(data, list))  # a DataLoader takes a list for samples
         and len(data)
         and all(isinstance(v, Tensor | np.ndarray) for v in _values(data))
     ):
         found = TensorSource(data, device)
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        found = DatasetSource(data, device, collate, loaders or 0)
+        found = DatasetSource(data, device, collate, loaders or 0, workers)
     elif hasattr(data, "__iter__"):
         found = StreamSource(data, device, collate or default_collate)
     else:
@@ -168,11 +205,48 @@ def source(data: Any, device: torch.device, what: str, loaders: int | None = Non
             f"{what} is a {type(data).__name__}; a tuple of tensors or arrays, a Dataset, "
             "an IterableDataset or a DataLoader is needed"
         )
+    found.sampling = sampling
     if found.samples == 0:
         raise TaskError(
             f"{what} is empty: there is nothing to train or test on; give at least one sample"
         )
     return found
+
+
+def _columns(data: Any, what: str) -> Any:
+    """Data frames as arrays; what looks like columns and is none is refused."""
+    if isinstance(data, str | bytes | os.PathLike):
+        raise TaskError(f"{what} is a path or text ({data!r:.60}); load it, and give tensors")
+    if hasattr(data, "to_numpy"):
+        return data.to_numpy()
+    if hasattr(data, "toarray"):
+        raise TaskError(f"{what} is a sparse matrix; give a dense array, x.toarray()")
+    if isinstance(data, tuple | list | Mapping) and len(data):
+        values = [v.to_numpy() if hasattr(v, "to_numpy") else v for v in _values(data)]
+        tensors = [isinstance(v, Tensor | np.ndarray) for v in values]
+        if isinstance(data, list) and all(tensors) and len(data) > 4:
+            raise TaskError(
+                f"{what} is a list of {len(data)} tensors, which may be columns or samples; give a "
+                "tuple of columns, or a Dataset of samples"
+            )
+        if not all(tensors) and (any(tensors) or not isinstance(data, list)):
+            kinds = sorted({type(v).__name__ for v in values})
+            raise TaskError(
+                f"{what} is a {type(data).__name__} of {', '.join(kinds)}; tensors or arrays are "
+                "needed as columns, or a Dataset"
+            )
+        if all(tensors):
+            return (
+                dict(zip(data, values, strict=True)) if isinstance(data, Mapping) else tuple(values)
+            )
+    return data
+
+
+def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments of a DataLoader about its worker processes."""
+    names = ("worker_init_fn", "timeout", "prefetch_factor", "multiprocessing_context")
+    found = {name: getattr(loader, name, None) for name in names}
+    return {name: value for name, value in found.items() if value}
 
 
 def move(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -214,6 +288,8 @@ class _EndlessSampler:
 
 
 def _tensor(column: Any) -> Tensor:
+    if isinstance(column, np.ndarray) and column.dtype.kind not in "biufc":
+        raise TaskError(f"a data column is an array of {column.dtype}; numbers are needed")
     tensor = torch.as_tensor(column)
     if tensor.ndim == 0:
         raise TaskError(

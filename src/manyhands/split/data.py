@@ -8,8 +8,10 @@ padding or duplicates, and the position (epoch, offset) means the same for any n
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,7 +74,7 @@ class DataSplit:
     size: int
 
     def step_samples(self, at: Position) -> StepSamples:
-        total = min(self.global_batch, self.samples - at.offset)
+        total = self.total(at)
         # First into micro-batches, then over ranks: every rank has the same number of them, and
         # the union of the ranks' k-th ones is the k-th of one process, as BatchNorm over ranks
         # needs it.
@@ -97,7 +99,76 @@ class DataSplit:
     def steps_per_epoch(self) -> int:
         return -(-self.samples // self.global_batch)
 
+    def total(self, at: Position) -> int:
+        """Samples of a step over all ranks."""
+        return min(self.global_batch, self.samples - at.offset)
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """Data split by the batches of a batch sampler: at each step rank r computes the r-th of the
+    next `size` batches; `accumulate` times so many for micro-batches that add up to a step.
+
+    `union`: this one rank computes the batches of so many ranks as one (`verify`). A rank without
+    a batch at the end of an epoch has empty micro-batches.
+    """
+
+    sizes: Callable[[int], Sequence[int]]  # epoch -> samples of each batch
+    rank: int
+    size: int
+    accumulate: int = 1
+    micros: int = 1  # pieces of one batch
+    union: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of the first epoch: a batch sampler may give more or fewer in another."""
+        return sum(self.sizes(0))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.sizes(0)) // self._batches)
+
+    @property
+    def _batches(self) -> int:
+        """Of one step, over all ranks."""
+        return self.accumulate * self.size * self.union
+
+    def total(self, at: Position) -> int:
+        _, starts, first = self._where(at)
+        return starts[min(first + self._batches, len(starts) - 1)] - starts[first]
+
+    def step_samples(self, at: Position) -> StepSamples:
+        number, starts, first = self._where(at)
+        micros = []
+        for turn in range(self.accumulate):
+            mine = first + (turn * self.size + self.rank) * self.union
+            start, stop = (starts[min(i, number)] for i in (mine, mine + self.union))
+            pieces = (rank_range(stop - start, k, self.micros) for k in range(self.micros))
+            micros += [range(start + p.start, start + p.stop) for p in pieces]
+        last = first + self._batches >= number
+        end = starts[min(first + self._batches, number)]
+        after = replace(at, offset=end, steps=at.steps + 1)
+        return StepSamples(
+            at, tuple(micros), Position(at.epoch + 1, 0, at.steps + 1) if last else after
+        )
+
+    def steps_from(self, at: Position) -> Iterator[StepSamples]:
+        while True:
+            step = self.step_samples(at)
+            yield step
+            at = step.after
+
+    def _where(self, at: Position) -> tuple[int, list[int], int]:
+        """Number of the epoch's batches, where each begins, and which of them is next."""
+        starts = [0, *itertools.accumulate(self.sizes(at.epoch))]
+        return len(starts) - 1, starts, bisect.bisect_left(starts, at.offset)
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Odd multipliers: distinct (seed, epoch) pairs give distinct seeds of generators."""
+    return (seed * 1_000_003 + epoch * 7_919) % (2**63)
+
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
-    # odd multipliers: distinct (seed, epoch) pairs give distinct generator seeds
-    return torch.Generator().manual_seed((seed * 1_000_003 + epoch * 7_919) % (2**63))
+    return torch.Generator().manual_seed(epoch_seed(seed, epoch))
