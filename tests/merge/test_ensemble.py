@@ -24,6 +24,7 @@ from manyhands.replica.distillation import DistillationLoss, StudentReplica
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.objective import Objective
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
 from support.compare import assert_close
@@ -77,7 +78,7 @@ def worker(
         DataSplit(samples, BATCH * size, BATCH, rank, size),
         Position(),
     )
-    task = TaskLoss(model, walk, cross_entropy, None, "fp32", CPU)
+    task = TaskLoss(model, walk, Objective(cross_entropy), "fp32", CPU)
     update = WholeUpdate(flat, model, torch.optim.SGD(model.parameters(), lr=lr))
     plain = ModuleReplica(
         flat, update, task, nominal=BATCH * size, ended=lambda: walk.position.epoch >= epochs
@@ -301,9 +302,8 @@ def test_a_rank_that_has_no_samples_left_learns_nothing_and_stands_for_nobody() 
 
 def test_a_task_of_steps_and_a_loop_of_ones_own_are_refused_before_training() -> None:
     w = worker()
-    stepping = TaskLoss(
-        w.model, w.walk, None, lambda model, batch: model(batch[0]).sum(), "fp32", CPU
-    )
+    of_steps = Objective(step=lambda model, batch: model(batch[0]).sum())
+    stepping = TaskLoss(w.model, w.walk, of_steps, "fp32", CPU)
     with pytest.raises(
         TaskError, match=r"the task has step=.*give Task\(loss=.*or choose another merge="
     ):

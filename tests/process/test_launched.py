@@ -180,6 +180,39 @@ def test_the_failing_ranks_traceback_is_printed_once_and_last_and_the_others_sto
     assert not left_in_shared_memory(pids)
 
 
+FAILING_LOOP = """
+import os
+import torch, manyhands as mh
+from torch import nn
+
+run = mh.join()
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 4))
+model, optimizer, data = run.prepare(model, optimizer, dataset, batch=2)
+for number, (x,) in enumerate(data):
+    run.step(model(x).mean())
+    if number == 4 and run.rank == 1:
+        raise ValueError("boom on purpose")
+"""
+
+
+@pytest.mark.parametrize(
+    "leave",
+    # slow: the tests of the launcher have it too
+    ["sys.exit(3)", pytest.param("os._exit(3)", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("script", [FAILING, FAILING_LOOP], ids=["task", "own loop"])
+def test_a_rank_that_leaves_with_an_exit_code_gives_it_to_the_command(
+    tmp_path: Path, script: str, leave: str
+) -> None:
+    leaving = script.replace('raise ValueError("boom on purpose")', leave)
+    (tmp_path / "job.py").write_text(leaving.replace("import os", "import sys, os", 1))
+    job = run(tmp_path, [*RUN, "data=2", "save=off", "--quiet"])
+    assert job.process.returncode == 3, job.err
+    assert "\nrank 1 ended with exit code 3" in job.err and "Traceback" not in job.err
+
+
 N = 40
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
 
@@ -220,7 +253,7 @@ def test_a_loss_that_becomes_nan_names_its_rank_round_and_the_last_good_checkpoi
         and "Traceback" not in text
     )
     assert f"the last good checkpoint is {tmp_path}/run/checkpoints/step-00000006" in text
-    assert failed.value.exit_code == 1
+    assert failed.value.exit_code == 2 and str(failed.value).startswith("Diverged: the loss of")
 
 
 def test_more_ranks_than_samples_are_refused_with_what_to_set(tmp_path: Path) -> None:
@@ -277,17 +310,17 @@ print("rounds", result.rounds, result.checkpoint)
 """
 
 
-def test_a_full_disk_does_not_stop_training_and_the_last_good_checkpoint_stays(
+def test_a_full_disk_does_not_stop_training_but_a_run_that_is_not_saved_has_failed(
     tmp_path: Path,
 ) -> None:
     job = run(tmp_path, [sys.executable, "-"], stdin=FULL)
-    assert job.process.returncode == 0, job.err
+    assert job.process.returncode == 1, job.err
     for round in (2, 4, 6):
         assert f"checkpoint at round {round} failed: " in job.out + job.err
     assert (
         "training goes on, the last good one is run/checkpoints/step-00000001" in job.out + job.err
     )
-    assert "rounds 6 run/checkpoints/step-00000001" in job.out
+    assert "training ended at round 6, but its last checkpoint could not be saved" in job.err
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert saved is not None and saved.round == 1
 

@@ -8,15 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import manyhands as mh
 from manyhands.assembly.rank_context import Options
@@ -99,6 +108,31 @@ def unseeded() -> nn.Module:
     return model
 
 
+def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([float(i % 3) for i in range(N)], 30)
+
+
+class Hardest(Sampler[int]):
+    """Draws from three sources of random numbers, and counts its own epochs."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        first = [random.randrange(N), int(np.random.randint(N)), int(torch.randint(N, ()))]
+        return iter([*first, *range(self.epochs, 20)][:20])
+
+
+SUM: dict[str, Any] = {
+    "reduction": "sum",
+    "optimizer": lambda p: torch.optim.SGD(p, lr=0.005, momentum=0.9),
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensors": ("", {}),
     "dataset": ("", {"train": Rows(), "test": Rows()}),
@@ -143,6 +177,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": (
         "precision=bf16",
         {"model": lambda: plain().float(), "train": (X.float(), Y), "test": (X.float(), Y)},
+    ),
+    "sum": ("", {"loss": functools.partial(nn.functional.cross_entropy, reduction="sum"), **SUM}),
+    "sum of a step": ("accumulate=2", {"loss": None, "metrics": {}, "step": summed, **SUM}),
+    "in order": ("", {"train": DataLoader(Rows(), BATCH, shuffle=False)}),
+    "drop_last": ("", {"train": DataLoader(Rows(), BATCH, shuffle=True, drop_last=True)}),
+    "drop_last stream": ("", {"train": DataLoader(Stream(), BATCH, drop_last=True)}),
+    "weighted sampler": ("", {"train": DataLoader(Rows(), BATCH, sampler=weighted())}),
+    "sampler with loaders": (
+        "",
+        {"train": DataLoader(Rows(), BATCH, sampler=weighted(), num_workers=2)},
+    ),
+    "own sampler": ("", {"train": DataLoader(Rows(), BATCH, sampler=Hardest())}),
+    "subsets": (
+        "",
+        {
+            "train": DataLoader(Rows(), BATCH, sampler=SubsetRandomSampler(range(20))),
+            "test": DataLoader(Rows(), BATCH, sampler=SubsetRandomSampler(range(20, N))),
+        },
     ),
 }
 # by their nature: another computation, another rounding, other weights to start from

@@ -53,6 +53,24 @@ def test_numbers_that_never_come_do_not_make_the_window_grow() -> None:
     assert not marks.fresh(0, 0, 1), "too old to be on its way"
 
 
+@pytest.mark.parametrize("first", [0, 5])  # the first number that is missing
+@pytest.mark.parametrize("jump", [0, 1, 3 * WINDOW])  # past the window's end
+def test_a_push_is_too_old_exactly_one_window_after_it(first: int, jump: int) -> None:
+    marks = DedupMarks()
+    for sequence in range(first):
+        marks.add(0, 0, sequence)
+    marks.add(0, 0, first + WINDOW - 1)
+    assert marks.fresh(0, 0, first), "WINDOW - 1 younger ones: it may still be on its way"
+    newest = first + WINDOW + jump
+    marks.add(0, 0, newest)
+    assert not marks.fresh(0, 0, newest - WINDOW)
+    assert marks.fresh(0, 0, newest - WINDOW + 1)
+    if jump < WINDOW:
+        assert not marks.fresh(0, 0, first + WINDOW - 1), "applied, and within the window"
+    marks.add(0, 0, newest - WINDOW + 1)
+    assert not marks.fresh(0, 0, newest - WINDOW + 1) and marks.fresh(0, 0, newest - WINDOW + 2)
+
+
 def test_a_newer_incarnation_begins_anew_and_the_older_is_refused() -> None:
     marks = DedupMarks()
     assert apply(marks, 3, 1, 0) and apply(marks, 3, 1, 1)

@@ -35,6 +35,7 @@ from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
 SETTLE_S = 0.4  # after the first failure: for the report of the rank that caused it to arrive
+TOGETHER = ("Diverged",)  # errors that every rank raises at the same round
 GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
 
 
@@ -203,16 +204,22 @@ class HostsLauncher:
         killed = {
             w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us
         }
+        ended = [w.rank for w in workers if codes[w.rank] > 0 and w.rank not in reports]
         # a rank that lost its peer is a victim, not the cause; so is one that lost a server, where
-        # the rank that had started the server was killed
-        victims = {"PeerLost", "ServerLost"} if killed else {"PeerLost"}
+        # the rank that had started the server is gone
+        victims = {"PeerLost", "ServerLost"} if killed or ended else {"PeerLost"}
         causes = sorted(
             (r for r in reports if reports[r]["kind"] not in victims),
             key=lambda r: reports[r]["time"],
         )
         if causes:
-            rank = causes[0]
-            raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+            rank, said = causes[0], reports[causes[0]]
+            # what all ranks found together is no rank's failure; the message names the culprit
+            together = said["kind"] in TOGETHER or sum(
+                reports[r]["text"] == said["text"] for r in causes
+            ) == len(workers)
+            size = 1 if together else len(workers)
+            raise LaunchError(_attributed(rank, size, said["text"]), 2 if said["ours"] else 1)
         # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested
@@ -233,16 +240,15 @@ class HostsLauncher:
                 f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}",
                 128 + killed[rank],
             )
+        if ended:
+            last = "".join(f"\n  {line.rstrip()}" for line in workers[ended[0]].tail[-20:])
+            raise LaunchError(
+                f"rank {ended[0]} ended with exit code {codes[ended[0]]} and no report{last}",
+                codes[ended[0]],
+            )
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
-        failed = [r for r, c in codes.items() if c > 0]
-        if failed:
-            last = "".join(f"\n  {line.rstrip()}" for line in workers[failed[0]].tail[-20:])
-            raise LaunchError(
-                f"rank {failed[0]} ended with exit code {codes[failed[0]]} and no report{last}",
-                codes[failed[0]],
-            )
 
 
 def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:

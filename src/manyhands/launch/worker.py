@@ -67,7 +67,8 @@ def _report(store: dist.Store, rank: int, e: BaseException) -> None:
     plain = isinstance(e, ManyhandsError | SystemExit)
     text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
     with contextlib.suppress(Exception):
-        store.set(f"error/{rank}", json.dumps({"kind": kind, "text": text, "time": time.time()}))
+        said = {"kind": kind, "text": text, "time": time.time()}
+        store.set(f"error/{rank}", json.dumps({**said, "ours": isinstance(e, ManyhandsError)}))
 
 
 def _exactly(channel: object, n: int) -> bytes:
