@@ -36,6 +36,9 @@ from manyhands.core import (
 )
 from manyhands.errors import CheckpointError
 from manyhands.exchange import reduce_scatter
+from manyhands.exchange.compression.compressed_group import CompressedGroup
+from manyhands.exchange.compression.int8 import Int8
+from manyhands.exchange.compression.topk import TopK
 from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -197,11 +200,12 @@ class Rank:
         self.context.checkpoints.wait()
         self.context.group.all_reduce({"saved": torch.zeros(1)}).wait()
 
-    def resume(self) -> None:
+    def resume(self) -> Tensors:
+        """Returns the state of the codec."""
         saved = find_snapshot(self.context, self.snapshots.order)
         assert saved is not None
         self.snapshots.restore(saved, self.rule.name)
-        self.snapshots.restore_strategy(saved, self.rule)
+        return self.snapshots.restore_strategy(saved, self.rule)
 
 
 Strategies = Callable[[], Strategy[Any, Any]]
@@ -516,6 +520,68 @@ def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the
 
     run(tmp_path, Layout(data=1, tensor=2), body, elastic)
     run(tmp_path, Layout(data=3, tensor=2), body, elastic)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("alike", [False, True], ids=["each its own", "the same on all ranks"])
+def test_what_a_codec_held_back_arrives_once_whatever_the_number_of_ranks(
+    tmp_path: Path, alike: bool, tensor: int
+) -> None:
+    """Whole numbers, divided by powers of 2 only: every sum is exact."""
+    numel = 64
+
+    def exchange(here: Rank, codec: TopK, x: Tensor) -> Tensor:
+        link = CompressedGroup(here.context.data_group, codec, smallest=1)
+        link.load_state(here.resume())
+        link.all_reduce({"x": x}).wait()
+        here.rule.codec_state = lambda: link.state
+        return x
+
+    def given(here: Rank, round: int) -> Tensor:
+        at = here.context.plan.layout.coordinates(here.context.rank)["data"]
+        seed = torch.Generator().manual_seed(100 * round + (0 if alike else at))
+        return torch.randint(-9, 10, (numel,), generator=seed).float()
+
+    start(tmp_path)
+    expected, arrived = torch.zeros(numel), torch.zeros(numel)
+    for round, size in enumerate((3, 2, 4), 2):
+
+        def body(here: Rank, round: int = round) -> tuple[Tensor, Tensor]:
+            x = given(here, round)
+            out = exchange(here, TopK(density=0.1), x.clone())
+            here.save(round)
+            return x, out
+
+        layout = Layout(data=size, tensor=tensor)
+        results = run(tmp_path, layout, body)
+        expected += sum(x for x, _ in results[::tensor])
+        arrived += results[0][1]
+    assert not torch.equal(arrived, expected), "something was held back"
+    last = run(
+        tmp_path,
+        Layout(data=2, tensor=tensor),
+        lambda here: exchange(here, TopK(density=1.0), torch.zeros(numel)),  # sends all there is
+    )
+    assert all(torch.equal(arrived + rest, expected) for rest in last)
+
+
+def test_what_the_owner_of_a_shard_lost_is_left_out_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    start(tmp_path)
+
+    def first(here: Rank) -> list[tuple[str, int]]:
+        link = CompressedGroup(here.context.data_group, Int8(block=8), smallest=1)
+        link.load_state(here.resume())
+        link.all_reduce({"x": torch.arange(65.0) + here.context.rank}).wait()
+        here.rule.codec_state = lambda: link.state
+        here.save(2)
+        return sorted((k, v.numel()) for k, v in link.state.items())
+
+    lengths = [dict(kept)["second/x"] for kept in run(tmp_path, Layout(data=3), first)]
+    assert lengths == [21, 22, 22], "of shards that no two ranks of another number have"
+    for kept in run(tmp_path, Layout(data=2), lambda here: here.resume()):
+        assert kept.keys() == {"error/x"}
 
 
 @pytest.mark.parametrize("words", ["pipe=2", "data=4", "alone"])

@@ -129,6 +129,9 @@ def test_it_goes_on_alone_from_the_model_that_the_ranks_stood_for(
         case, tmp_path / "run", 4 * BLOCK, {}, alone
     )  # nothing left to do: the model is what it was
     assert all(torch.equal(v, last(tmp_path / "run").params[k]) for k, v in before.params.items())
+    said = (tmp_path / "run" / "events" / "rank-0.jsonl").read_text()
+    feedback = any("/codec/error/" in key for key in before.ranks)
+    assert ("the error feedback in the checkpoint is dropped" in said) == feedback
     one(case, tmp_path / "run", 5 * BLOCK, {}, alone)
     after = last(tmp_path / "run")
     assert after.position.steps == 5 * BLOCK

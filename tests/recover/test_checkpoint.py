@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,7 +172,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used_with_a_notic
     )
     ((name, text),) = said
     assert (
-        name == "notice"
+        name == "warning"
         and "step-00000003 is damaged" in text
         and text.endswith("using the one before it")
     )
@@ -264,6 +265,99 @@ def test_a_process_that_dies_while_saving_loses_nothing_that_was_saved(
     got = Checkpoints(tmp_path).latest()
     assert got is not None
     assert_equal(got, snapshot(1))
+
+
+def test_a_round_that_is_saved_again_replaces_its_first_checkpoint(tmp_path: Path) -> None:
+    checkpoints, said = saved(tmp_path, [1, 2])
+    checkpoints.save(snapshot(2, seed=7), {})
+    checkpoints.wait()
+    assert [name for name, _ in said] == ["checkpoint"] * 3
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    got = Checkpoints(tmp_path).latest()
+    assert got is not None
+    assert_equal(got, snapshot(2, seed=7))
+
+
+class Crash(BaseException):
+    """The process dies here: no handler of the package catches it."""
+
+
+class Calls(list[tuple[str, ...]]):
+    """Every real rename, sync and removal, in order, until the call `crash_at` (from 0)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, crash_at: int | None = None):
+        super().__init__()
+        self.crash_at = crash_at
+        named = lambda fd: os.readlink(f"/proc/self/fd/{fd}")
+        for module, name in ((os, "rename"), (os, "fsync"), (os, "unlink"), (shutil, "rmtree")):
+            monkeypatch.setattr(module, name, self._recorded(name, getattr(module, name), named))
+
+    def _recorded(self, name: str, real: Any, named: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            if len(self) == self.crash_at:
+                raise Crash
+            paths = [named(p) if isinstance(p, int) else str(p) for p in given[:2]]
+            self.append((name, *(Path(p).name for p in paths if not isinstance(p, bool))))
+            return real(*given, **options)
+
+        return call
+
+
+def test_nothing_is_named_before_it_is_on_disk_and_nothing_removed_before_its_successor_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, _ = saved(tmp_path, [1], keep=1)
+    with monkeypatch.context() as patched:
+        calls = Calls(patched)
+        checkpoints._save(snapshot(2), {})
+    hidden, first, second = f"{HIDDEN}2-{os.getpid()}", "step-00000001", "step-00000002"
+    assert [c for c in calls if c[0] != "unlink"] == [
+        ("fsync", TENSORS),
+        ("fsync", MANIFEST),
+        ("fsync", hidden),
+        ("rename", hidden, second),
+        ("fsync", tmp_path.name),
+        ("rmtree", first),
+    ]
+    with monkeypatch.context() as patched:
+        calls = Calls(patched)
+        checkpoints._save(snapshot(2, seed=7), {})
+    assert [c for c in calls if c[0] != "unlink"][3:] == [
+        ("rename", hidden, f"{second}.new"),
+        ("fsync", tmp_path.name),
+        ("rmtree", second),
+        ("rename", f"{second}.new", second),
+        ("fsync", tmp_path.name),
+    ]
+
+
+def test_a_crash_at_any_call_while_a_round_is_saved_again_leaves_one_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, crash_at = set(), 0
+    while True:
+        folder = tmp_path / str(crash_at)
+        checkpoints, _ = saved(folder, [2], keep=1)
+        with monkeypatch.context() as patched:
+            calls = Calls(patched, crash_at)
+            try:
+                checkpoints._save(snapshot(2, seed=7), {})
+            except Crash:
+                pass
+            else:
+                break
+        again = Checkpoints(folder, keep=1)
+        got = again.latest()
+        assert got is not None, calls
+        new = torch.equal(got.params["b"], snapshot(2, seed=7).params["b"])
+        assert_equal(got, snapshot(2, seed=7 if new else 0))
+        assert_equal(again.at(2), got)  # what the other ranks of a split model read
+        found.add(new)
+        again.save(snapshot(2, seed=8), {})
+        again.wait()
+        assert names(folder) == ["step-00000002"] and again.last_good == folder / "step-00000002"
+        crash_at += 1
+    assert found == {False, True} and crash_at == len(calls) > 8
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import CheckpointError, RunBusy
-from manyhands.recover.directory import choose, claim
+from manyhands.recover.directory import choose, claim, read_words, write_plan
 
 
 def run(base: Path, name: str) -> Path:
@@ -60,6 +60,57 @@ def test_a_given_directory_is_taken_but_an_earlier_run_in_it_is_not_overwritten(
         CheckpointError, match=r"there is no run to resume in .*none: the directory does not exist"
     ):
         choose(tmp_path, "x", str(tmp_path / "none"), True)
+
+
+@pytest.mark.parametrize("name", ["plan.toml", "words.txt", "owner", "events", "curves.png"])
+def test_a_folder_of_the_user_is_refused_where_a_run_would_write_over_its_files(
+    tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / name
+    file.mkdir() if name == "events" else file.write_text("data = 2")
+    (tmp_path / "job.py").touch()
+    for resume in (False, True):
+        with pytest.raises(
+            RunBusy,
+            match=rf"is not a run directory but holds {name}, which a run would write over; give an"
+            r" empty or a new directory with --dir",
+        ):
+            choose(tmp_path, "x", str(tmp_path), resume)
+
+
+def test_a_folder_with_other_files_or_of_a_run_without_checkpoints_is_taken(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.py").touch()
+    assert choose(tmp_path, "x", str(tmp_path), False) == tmp_path
+    claim(tmp_path).close()
+    write_plan(tmp_path, "data = 2\n", "data=2")
+    assert read_words(tmp_path) == "data=2"
+    assert choose(tmp_path, "x", str(tmp_path), False) == tmp_path
+
+
+def test_a_run_directory_that_cannot_be_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for resume in (False, True):
+        with pytest.raises(
+            CheckpointError, match=r"file is a file, and a run needs a directory; give another one"
+        ):
+            choose(tmp_path, "x", str(tmp_path / "file"), resume)
+    with pytest.raises(
+        CheckpointError,
+        match=r"file/inside cannot be made or written \(Not a directory\); free space or permit "
+        r"writing there, or give another directory with --dir",
+    ):
+        claim(choose(tmp_path, "x", str(tmp_path / "file" / "inside"), False))
+
+
+def test_a_full_disk_at_the_start_is_said_in_a_sentence(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    (tmp_path / "plan.toml").symlink_to(full)
+    with pytest.raises(CheckpointError, match=r"\(No space left on device\); free space"):
+        write_plan(tmp_path, "data = 2\n", "data=2")
 
 
 HOLD = """

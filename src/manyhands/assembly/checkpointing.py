@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.own_state import OwnState, all_rng, ranks_per_replica, saved_layout
 from manyhands.assembly.rank_context import RankContext
@@ -20,11 +21,20 @@ from manyhands.assembly.tables import RunTables
 from manyhands.core import Plan, Snapshot, Tensors
 from manyhands.data.batches import BatchIterator
 from manyhands.embedding import server_optimizer
+from manyhands.errors import CheckpointError
 from manyhands.parallel.reshard.rank_state import RankState
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.plan import words
 from manyhands.recover import sharded_file
 from manyhands.recover.checkpoint import RankSnapshot
+from manyhands.recover.given_values import (
+    check_optimizer,
+    differences,
+    given_values,
+    in_force,
+    other_data,
+    saved_values,
+)
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
@@ -51,10 +61,21 @@ class Checkpointing:
         self.own = OwnState(
             self.context, self.plan, self.module, self.replica, self.resharding, self.local
         )
+        self._given = self._present_values()
         self._not_saved: list[str] = []
         if self.resharding is not None and self.plan.save != "off":
             folder = self.context.checkpoints.folder
             sharded_file.check_common(folder, self.context.group, self.context.device)
+
+    def _present_values(self) -> dict[str, Any]:
+        optimizer, schedule = self.replica.optimizer, self.replica.schedule
+        nothing: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+        return given_values(
+            type(optimizer).__qualname__,
+            state.plain_groups(self.module, optimizer, nothing),
+            None if schedule is None else type(schedule).__qualname__,
+            None if schedule is None else state.to_plain(schedule.state_dict()),
+        )
 
     # -- to disk --
 
@@ -71,6 +92,7 @@ class Checkpointing:
 
     def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> str:
         """Write in the background what `take` returned; every rank calls it. Returns the path."""
+        self.context.keep_directory()
         checkpoints = self.context.checkpoints
         if isinstance(snapshot, RankSnapshot):
             checkpoints.save_together(snapshot, metrics, self.context.group, self.context.device)
@@ -84,6 +106,10 @@ class Checkpointing:
         if checkpoints.last_good is None and (found := checkpoints.all()):
             return str(found[-1])
         return None if checkpoints.last_good is None else str(checkpoints.last_good)
+
+    def last_failure(self) -> str:
+        self.context.checkpoints.wait()
+        return self.context.checkpoints.failure
 
     def _take_whole(
         self, round: int, active: ActiveStrategy, metrics: dict[str, float]
@@ -158,6 +184,7 @@ class Checkpointing:
         schedule, scaler = self.replica.schedule, self.replica.scaler
         return {
             "optimizer": optimizer_meta,
+            "given": self._given,
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
             "scaler": None if scaler is None else scaler.state_dict(),
             "global_batch": self.global_batch,
@@ -175,6 +202,7 @@ class Checkpointing:
     def restore(self, saved: Snapshot, strategy_name: str) -> None:
         """Restore model, optimizer, schedule, scaler and random numbers."""
         replica = self.replica
+        self._compare_given(saved)
         if self.resharding is None:
             state.load_model(self.module, saved.params)
         if self.tables is not None:
@@ -193,12 +221,32 @@ class Checkpointing:
                 if (own := mine.get(f"param/{key}")) is not None:
                     values.copy_(own)
         if replica.schedule is not None and saved.meta["schedule"] is not None:
-            replica.schedule.load_state_dict(state.from_plain(saved.meta["schedule"]))
+            self._restore_schedule(replica.schedule, saved.meta["schedule"])
         if replica.scaler is not None and saved.meta["scaler"] is not None:
             replica.scaler.load_state_dict(saved.meta["scaler"])
             if (own := mine.get("scaler/scale")) is not None:
                 replica.scaler.update(new_scale=float(own))
         self._restore_rng(saved)
+
+    def _compare_given(self, saved: Snapshot) -> None:
+        """Say what of the task does not hold in the resumed run, in one warning."""
+        then, now = saved_values(saved), self._given
+        check_optimizer(then, now)
+        said = differences(then, now, saved.meta["optimizer"]["groups"])
+        said += other_data(saved.meta.get("order", {}), self.order)
+        if said:
+            self.context.warn("; ".join(said))
+        self._given = in_force(then, now)
+
+    def _restore_schedule(self, schedule: LRScheduler, saved: dict[str, Any]) -> None:
+        try:
+            schedule.load_state_dict(state.from_plain(saved))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
+            raise CheckpointError(
+                f"the task's schedule {type(schedule).__qualname__} cannot go on from the "
+                f"checkpoint's ({type(e).__name__}: {e}); resume with the schedule it was saved "
+                "from, or start anew without resume"
+            ) from e
 
     def _restore_rng(self, saved: Snapshot) -> None:
         context, prefix = self.context, f"{self.context.rank}/"

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from manyhands.assembly.data import batch_sizes
+from manyhands.assembly.data import batch_sizes, resolve_split
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Position, Snapshot
 from manyhands.data.sources import Source
-from manyhands.errors import CheckpointError
+from manyhands.errors import CheckpointError, TaskError
 from manyhands.recover import sharded_file
 
 
@@ -35,10 +35,26 @@ class Start:
 
 
 def start(context: RankContext, plan: Plan, train: Source) -> Start:
+    plan = resolve_split(plan, train)
+    if plan.split != "by_feature":  # each rank has columns of its own
+        _check_same_data(context, train)
     order = {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
     saved = find_snapshot(context, order) if context.options.resume else None
-    plan, global_batch = batch_sizes(context, plan, saved)
+    plan, global_batch = batch_sizes(context, plan, train, saved)
     return Start(plan, global_batch, order, saved)
+
+
+def _check_same_data(context: RankContext, train: Source) -> None:
+    """Refuse a task that draws other training data on every rank."""
+    if context.process.size == 1:
+        return
+    digest = train.digest()
+    first = bytes(context.store.compare_set("training data", "", digest)).decode()
+    if first != digest:
+        raise TaskError(
+            "the training data of this rank is not that of the others: task() makes or divides it "
+            "with random numbers that nobody seeded; give it a seed of its own (random_state=0)"
+        )
 
 
 def find_snapshot(context: RankContext, order: dict[str, Any]) -> Snapshot | None:

@@ -4,7 +4,8 @@
                               manifest.json           its sha256 and size, round, position, metrics
 
 A background thread writes into a hidden folder, syncs and renames it: a crash at any moment leaves
-the previous checkpoint and at worst a hidden folder, which the next save removes. Where the model
+the previous checkpoint and at worst a hidden folder, which the next save removes. A round that is
+saved again gets a name beside its first checkpoint, whose place it then takes. Where the model
 is split over ranks, they write the tensors together, each its own shards, before the thread does
 the rest; the file is the same.
 """
@@ -39,6 +40,7 @@ from manyhands.recover import sharded_file
 
 FORMAT = 2
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
+NEW = ".new"  # ends the name of a second checkpoint of a round; sorts after the first one's
 
 Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
 Only = Callable[[str], bool]  # which tensors to read, by their names in the file
@@ -66,6 +68,7 @@ class Checkpoints:
     ):
         self.folder, self.keep, self.best, self.report = folder, keep, best, report
         self.last_good: Path | None = None
+        self.failure = ""  # why the last save failed; "": it did not
         self._thread: threading.Thread | None = None
 
     # -- writing --
@@ -122,12 +125,14 @@ class Checkpoints:
         try:
             path = self.path(snapshot.round)
             nbytes = _seal(snapshot, metrics, hidden)
-            if path.exists():  # a resumed run came to this round again: move the old one away
-                os.rename(path, hidden.with_name(f"{hidden.name}-old"))
-            os.rename(hidden, path)
-            shutil.rmtree(hidden.with_name(f"{hidden.name}-old"), ignore_errors=True)
+            if path.exists():  # a resumed run came to this round again
+                os.rename(hidden, new := path.with_name(f"{path.name}{NEW}"))
+                _sync(self.folder)  # before the old one goes
+                self._take_place(new)
+            else:
+                os.rename(hidden, path)
             _sync(self.folder)
-            self.last_good = path
+            self.last_good, self.failure = path, ""
             self._forget(path)
             self.report("checkpoint", time.perf_counter() - start, nbytes, str(path))
         except Exception as e:
@@ -141,12 +146,24 @@ class Checkpoints:
             if self.last_good
             else "there is no earlier one"
         )
+        self.failure = str(error) or type(error).__name__
         said = f"checkpoint at round {round} failed: {error}; training goes on, {kept}"
         self.report("checkpoint_failed", time.perf_counter() - start, 0, said)
 
     def _sweep(self) -> None:
         for old in self.folder.glob(f"{HIDDEN}*"):
             shutil.rmtree(old, ignore_errors=True)
+        for new in self.folder.glob(f"step-*{NEW}"):
+            self._take_place(new)
+
+    def _take_place(self, new: Path) -> None:
+        """Give a second checkpoint of a round the name of the first. It counts already: a crash on
+        the way leaves it."""
+        path = new.with_name(new.name.removesuffix(NEW))
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(new, path)
+        if self.last_good == new:
+            self.last_good = path
 
     def _forget(self, newest: Path) -> None:
         saved = self.all()
@@ -185,7 +202,7 @@ class Checkpoints:
             try:
                 snapshot = load(path, only)
             except CheckpointError as e:
-                self.report("notice", 0.0, 0, f"{e}; using the one before it")
+                self.report("warning", 0.0, 0, f"{e}; using the one before it")
                 continue
             self.last_good = path
             return snapshot
@@ -198,8 +215,9 @@ class Checkpoints:
 
     def at(self, round: int, only: Only = EVERYTHING) -> Snapshot:
         """The checkpoint of this round, whose checksum another rank has verified."""
-        snapshot = load(self.path(round), only, check=False)
-        self.last_good = self.path(round)
+        path = [p for p in self.all() if p.name.removesuffix(NEW) == self.path(round).name][-1]
+        snapshot = load(path, only, check=False)
+        self.last_good = path
         return snapshot
 
     def reader(self) -> sharded_file.Reader:
@@ -216,6 +234,8 @@ def pick(run: Path, best: str | None = None) -> Snapshot:
 
 def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[Path, Snapshot]:
     """As `pick`, with `only` these tensors; and the checkpoint's folder."""
+    if best == "loss":
+        raise CheckpointError("best=loss is the largest loss; give -loss, with a minus")
     folder = Checkpoints(run / "checkpoints", best=best)
     if best is not None and folder.all():
         if (path := folder.best_path()) is None:

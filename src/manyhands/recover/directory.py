@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -15,13 +16,20 @@ try:
 except ImportError:  # Windows: no advisory locks; two runs in one directory are not noticed there
     fcntl = None  # type: ignore[assignment]
 
+OWNER = "owner"  # the lock file
+PLAN = "plan.toml"
+WORDS = "words.txt"
+WRITTEN = (OWNER, PLAN, WORDS, "events", "curves.png")  # by every run, besides checkpoints
+
 
 def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
     """A new directory, the given one, or, to resume, the newest of this name."""
     if directory is not None:
         path = Path(directory)
+        _check_given(path)
         if not resume and (path / "checkpoints").exists():
-            claim(path).close()  # raises if a live run uses it: the better message
+            if _is_run_directory(path):
+                claim(path).close()  # raises if a live run uses it: the better message
             raise RunBusy(
                 f"{path} holds an earlier run; resume it (--resume), or give another directory"
             )
@@ -53,10 +61,66 @@ def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
     return path
 
 
+def _check_given(path: Path) -> None:
+    """The directory that the user gave is one, and a run writes over nothing of the user's in it.
+
+    Raises CheckpointError or RunBusy."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(
+            f"{path} is a file, and a run needs a directory; give another one with --dir"
+        )
+    if _is_run_directory(path) or (path / "checkpoints").exists():  # a run, or what is left of one
+        return
+    if found := [name for name in WRITTEN if (path / name).exists()]:
+        raise RunBusy(
+            f"{path} is not a run directory but holds {', '.join(found)}, which a run would write "
+            "over; give an empty or a new directory with --dir"
+        )
+
+
+def _is_run_directory(path: Path) -> bool:
+    """Whether `claim` has made the lock file there: a user's own `owner` says something else."""
+    try:
+        with (path / OWNER).open() as file:
+            return re.fullmatch(r"(pid \d+)?", file.read(64).strip()) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def write_plan(path: Path, plan: str, words: str) -> None:
+    """Keep the resolved plan; and the plan as it was given, without defaults, for `read_words`."""
+    try:
+        (path / PLAN).write_text(plan)
+        (path / WORDS).write_text(words + "\n")
+    except OSError as e:
+        raise _unusable(path, e) from e
+
+
+def read_words(path: Path) -> str:
+    """The plan as the run in `path` was given it; "": none, or a run of an older version."""
+    try:
+        return (path / WORDS).read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_held(handle: IO[str], path: Path) -> bool:
+    """Whether the lock file of `path` is still the one that `handle`, of `claim`, has open."""
+    try:
+        there = (path / OWNER).stat()
+    except OSError:
+        return False
+    here = os.fstat(handle.fileno())
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
 def claim(path: Path) -> IO[str]:
     """Lock the directory until the returned handle is closed or this process ends, in any way."""
-    path.mkdir(parents=True, exist_ok=True)
-    handle = (path / "owner").open("a+")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = (path / OWNER).open("a+")
+    except OSError as e:
+        raise _unusable(path, e) from e
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,8 +132,21 @@ def claim(path: Path) -> IO[str]:
                 f"{path} is in use by a live run ({owner}); "
                 "wait for it, stop it, or give another directory"
             ) from None
-    handle.seek(0)
-    handle.truncate()
-    handle.write(f"pid {os.getpid()}")
-    handle.flush()
+    try:
+        handle.seek(0)
+        handle.truncate()
+        handle.write(f"pid {os.getpid()}")
+        handle.flush()
+    except OSError as e:
+        with contextlib.suppress(OSError):  # to close is to flush again
+            handle.close()
+        raise _unusable(path, e) from e
     return handle
+
+
+def _unusable(path: Path, error: OSError) -> CheckpointError:
+    why = error.strerror or str(error)
+    return CheckpointError(
+        f"the run directory {path} cannot be made or written ({why}); "
+        "free space or permit writing there, or give another directory with --dir"
+    )
