@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import typer
 from typer.models import OptionInfo
 
 from manyhands.cli.main import app
@@ -87,6 +88,8 @@ def parameters(verb: Callable[..., Any]) -> list[Parameter]:
     kinds = get_type_hints(verb, include_extras=True)
     found = []
     for name, declared in inspect.signature(verb).parameters.items():
+        if kinds[name] is typer.Context:  # no word of the command line
+            continue
         kind, info = get_args(kinds[name])
         default = NEEDED if declared.default is inspect.Parameter.empty else declared.default
         found.append(Parameter(name, kind, info, default))
@@ -102,6 +105,8 @@ def _verb(name: str, verb: Callable[..., Any]) -> str:
     arguments = [p for p in declared if not p.is_option]
     options = [p for p in declared if p.is_option]
     usage = ["manyhands", name, *(["[OPTIONS]"] if options else []), *(p.shown for p in arguments)]
+    if typer.Context in get_type_hints(verb).values():  # verbs that run a script
+        usage.append("[-- ARGUMENTS OF THE SCRIPT]")
     parts = [
         f"## `manyhands {name}`",
         textwrap.fill(" ".join((verb.__doc__ or "").split()), WIDTH),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 import manyhands as mh
+from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.cli.export import export
 from manyhands.plan.words import parse
 from manyhands.recover.checkpoint import Checkpoints
@@ -99,7 +109,7 @@ def events(result: mh.Result) -> list[dict[str, Any]]:
 
 
 def notices(result: mh.Result) -> list[str]:
-    return [e["value"] for e in events(result) if e["name"] == "notice"]
+    return [e["value"] for e in events(result) if e["name"] in ("notice", "warning")]
 
 
 def saved(result: mh.Result) -> dict[str, Tensor]:
@@ -339,6 +349,140 @@ def test_a_checkpoint_of_another_model_is_refused_with_names_and_shapes(tmp_path
         )
 
 
+def adam(**given: Any) -> dict[str, Any]:
+    return {"optimizer": lambda p: torch.optim.Adam(p, **{"lr": 0.01, **given}), "schedule": None}
+
+
+def by_step(size: int, gamma: float = 0.5) -> dict[str, Any]:
+    return adam() | {"schedule": lambda o: lr.StepLR(o, size, gamma)}
+
+
+def warm_up(factor: float) -> Any:
+    return lambda o: lr.SequentialLR(
+        o, [lr.LinearLR(o, factor), lr.MultiStepLR(o, [3, 6])], milestones=[2]
+    )
+
+
+# what the run and the run that resumes it give; what the second one says
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lr and weight decay": (
+        adam(),
+        adam(lr=0.5, weight_decay=0.25),
+        "resumed with the checkpoint's lr 0.01, weight_decay 0, not the task's lr 0.5, "
+        "weight_decay 0.25; start anew to change them",
+    ),
+    "betas": (
+        adam(),
+        adam(betas=(0.5, 0.999)),
+        "resumed with the checkpoint's betas [0.9, 0.999], not the task's betas [0.5, 0.999]; "
+        "start anew to change them",
+    ),
+    "lr under a schedule that has lowered it": (
+        by_step(2),
+        by_step(2) | {"optimizer": adam(lr=0.0025)["optimizer"]},
+        "resumed with the checkpoint's lr 0.01, not the task's lr 0.0025; start anew to change "
+        "them",
+    ),
+    "options of the schedule": (
+        by_step(2),
+        by_step(9, 0.1),
+        "resumed with the checkpoint's StepLR step_size 2, StepLR gamma 0.5, not the task's "
+        "StepLR step_size 9, StepLR gamma 0.1; start anew to change them",
+    ),
+    "options of a schedule in a schedule": (
+        adam() | {"schedule": warm_up(0.1)},
+        adam() | {"schedule": warm_up(0.2)},
+        "resumed with the checkpoint's SequentialLR schedulers.0.start_factor 0.1, not the task's "
+        "SequentialLR schedulers.0.start_factor 0.2; start anew to change them",
+    ),
+    "schedule added": (
+        adam(),
+        by_step(2),
+        "the checkpoint has no schedule: the task's StepLR begins here, at lr 0.01",
+    ),
+    "schedule removed": (
+        by_step(2),
+        adam(),
+        "the task has no schedule any more (StepLR before): lr stays at 0.00125",
+    ),
+    "another schedule": (
+        by_step(2),
+        adam() | {"schedule": lambda o: lr.ExponentialLR(o, 0.9)},
+        "the schedule is ExponentialLR, StepLR before: it goes on from the step where that was",
+    ),
+    "other data": (
+        adam(),
+        adam() | {"train": (X[:20], Y[:20])},
+        "the training data has 20 samples, 26 samples before",
+    ),
+}
+
+
+def warnings(result: mh.Result) -> list[str]:
+    return [e["value"] for e in events(result) if e["name"] == "warning"]
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_a_resumed_run_does_not_take_from_its_task_is_said_in_one_warning(
+    tmp_path: Path, case: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second, said = CHANGED[case]
+    train(tmp_path, "epochs=1", **first)
+    assert warnings(train(tmp_path, "epochs=1", resume=True, **first)) == []
+    result = train(tmp_path, "epochs=2", resume=True, **second)
+    assert warnings(result) == [said]
+    assert f"manyhands: {said}\n" in capfd.readouterr().err, "also where --quiet hides the rest"
+
+
+def test_a_second_resume_says_again_what_still_does_not_hold(tmp_path: Path) -> None:
+    train(tmp_path, "epochs=1", **adam())
+    for epochs in (2, 3):
+        said = warnings(train(tmp_path, f"epochs={epochs}", resume=True, **adam(lr=0.5)))
+        assert len(said) == epochs - 1 and "lr 0.01, not the task's lr 0.5" in said[-1]
+
+
+@pytest.mark.parametrize("schedule", [None, lambda o: lr.OneCycleLR(o, 0.02, total_steps=40)])
+def test_an_older_checkpoint_without_given_values_is_compared_as_far_as_it_goes(
+    tmp_path: Path, schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Checkpointing._meta
+
+    def without(self: Checkpointing, *parts: Any) -> dict[str, Any]:
+        meta = keep(self, *parts)
+        del meta["given"]
+        return meta
+
+    monkeypatch.setattr(Checkpointing, "_meta", without)
+    train(tmp_path, "epochs=1", **adam() | {"schedule": schedule})
+    again = train(tmp_path, "epochs=2", resume=True, **adam() | {"schedule": schedule})
+    assert warnings(again) == []
+    other = adam(weight_decay=0.25) | {"schedule": schedule}
+    (said,) = warnings(train(tmp_path, "epochs=3", resume=True, **other))
+    assert "the checkpoint's weight_decay 0, not the task's weight_decay 0.25" in said
+    sgd = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.01), "schedule": schedule}
+    train(tmp_path, "epochs=3", resume=True, **sgd)  # of which class it was, it does not say
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "epochs=1", **adam())
+    with pytest.raises(
+        mh.CheckpointError,
+        match=r"the checkpoint's optimizer is Adam, the task's is SGD, .*; resume with Adam, or "
+        r"start anew",
+    ):
+        train(tmp_path, "epochs=2", resume=True, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_a_schedule_that_cannot_take_the_checkpoints_state_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "epochs=1", **by_step(2))
+    with pytest.raises(
+        mh.CheckpointError,
+        match=r"the task's schedule SequentialLR cannot go on from the checkpoint's .*; resume with"
+        r" the schedule it was saved from, or start anew",
+    ):
+        train(tmp_path, "epochs=2", resume=True, **adam() | {"schedule": warm_up(0.1)})
+
+
 def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
     train(tmp_path, "epochs=1 save=off")
     result = train(tmp_path, "epochs=1", resume=True)
@@ -390,7 +534,7 @@ def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: P
         ("", {"train": (X[:0], Y[:0])}, "Task.train is empty"),
         ("", {"test": []}, "Task.test is empty"),
         ("best=f1", {}, "best=f1: no such metric; the task has loss, accuracy"),
-        ("best=loss", {"test": None}, "best=loss: no such metric; the task has no test data"),
+        ("best=-loss", {"test": None}, "best=-loss: no such metric; the task has no test data"),
         (
             "loaders=2",
             {},
@@ -565,3 +709,189 @@ def test_a_finished_run_lets_go_of_its_model(tmp_path: Path) -> None:
         mh.train(make, "steps=2", directory=tmp_path / str(i), quiet=True)
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
+
+
+# -- never wrong in silence --
+
+
+def test_an_epoch_in_which_no_sample_counts_is_an_error(tmp_path: Path) -> None:
+    def step(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]), 0
+
+    with pytest.raises(mh.TaskError, match="epoch 1 has trained nothing"):
+        train(tmp_path, loss=None, step=step, metrics={}, test=None, schedule=None)
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_saved_fails_though_it_is_quiet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Block(mh.Callback):
+        """What a full disk does: from the second epoch on nothing can be written there."""
+
+        def on_epoch(self, run: Any, epoch: int, metrics: Any) -> None:
+            if epoch == 1:
+                folder = Path(run.directory) / "checkpoints"
+                run.trainer.checkpoints.last_good()
+                folder.rename(folder.with_name("moved"))
+                folder.write_text("a file in its place")
+
+    with pytest.raises(mh.CheckpointError, match="its last checkpoint could not be saved"):
+        train(tmp_path, "epochs=2", callbacks=(Block(),))
+    assert "checkpoint at round 14 failed" in capfd.readouterr().err
+
+
+def test_a_deleted_run_directory_is_noticed_and_made_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Delete(mh.Callback):
+        def on_epoch(self, run: Any, epoch: int, metrics: Any) -> None:
+            if epoch == 0:
+                run.trainer.checkpoints.last_good()
+                shutil.rmtree(run.directory)
+
+    result = train(tmp_path, "epochs=3", callbacks=(Delete(),))
+    assert "was deleted or replaced while this run used it" in capfd.readouterr().err
+    assert Path(str(result.checkpoint)).exists() and (tmp_path / "run/plan.toml").exists()
+    assert train(tmp_path, "epochs=4", resume=True).epochs == 4
+
+
+def test_a_damaged_checkpoint_is_named_though_the_run_is_quiet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = train(tmp_path, "epochs=2")
+    (Path(str(result.checkpoint)) / "tensors.safetensors").write_bytes(b"")
+    train(tmp_path, "epochs=3", resume=True)
+    assert "step-00000014 is damaged" in capfd.readouterr().err
+
+
+def test_the_train_loss_is_the_mean_over_the_last_epoch(tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    class Keep(mh.Callback):
+        def on_round(self, run: Any, round: int, loss: Tensor) -> None:
+            losses.append(float(loss) * run.trainer.replica.own_count)
+
+    result = train(tmp_path, "epochs=2", callbacks=(Keep(),))
+    assert math.isclose(result.metrics["train_loss"], sum(losses[7:]) / N, rel_tol=1e-6)
+
+
+class Lightning(mh.Callback):
+    def on_train_epoch_end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"optimizer": torch.optim.SGD([nn.Parameter(X)], lr=0.1)}, "optimizer is a SGD, but a fu"),
+        ({"schedule": 3}, "schedule is a int, but a function of the optimizer"),
+        ({"reduction": "none"}, "reduction='none', but what loss= or step= do"),
+        ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss"),
+        ({"metrics": {"loss": mh.accuracy}}, "a metric is called 'loss', which is a number of"),
+        ({"callbacks": mh.Callback()}, "callbacks is a Callback, but a list"),
+        ({"callbacks": [print]}, "an object of a subclass of mh.Callback"),
+        ({"callbacks": [Lightning()]}, "Lightning.on_train_epoch_end would never be called"),
+        ({"epochs": "3"}, "epochs='3', but a number is needed"),
+        ({"batch": 2.5}, "batch=2.5, but a whole number is needed"),
+    ],
+)
+def test_objects_where_functions_are_needed_are_refused(changed: Any, says: str) -> None:
+    with pytest.raises(mh.TaskError, match=says):
+        make(**changed)
+
+
+def test_a_split_word_and_a_sampler_of_the_loaders_own_contradict_each_other(
+    tmp_path: Path,
+) -> None:
+    sampler = WeightedRandomSampler([1.0] * N, N)
+    with pytest.raises(mh.PlanError, match="split=sampled and the DataLoader's Weighted"):
+        train(tmp_path, "split=sampled", train=DataLoader(Rows(), 4, sampler=sampler))
+
+
+def test_a_drop_last_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(mh.PlanError, match="drop_last=True leaves nothing: 26 samples"):
+        train(tmp_path, "batch=30", train=DataLoader(Rows(), 30, drop_last=True))
+
+
+def test_the_batches_of_a_batch_sampler_are_computed_as_they_are(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Buckets(Sampler[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1, 2], [3], [4, 5, 6, 7, 8]])
+
+    class Numbered(Rows):
+        def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+            seen.append(indices)
+            return [self[i] for i in indices]
+
+    loader = DataLoader(Numbered(), batch_sampler=Buckets())
+    result = train(
+        tmp_path, train=loader, batch=None, test=None, metrics={}, model=lambda: nn.Linear(6, 2)
+    )
+    assert seen == [[0, 1, 2], [3], [4, 5, 6, 7, 8]] and result.rounds == 3
+    with pytest.raises(mh.PlanError, match="batch=4 has no effect: the DataLoader's Buckets"):
+        train(tmp_path / "b", "batch=4", train=loader)
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "says"),
+    [
+        ("", {"optimizer": lambda p: ([torch.optim.SGD(p, lr=0.1)], [])}, "returned a tuple, but"),
+        ("", {"schedule": lambda o: None}, "returned a NoneType, but a schedule"),
+        ("", {"schedule": lambda o: lr.ReduceLROnPlateau(o)}, "wants a metric at every step"),
+        ("evaluate=2", {"test": None, "metrics": {}}, "evaluate=2 has no effect"),
+        ("until=loss:0.3", {}, "asks for a large loss; write until=-loss:0.3"),
+        ("best=loss", {}, "asks for a large loss; write best=-loss"),
+        ("", {"metrics": {"odd": lambda o, t: {}}}, "metric odd returned a dict"),
+        ("", {"train": "data/train.csv"}, "is a path or text"),
+        ("", {"train": {"x": [1, 2], "y": [3, 4]}}, "is a dict of list; tensors or arrays"),
+        ("", {"train": [X[i] for i in range(6)]}, "a list of 6 tensors, which may be columns"),
+        ("", {"metrics": {"a": lambda o, t: mh.accuracy(o[:, :1], t)}}, "one for each sample"),
+    ],
+)
+def test_habits_that_once_did_nothing_or_failed_without_a_reason_are_refused(
+    tmp_path: Path, words: str, changed: Any, says: str
+) -> None:
+    with pytest.raises(mh.ManyhandsError, match=says):
+        train(tmp_path, words, **changed)
+
+
+def test_a_metric_that_is_no_mean_over_samples_is_warned_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hits = lambda outputs, target: int((outputs.argmax(1) == target).sum())
+    train(tmp_path, "epochs=2", metrics={"accuracy": mh.accuracy, "hits": hits})
+    assert capfd.readouterr().err.count("the metric hits is no mean over samples") == 1
+
+
+def test_a_model_in_eval_mode_is_warned_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, model=lambda: model().eval())
+    assert "the model is in eval mode" in capfd.readouterr().err
+
+
+def test_random_numbers_and_threads_of_the_caller_are_its_own_after_a_run(tmp_path: Path) -> None:
+    drawn = []
+    for i in range(2):
+        drawn.append(float(torch.rand(())))
+        train(tmp_path / str(i), "threads=1", schedule=None)
+    assert drawn[0] != drawn[1] != float(torch.rand(()))
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    train(tmp_path / "last", "threads=1")
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_leaving_in_the_middle_of_a_task_is_an_error(tmp_path: Path) -> None:
+    def leave(model: nn.Module, batch: Any) -> Tensor:
+        raise SystemExit(0)
+
+    with pytest.raises(mh.TaskError, match=r"called sys.exit\(\) in the middle of training"):
+        train(tmp_path, loss=None, step=leave, metrics={})
+
+
+def test_torchs_own_batch_sampler_gives_the_batch_size(tmp_path: Path) -> None:
+    batches = BatchSampler(SequentialSampler(Rows()), 8, True)
+    result = train(tmp_path, train=DataLoader(Rows(), batch_sampler=batches), batch=None)
+    assert result.rounds == 3, "26 samples in complete batches of 8"

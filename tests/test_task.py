@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -78,3 +79,45 @@ def test_every_rank_makes_the_same_weights_from_the_plans_seed_or_the_tasks_own(
 
     assert weight(None) == weight(0) == weight(None)
     assert weight(3) == weight(None, own=3) == weight(3, own=5) != weight(0)
+
+
+# -- the number of threads --
+
+
+def orthogonal() -> nn.Module:
+    """Its initial weights come from a QR decomposition, which threads compute block by block."""
+    model = nn.Linear(300, 400)
+    nn.init.orthogonal_(model.weight)
+    return model
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_model_starts_from_the_same_bits_whatever_the_number_of_threads(
+    two_threads: None,
+) -> None:
+    def weights(threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        task, _ = resolve(lambda: make(model=orthogonal()), 0)
+        torch.manual_seed(0)
+        late = build_model(make(model=orthogonal))
+        assert torch.get_num_threads() == threads
+        return [build_model(task).weight.detach(), late.weight.detach()]
+
+    for one, two in zip(weights(1), weights(2), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_number_of_threads_that_a_task_sets_stays(two_threads: None) -> None:
+    def task() -> Task:
+        torch.set_num_threads(3)
+        return make()
+
+    resolve(task, None)
+    assert torch.get_num_threads() == 3

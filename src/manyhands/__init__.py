@@ -2,6 +2,7 @@
 
 from manyhands.api import join, load, train
 from manyhands.assembly.tables import rows_of_this_process
+from manyhands.core import Result
 from manyhands.embedding.modules import Embedding, EmbeddingBag, keep_rows_in
 from manyhands.errors import (
     CheckpointError,
@@ -20,7 +21,6 @@ from manyhands.errors import (
 from manyhands.old_names import refuse_old_names
 from manyhands.own_loop import Run
 from manyhands.task import Callback, Task, accuracy
-from manyhands.train import Result
 
 __version__ = "0.1.0"
 refuse_old_names()

@@ -6,30 +6,37 @@ starts the processes if nobody has; under torchrun, srun or mpirun it joins thos
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
-from collections.abc import Mapping
+import sys
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.tables import PREFIX
 from manyhands.assembly.trainer import RUN_VALUES
-from manyhands.core import Plan
+from manyhands.core import Plan, Result
 from manyhands.embedding.saved_rows import load_rows
-from manyhands.entry import MakeTask, run_store, script_being_loaded, script_name, start, work
+from manyhands.entry import (
+    MakeTask,
+    run_store,
+    script_being_loaded,
+    script_name,
+    start,
+    with_saved_words,
+    work,
+)
 from manyhands.errors import PlanError, TaskError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, opened
+from manyhands.plan import arguments
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover.checkpoint import pick
 from manyhands.replica.state import load_model
-from manyhands.task import Callback
-from manyhands.train import Result
+from manyhands.task import Callback, Task, check_callbacks
 
 
 def train(
@@ -43,11 +50,15 @@ def train(
     tensorboard: bool = False,
     quiet: bool = False,
     port: int = 0,
+    argv: bool = True,
 ) -> Result:
     """Train a task under a plan and return how it went.
 
     Alone, this starts `data=` processes on this machine and waits for them (one process: it trains
     right here). Under torchrun and the like it takes part in the job that is there.
+
+    Plan words, --resume and --dir on the script's command line win over those given here;
+    `argv=False` leaves the command line alone.
     """
     if (script := script_being_loaded()) is not None:
         raise TaskError(
@@ -62,7 +73,28 @@ def train(
         quiet,
         callbacks=tuple(callbacks),
     )
-    return start(functools.partial(work, task), plan, options, port)
+    words, options = _from_outside(plan, options, argv)
+    check_callbacks(options.callbacks)
+    result = start(functools.partial(work, task), words, options, port)
+    _bring_back(task, result)
+    return result
+
+
+def _bring_back(task: MakeTask, result: Result) -> None:
+    """A model that was given as an object is trained afterwards, also where other processes did."""
+    here = environment.process_info()
+    if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
+        return
+    if here.started_by != "alone" or result.ranks == 1:
+        return
+    if result.checkpoint is None:
+        print(
+            "the model object of the task is as it was before: other processes trained their own "
+            "copies of it, and nothing was saved (save=off)",
+            file=sys.stderr,
+        )
+    else:
+        load_model(task.model, pick(Path(result.directory)).params)
 
 
 def join(
@@ -72,25 +104,47 @@ def join(
     resume: bool = False,
     quiet: bool = False,
     name: str | None = None,
+    argv: bool = True,
 ) -> Run:
     """Take part in the job this process belongs to; alone, that is a world of one.
 
-    The launcher's plan words win over those of `plan`.
+    Plan words of the launcher and of the script's command line win over those of `plan`, and so do
+    --resume and --dir; `argv=False` leaves the command line alone.
     """
     here = environment.process_info()
-    parsed = plan_words.parse(plan_words.overlay(plan, environment.words()), size=here.size)
+    own = Options(
+        name or script_name(),
+        None if directory is None else str(directory),
+        resume,
+        quiet=quiet,
+    )
+    words, options = _from_outside(plan, own, argv)
+    words, options = with_saved_words(words, options, here.size)
+    parsed = plan_words.parse(words, size=here.size)
     _check(parsed)
-    handed: Mapping[str, Any] = json.loads(environment.options())
-    own = {
-        "name": name or script_name(),
-        "directory": None if directory is None else str(directory),
-        "resume": resume,
-        "quiet": quiet,
-    }
     stop = Stop(interrupt=here.started_by != "manyhands")
     stop.__enter__()
     store = run_store(here, parsed.timeout_s)
-    return opened(open_rank_context(parsed, here, store, Options(**{**own, **handed})), stop)
+    return opened(open_rank_context(parsed, here, store, options), stop)
+
+
+def _from_outside(plan: Words, options: Options, argv: bool) -> tuple[Words, Options]:
+    """Words and options of the launcher, or of the script's command line, over the script's own."""
+    here, launched = environment.process_info(), environment.words()
+    options = options.overlaid(environment.options())
+    if launched:
+        return plan_words.overlay(plan, launched), options
+    if not argv or here.started_by == "manyhands":
+        return plan, options
+    given = arguments.read(sys.argv[1:])
+    if given.notice and here.rank == 0:
+        print(given.notice, file=sys.stderr)
+    options = dataclasses.replace(
+        options,
+        resume=options.resume or given.resume,
+        directory=given.directory or options.directory,
+    )
+    return (plan_words.overlay(plan, given.words) if given.words else plan), options
 
 
 def _check(plan: Plan) -> None:

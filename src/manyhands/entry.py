@@ -10,8 +10,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import itertools
-import json
 import runpy
 import signal
 import sys
@@ -20,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 import torch.distributed as dist
 
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.trainer import task_trainer
-from manyhands.core import Job, Plan, ProcessInfo
+from manyhands.core import Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.lab import launcher
@@ -32,13 +31,15 @@ from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, close_joined, draw_curves
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
-from manyhands.task import Task, build_model, resolve
-from manyhands.train import Result
+from manyhands.recover import directory
+from manyhands.replica import state, step_guard
+from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
 
+CPU = torch.device("cpu")
 MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
 
-_runs = itertools.count()  # of this process
+_runs: list[str] = []  # of this process, by the prefix of their keys in the store
 _loading: list[str] = []  # the script whose task() is being loaded
 
 
@@ -46,12 +47,18 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     """Run `body` on every rank: here, in processes of our own, or in those that were started."""
     here = environment.process_info()
     alone = here.started_by == "alone"
-    plan = plan_words.parse(words, size=None if alone else here.size)
+    size = None if alone else here.size
+    words, options = with_saved_words(words, options, size)
+    plan = plan_words.parse(words, size=size)
+    before = state.rng_state(CPU), torch.get_num_threads()
     if alone and plan.layout.size > 1:
         work = functools.partial(_with_arguments, sys.argv, body, plan, options)
         result = launcher().launch(Job(plan.layout.size, _pickle(work), plan.threads, port))
     else:
         result = body(plan, options)
+        if alone:  # what the script draws after this call does not depend on the run
+            state.load_rng(before[0], CPU)
+            torch.set_num_threads(before[1])
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
     if finished.directory and here.rank == 0:
         draw_curves(finished, options.quiet)
@@ -63,6 +70,19 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
             after = "nothing was saved (save=off)"
         raise LaunchError(f"stopped by {by}; {after}", 128 + finished.stopped)
     return finished
+
+
+def with_saved_words(words: Words, options: Options, size: int | None) -> tuple[Words, Options]:
+    """The words of a run. One that resumes goes on with those it had, where none are given in their
+    place: it must not change its layout or its strategy in silence. `size`: see `parse`."""
+    if isinstance(words, Plan) or not options.resume:
+        return words, dataclasses.replace(options, words=plan_words.line(words))
+    path = directory.choose(Path(options.base), options.name, options.directory, resume=True)
+    both = plan_words.continued(directory.read_words(path), words, size)
+    given = plan_words.overlay(words)
+    kept = plan_words.line({k: v for k, v in both.items() if k not in given})
+    line = plan_words.line(both)
+    return both, dataclasses.replace(options, directory=str(path), words=line, kept=kept)
 
 
 def _with_arguments(
@@ -82,8 +102,16 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
         context = open_rank_context(plan, here, store, options)
         try:
             run = Run(context)
-            run.trainer = task_trainer(context, task, build_model(task), seed, stop, run)
-            result = dataclasses.asdict(run.trainer.loop())
+            with step_guard.merged_steps():
+                run.trainer = task_trainer(context, task, build_model(task), seed, stop, run)
+                result = dataclasses.asdict(run.trainer.loop())
+        except SystemExit as e:
+            if e.code:
+                raise
+            raise TaskError(
+                "the task called sys.exit() in the middle of training, before its end and its last "
+                "checkpoint; raise an error, or limit the run with steps= or until="
+            ) from None
         except ServerLost as e:
             reasons = filter(None, (str(e), context.server_failures()))
             raise ServerLost("\n".join(reasons)) from e
@@ -94,7 +122,8 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
 
 def run_store(here: ProcessInfo, timeout_s: float) -> dist.Store:
     """The rendezvous store of this process's next run: one job may hold several runs in turn."""
-    return dist.PrefixStore(f"run/{next(_runs)}", environment.store(here, timeout_s))
+    _runs.append(f"run/{len(_runs)}")
+    return dist.PrefixStore(_runs[-1], environment.store(here, timeout_s))
 
 
 def work_script(
@@ -103,18 +132,27 @@ def work_script(
     """One rank's whole life in a script: its `task()` if it defines one, else the script itself,
     which calls `join()` and may bring plan words of its own: `words` are those given outside it."""
     sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.argv = [script, *arguments]
+    seed_alike(plan.seed or 0)  # a script may draw its data while it is imported
     if defines_task(Path(script)):
         return work(load_task(script), plan, options)
-    sys.argv = [script, *arguments]
-    fields = [f.name for f in dataclasses.fields(options) if f.name != "callbacks"]
-    known = {name: getattr(options, name) for name in fields}
-    environment.hand_over(plan_words.line(words), json.dumps(known))
+    environment.hand_over(plan_words.line(words), options.to_json())
+    step_guard.install(environment.process_info().size)
+    before = len(_runs)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as e:
         if e.code:
             raise
-    return close_joined() or {}
+    finally:
+        step_guard.remove()
+    result = close_joined(draw=False)  # `start` draws
+    if len(_runs) == before:
+        raise TaskError(
+            f"{script} has trained nothing under manyhands: it defines no task() and has called "
+            "neither manyhands.join() nor manyhands.train(); define task(), or join the run"
+        )
+    return result or {}
 
 
 def defines_task(script: Path) -> bool:
@@ -139,7 +177,8 @@ def defines_task(script: Path) -> bool:
 def load_task(script: str) -> MakeTask:
     _loading.append(script)
     try:
-        made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
+        with one_thread():  # a script may build its model while it is loaded
+            made: MakeTask = runpy.run_path(script, run_name="manyhands.script")["task"]
         return made
     finally:
         _loading.pop()

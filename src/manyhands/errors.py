@@ -10,7 +10,7 @@
     +-- Deadlock         ranks wait for each other, or exchange different things
     +-- Diverged         loss or parameters are NaN or infinite
     +-- CheckpointError  a checkpoint is missing, damaged, or of another model
-    +-- RunBusy          the run directory is in use by another run
+    +-- RunBusy          the run directory is in use by another run, or is the user's own folder
     +-- LaunchError      processes could not be started, or one of them failed
 
 Each message says what was given, what is needed and what to do:
@@ -71,7 +71,7 @@ class CheckpointError(ManyhandsError):
 
 
 class RunBusy(ManyhandsError):
-    """The run directory is in use by another run."""
+    """The run directory is in use by another run, or holds files that a run would write over."""
 
 
 class LaunchError(ManyhandsError):

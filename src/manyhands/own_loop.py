@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.data import loader_batch
-from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.rank_context import (
+    RankContext,
+    reduction_warning,
+    warn_of_eval_mode,
+)
+from manyhands.assembly.replica_setup import set_reduction
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.trainer import assemble
-from manyhands.core import Event
-from manyhands.data.batches import Batch, BatchIterator
+from manyhands.core import Event, Result
+from manyhands.data.batches import Batch
 from manyhands.data.sources import source
-from manyhands.errors import PlanError, TaskError
+from manyhands.errors import ManyhandsError, PlanError, TaskError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
+from manyhands.loop_data import LoopData
 from manyhands.observe import curves
 from manyhands.plan import words as plan_words
-from manyhands.replica import forward
+from manyhands.replica import forward, reduction_check, step_guard
 from manyhands.replica.module import MicroLoss
-from manyhands.train import Result, Trainer
+from manyhands.replica.objective import Reduction, scalar_loss, whole_count
+from manyhands.replica.step_guard import StepGuard, merged_steps
+from manyhands.train import Trainer
 
 
 class Run:
@@ -51,6 +59,11 @@ class Run:
         self._outside: Any = None
         self._micro: MicroLoss | None = None
         self._batch: Batch | None = None
+        self._stepped = True  # whether run.step was called for the batch before
+        self._reduction: Reduction | None = None  # of the losses, as the first step said
+        self._guard: StepGuard | None = None
+        self._failed = False  # an exception ended the script
+        self._parameters: list[tuple[str, nn.Parameter]] = []  # of the prepared model
 
     def prepare(
         self,
@@ -88,22 +101,74 @@ class Run:
             # an own loop may change parameters itself (clamp, average), on every rank
             one_copy=False,
         )
+        if self._guard is not None:
+            self._guard.prepared = optimizer
         made = assemble(context, plan, spec, self._stop or Stop(), self)
         self.trainer, module = made.trainer, made.module
+        self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        warn_of_eval_mode(context, model)
         if plan.precision != "fp32":
             module = _Cast(module, plan.precision, context.device)
         return module, optimizer, LoopData(self, made.batches)
 
-    def step(self, loss: Tensor, count: int | None = None) -> None:
-        """Backward, exchange, merge, optimizer step, zero_grad; `loss` is the batch mean."""
+    def step(
+        self, loss: Tensor, count: int | None = None, *, reduction: Reduction = "mean"
+    ) -> None:
+        """Backward, exchange, merge, optimizer step, zero_grad.
+
+        `loss` is a mean over the batch, or over `count` tokens, say; with `reduction="sum"` it is a
+        sum, and the step is by the sum over all ranks."""
         if self._batch is None:
             raise TaskError(
                 "run.step(loss) needs a batch from the data that run.prepare returned; "
                 "iterate over that"
             )
-        n = self._batch.count if count is None else count
+        loss = scalar_loss(loss, "run.step was given")
+        n = self._batch.count
+        if count is not None:
+            n = whole_count(count, "run.step was given as the loss's count")
+        self._refuse_gradients()
+        self._check_reduction(loss, reduction)
+        self._stepped = True
+        loss = loss / max(1, n) if reduction == "sum" else loss
         # a mean over nothing is 0/0
         self._hand_over(MicroLoss(loss if n else loss.nan_to_num(), n, self._batch.last))
+
+    def _refuse_gradients(self) -> None:
+        """A step starts without gradients: those of a backward pass of the user's would be lost, or
+        count once a rank."""
+        if self._micro is not None and not self._micro.last:
+            return  # of the micro-batches before
+        found = [name for name, p in self._parameters if p.grad is not None]
+        if found:
+            raise TaskError(
+                f"{found[0]} has a gradient before run.step(loss), which runs backward itself; "
+                "leave out loss.backward(), add auxiliary losses to the loss, and clip gradients "
+                "by the plan (clip=1.0)"
+            )
+
+    def keep_local(self, optimizer: Optimizer) -> None:
+        """Allow steps of an optimizer that is not the run's: each rank trains its own copy of what
+        it steps (an inner loop, a probe), and nothing merges or saves it."""
+        if self._guard is not None:
+            self._guard.keep_local(optimizer)
+
+    def _check_reduction(self, loss: Tensor, given: Reduction) -> None:
+        if given not in ("mean", "sum"):
+            raise TaskError(f"reduction={given!r}, but 'mean' or 'sum' is needed")
+        assert self.trainer is not None
+        if self._reduction is None:
+            self._reduction = given
+            set_reduction(self.trainer, given)
+            warn = reduction_warning(self._context, self._context.plan)
+            text = reduction_check.warning(given, reduction_check.of_graph(loss))
+            if warn is not None and text is not None:
+                warn(text)
+        elif self._reduction != given:
+            raise TaskError(
+                f"reduction={given!r}, but the steps before had {self._reduction!r}; one run has "
+                "one reduction"
+            )
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers of your own; rank 0's are kept."""
@@ -130,13 +195,21 @@ class Run:
                 result = self._end_block()
             else:
                 self.trainer.limits.end_here()
-                while not self.trainer.finished():
-                    self.trainer.step()
-                result = self.trainer.finish()
+                with merged_steps():
+                    while not self.trainer.finished():
+                        self.trainer.step()
+                    result = self.trainer.finish()
         self._loop = None
+        step_guard.remove()
+        never = self.trainer is not None and result is None and self.trainer.round == 0
         self._context.close()
         if self._stop is not None:
             self._stop.__exit__(None, None, None)
+        if never and not self._failed:
+            raise TaskError(
+                "the run has trained nothing: run.step(loss) was never called; call it for every "
+                "batch of the data that run.prepare returned"
+            )
         return result
 
     def _end_block(self) -> Result | None:
@@ -165,8 +238,13 @@ class Run:
         assert self.trainer is not None
         self._outside = greenlet.getcurrent()
         if self._loop is None:
-            self._loop = greenlet.greenlet(self.trainer.loop)
+            self._loop = greenlet.greenlet(self._train)
             self._loop.switch()  # up to the first question for a loss
+
+    def _train(self) -> Result:
+        assert self.trainer is not None
+        with merged_steps():
+            return self.trainer.loop()
 
     def _hand_over(self, micro: MicroLoss) -> None:
         self._start_loop()
@@ -183,31 +261,6 @@ class Run:
         # the launcher, where there is one, says why, and with which exit code
         launched = self._context.process.started_by == "manyhands"
         raise SystemExit(128 + requested if requested and not launched else 0)
-
-
-class LoopData:
-    """This rank's batches, epoch by epoch. Epochs that a resumed run has done are over at once."""
-
-    def __init__(self, run: Run, batches: BatchIterator):
-        self._run, self._batches, self._started = run, batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        asked, epoch = self._started, self._batches.position.epoch
-        self._started += 1
-        # to the end of this epoch; after a `break`, the rest of it
-        while self._batches.position.epoch == epoch <= asked:
-            self._run._claim_step()
-            batch = self._batches.next()
-            self._run._batch = batch
-            if batch.values is None:  # no sample left for this rank, but the others wait for it
-                self._run._hand_over(MicroLoss(None, 0, batch.last))
-            else:
-                yield batch.values
-
-    def __len__(self) -> int:
-        if self._batches.steps_per_epoch is None:
-            raise TypeError("a stream has no length")
-        return self._batches.steps_per_epoch
 
 
 class _Cast(nn.Module):
@@ -235,21 +288,34 @@ def opened(context: RankContext, stop: Stop) -> Run:
     """A run that is closed when the script ends."""
     run = Run(context, stop)
     _joined.append(run)
+    run._guard = step_guard.install(run.size)
+    run._guard.joined = True
     if context.process.started_by != "manyhands":
-        atexit.register(close_joined)
+        atexit.register(_close_at_exit)
     return run
 
 
-def close_joined() -> dict[str, Any] | None:
+def _close_at_exit() -> None:
+    try:
+        close_joined()
+    except ManyhandsError as e:  # Python would print it and exit with 0
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+
+
+def close_joined(draw: bool = True) -> dict[str, Any] | None:
     """Close the run that the script has joined, if any; how it ended."""
     if not _joined:
         return None
     run = _joined.pop()
     failed = getattr(sys, "last_value", None) is not None
+    run._failed = failed
     if failed:
         run._loop = None  # other ranks do not wait for a last checkpoint of a script that failed
     result = run.close()
-    if result is not None and run.rank == 0:
+    if result is not None and run.rank == 0 and draw:
         draw_curves(result, run._context.options.quiet)
     return None if result is None else dataclasses.asdict(result)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Position
+from manyhands.errors import TaskError
 from manyhands.limits import Limits
 
 
@@ -56,6 +57,9 @@ class Pace:
         self._first_steps, self._first_epochs = at.steps, self.limits.epochs_at(at)
         self.looked = self.started = time.perf_counter()
         self.rate = 0.0  # samples per second, smoothed
+        # of this epoch, over all ranks: losses of samples that counted, and their number
+        self._total = self._counted = 0.0
+        self._epoch_loss = math.nan  # mean over the last complete epoch
         self.samples = 0
         self._exchange_s = 0.0
 
@@ -71,6 +75,27 @@ class Pace:
         share = min(1.0, (exchange_s - self._exchange_s) / max(elapsed, 1e-9))
         self._exchange_s, self.looked, self.round, self.position = exchange_s, now, round, at
         return share
+
+    def end_epoch(self, epoch: int, closing: bool) -> None:
+        """Refuse an epoch that trained nothing: no sample of it has counted. `closing`: a loop has
+        ended among local steps, whose end counts nothing itself."""
+        if not self._counted and closing:
+            return
+        if not self._counted:
+            raise TaskError(
+                f"epoch {epoch + 1} has trained nothing: every batch had a count of 0; give the "
+                "loss alone, or with it the number of samples (or tokens) that it is a mean over"
+            )
+        self._epoch_loss = self._total / self._counted
+        self._total = self._counted = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        """Account for `count` samples of this epoch, whose losses add up to `total`."""
+        self._total, self._counted = self._total + total, self._counted + count
+
+    def train_loss(self) -> float:
+        """Mean over the epoch so far, or over the one that has just ended."""
+        return self._total / self._counted if self._counted else self._epoch_loss
 
     def eta_s(self, now: float, at: Position) -> float:
         """Seconds left at the mean pace so far, by whichever limit is nearer; NaN: unknown."""

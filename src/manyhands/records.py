@@ -3,6 +3,7 @@
 Plan, Layout        what to run, and on which ranks
 Position, Goal      how far training is, and what it is to reach
 Event, Snapshot     one thing that happened; the whole state at the end of a round
+Result              how a run ended
 ProcessInfo, Job    this process among all; the processes to start
 """
 
@@ -73,6 +74,21 @@ class Snapshot:
     # plain JSON: hyper-parameters, schedule, scaler, plan
     meta: dict[str, Any] = field(default_factory=dict)
     ranks: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    directory: str
+    rounds: int
+    epochs: float
+    seconds: float
+    samples_per_s: float
+    metrics: dict[str, float]
+    stopped: int = 0  # the number of the signal that ended it early
+    checkpoint: str | None = None
+    ranks: int = 1  # processes that trained
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,7 @@ class Plan:
     compress: str = "none"
     codec: Any = None  # one of exchange.compression, where compress= names one
     algorithm: str = "native"
-    split: str = "shuffled"
+    split: str = "auto"  # as the DataLoader says, shuffled otherwise
     batch: int | None = None  # samples of one micro-batch on one rank; None: the task's
     # micro-batches of a rank's batch; None: as many as a pipeline needs, else 1
     micro: int | None = None

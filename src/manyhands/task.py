@@ -6,10 +6,14 @@ A task knows nothing about other processes; the plan says how many there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from numbers import Real
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,7 +48,8 @@ class Task:
     """One training task.
 
     Give `loss(model(*inputs), target)` for batches (inputs..., target), or `step(model, batch)`
-    returning the mean loss, or the mean loss and the number it is a mean over (tokens, say).
+    returning the mean loss, or the mean loss and the number it is a mean over (tokens, say). With
+    `reduction="sum"` they return a sum over the batch, and a step is by the sum over all ranks.
     `batch` is what one rank computes at once. `train` and `test` may be a tuple of tensors or
     arrays, a map-style Dataset, an IterableDataset or a DataLoader (its dataset, collate function
     and batch size are used; the order comes from the plan's split).
@@ -55,12 +60,14 @@ class Task:
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     loss: Loss | None = None
     step: Step | None = None
+    reduction: Literal["mean", "sum"] = "mean"  # what loss= or step= do over a batch
     test: Any = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # means over the samples of a batch
     batch: int | None = None
     epochs: float = 1.0
     steps: int | None = None
-    schedule: Callable[[Optimizer], LRScheduler] | None = None  # stepped once per optimizer step
+    # stepped once per optimizer step, not per epoch: StepLR(o, step_size=epochs * steps an epoch)
+    schedule: Callable[[Optimizer], LRScheduler] | None = None
     clip: float | None = None
     seed: int = 0
     name: str = ""  # printed at the start of a run: what is trained on what
@@ -71,17 +78,59 @@ class Task:
     ids: Callable[[Any], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
+        self._check_functions()
+        self._check_metrics()
+        check_callbacks(self.callbacks)
+        self._check_numbers()
+
+    def _check_functions(self) -> None:
         if (self.loss is None) == (self.step is None):
             given = "both" if self.loss is not None else "neither"
             raise TaskError(
                 "Task needs either loss=(outputs, target) -> mean loss or "
                 f"step=(model, batch) -> mean loss; got {given}"
             )
+        if isinstance(self.loss, type):
+            raise TaskError(
+                f"loss is the class {self.loss.__name__}; a function is needed: give an instance, "
+                f"{self.loss.__name__}()"
+            )
+        if not callable(self.optimizer):
+            raise TaskError(
+                f"optimizer is a {type(self.optimizer).__name__}, but a function of the parameters "
+                "is needed, which every rank calls: optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
+        if self.schedule is not None and not callable(self.schedule):
+            raise TaskError(
+                f"schedule is a {type(self.schedule).__name__}, but a function of the optimizer is "
+                "needed: schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
+            )
+        if self.reduction not in ("mean", "sum"):
+            raise TaskError(
+                f"reduction={self.reduction!r}, but what loss= or step= do over a batch is needed: "
+                "'mean' or 'sum'"
+            )
+
+    def _check_metrics(self) -> None:
         if self.metrics and self.loss is None:
             raise TaskError(
                 "metrics compare model(*inputs) with the target, but the task has step= "
                 "and no loss=; give loss= instead of step="
             )
+        if taken := {"loss", "train_loss", "samples_per_s", "epoch", "step"} & set(self.metrics):
+            raise TaskError(
+                f"a metric is called {min(taken)!r}, which is a number of every run; "
+                "give it another name"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in ("epochs", "batch", "steps", "clip"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise TaskError(f"{name}={value!r}, but a number is needed")
+        for name in ("batch", "steps"):
+            if (value := getattr(self, name)) is not None and value != int(value):
+                raise TaskError(f"{name}={value}, but a whole number is needed")
         if self.batch is not None and self.batch < 1:
             raise TaskError(
                 f"batch={self.batch}, but a batch holds at least 1 sample; set batch=1 or more"
@@ -96,8 +145,38 @@ class Task:
             )
 
 
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse callbacks that would never be called."""
+    if not isinstance(callbacks, Sequence):
+        raise TaskError(
+            f"callbacks is a {type(callbacks).__name__}, but a list of mh.Callbacks is needed"
+        )
+    known = {name for name in vars(Callback) if name.startswith("on_")}
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TaskError(
+                f"a callback is {callback!r}, but an object of a subclass of mh.Callback is needed"
+            )
+        unknown = {name for name in dir(callback) if name.startswith("on_")} - known
+        if unknown:
+            raise TaskError(
+                f"{type(callback).__name__}.{min(unknown)} would never be called; "
+                f"known: {', '.join(sorted(known))}"
+            )
+
+
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Share of samples (or tokens: any leading dimensions) whose largest output is the target."""
+    """Share of samples (or tokens: any leading dimensions) whose largest output is the target.
+
+    A target may be a class, or as many probabilities as there are outputs."""
+    if outputs.shape[-1:] == (1,) or outputs.ndim < 2:
+        raise TaskError(
+            f"mh.accuracy compares the largest output with the target, but the outputs have shape "
+            f"{tuple(outputs.shape)}, one for each sample; give a metric of your own: "
+            "lambda o, t: ((o > 0) == (t > 0.5)).float().mean()"
+        )
+    if outputs.shape == target.shape and target.is_floating_point():
+        target = target.argmax(-1)
     if (
         outputs.ndim == target.ndim + 1
         and outputs.ndim > 2
@@ -109,7 +188,8 @@ def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 def build_model(task: Task) -> nn.Module:
-    model = task.model if isinstance(task.model, nn.Module) else task.model()
+    with one_thread():
+        model = task.model if isinstance(task.model, nn.Module) else task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"Task.model gave a {type(model).__name__}, but a torch.nn.Module is needed"
@@ -130,9 +210,31 @@ def resolve(make: Task | Callable[[], Task], seed: int | None) -> tuple[Task, in
     return (task if wanted == first or isinstance(make, Task) else _make(make, wanted)), wanted
 
 
-def _make(make: Task | Callable[[], Task], seed: int) -> Task:
+def seed_alike(seed: int) -> None:
+    """The same random numbers on every rank: for data that a task draws, and its first weights."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    task = make if isinstance(make, Task) else make()
+
+
+def _make(make: Task | Callable[[], Task], seed: int) -> Task:
+    seed_alike(seed)
+    with one_thread():
+        task = make if isinstance(make, Task) else make()
     if not isinstance(task, Task):
         raise TaskError(f"task() returned a {type(task).__name__}, but a manyhands.Task is needed")
     return task
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models are built by one thread: the bits of a QR decomposition (`init.orthogonal_`) depend on
+    the number of threads, and N ranks, which have fewer each, start from what one process starts
+    from."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() == 1:  # else the task has chosen its number itself
+            torch.set_num_threads(before)

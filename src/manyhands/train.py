@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from manyhands.core import Event, Goal, LoopReplica, Position
-from manyhands.errors import Diverged, NotFinite
+from manyhands.core import Event, Goal, LoopReplica, Position, Result
+from manyhands.errors import CheckpointError, Diverged, NotFinite
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
 from manyhands.task import Callback
@@ -47,20 +47,6 @@ STATUS_EVERY_S = 0.25
 
 
 @dataclass
-class Result:
-    """How a run ended."""
-
-    directory: str
-    rounds: int
-    epochs: float
-    seconds: float
-    samples_per_s: float
-    metrics: dict[str, float]
-    stopped: int = 0  # the number of the signal that ended it early
-    checkpoint: str | None = None
-
-
-@dataclass
 class Trainer:
     """Training loop of one rank. `assembly` makes its parts; the loop sees only protocols."""
 
@@ -74,7 +60,7 @@ class Trainer:
     until: Goal | None = None  # stop as soon as an evaluation reaches it
     change: StrategyChange | None = None
     tables: PushedTables | None = None
-    measured: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around each round
+    around_round: AbstractContextManager[Any] = field(default_factory=nullcontext)
     callbacks: Sequence[Callback] = ()
     run: Any = None  # what callbacks are given
     round: int = 0
@@ -137,11 +123,10 @@ class Trainer:
             self.checkpoint()
 
     def _round(self) -> None:
-        started, clock = time.time(), time.perf_counter()
+        started, clock, active = time.time(), time.perf_counter(), self.active
         self.group.round = self.round + 1
-        active = self.active
         try:
-            with self.measured:
+            with self.around_round:
                 loss = active.strategy.round(self.replica, active.link, active.state)
         except NotFinite as e:
             raise self._refused(e, self.round + 1) from e
@@ -161,6 +146,7 @@ class Trainer:
             self._evaluate()
         if self.limits.save_every is not None and self._saved != self.round:
             self.checkpoint()
+        self._check_last_save()
         seconds = time.perf_counter() - self._pace.started
         result = Result(
             str(self.context.directory),
@@ -168,9 +154,10 @@ class Trainer:
             self.limits.epochs_at(self.position),
             seconds,
             self._pace.samples / max(seconds, 1e-9),
-            {**self.metrics, "train_loss": self._loss},
+            {**self.metrics, "train_loss": self._pace.train_loss()},
             stopped=(self.stop.requested or signal.SIGTERM) if self._stop else 0,
             checkpoint=self.checkpoints.last_good(),
+            ranks=self.group.size,
         )
         for callback in self.callbacks:
             callback.on_end(self.run)
@@ -234,6 +221,7 @@ class Trainer:
         self._stop = self._stop or stop > 0
         self._next_status = self.round + int(interval)
         self._loss = total / count if count else self._loss
+        self._pace.add(total, count)
         losses.clear()
         if any(rest[:size]):
             self._diverged(rest[:size])
@@ -302,6 +290,7 @@ class Trainer:
     def _end_epochs(self, epochs: range) -> None:
         """One epoch, or several where a strategy's block is longer than an epoch."""
         self.share_status()
+        self._pace.end_epoch(epochs[0], self.replica.closing)
         self._evaluate()
         for callback in self.callbacks:
             for epoch in epochs:
@@ -336,6 +325,17 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_checkpoint(self.run, path)
         self._emit("snapshot", started, time.perf_counter() - clock)
+
+    def _check_last_save(self) -> None:
+        """A run whose last state is not on disk has failed, though its training has not."""
+        why = self.checkpoints.last_failure()
+        failed = torch.tensor([float(bool(why))], device=self.context.device)
+        self.group.all_reduce({"failed": failed}, op="max").wait()
+        if float(failed):
+            raise CheckpointError(
+                f"training ended at round {self.round}, but its last checkpoint could not be "
+                f"saved ({why or 'rank 0 says why'}); {self._last_good()}; make room and --resume"
+            )
 
     @contextmanager
     def merged(self) -> Iterator[None]:

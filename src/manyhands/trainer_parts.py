@@ -86,6 +86,9 @@ class CheckpointWriter(Protocol):
         ...
 
     def last_good(self) -> str | None: ...
+    def last_failure(self) -> str:
+        """Why the last save failed, after waiting for it; "": it did not."""
+        ...
 
 
 class PushedTables(Protocol):

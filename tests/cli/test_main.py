@@ -72,7 +72,7 @@ def test_run_resume_and_export(
     assert call(monkeypatch, "run", "job.py", "epochs=3", "best=accuracy", "keep=9") == 0
     (run,) = (here / "runs").iterdir()
     said = capsys.readouterr().out
-    assert "merge=all_reduce" in said and "epochs=3" in said and f"runs/{run.name}" in said, (
+    assert "merge=" not in said and "epochs=3" in said and f"runs/{run.name}" in said, (
         "the resolved plan is printed"
     )
     assert (run / "plan.toml").exists() and (run / "curves.png").exists()
@@ -99,3 +99,19 @@ def test_the_plan_of_a_run_is_a_plan_file(here: Path, monkeypatch: pytest.Monkey
     )
     assert call(monkeypatch, "run", "job.py", "first/plan.toml", "--dir", "second", "--quiet") == 0
     assert (here / "first" / "plan.toml").read_text() == (here / "second" / "plan.toml").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_directory_that_cannot_be_the_runs_is_one_message_on_any_number_of_ranks(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    (here / "plan.toml").write_text("epochs = 1\n")
+    for folder, says in {
+        ".": "is not a run directory but holds plan.toml, which a run would write over",
+        "job.py/run": "cannot be made or written (Not a directory)",
+    }.items():
+        words = ["run", "job.py", "plan.toml", f"data={ranks}", "--dir", folder]
+        assert call(monkeypatch, *words) != 0
+        said = capfd.readouterr()
+        assert says in said.err and "Traceback" not in said.out + said.err
+    assert (here / "plan.toml").read_text() == "epochs = 1\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import os
@@ -14,7 +15,7 @@ from typing import TextIO
 import pytest
 
 from manyhands.core import Event
-from manyhands.observe.progress import Progress
+from manyhands.observe.progress import Progress, Warnings
 from manyhands.observe.text import (
     duration,
     number,
@@ -43,7 +44,11 @@ def plain(*writes: list[Event]) -> list[str]:
     for events in writes:
         shown.write(events)
     shown.close()
-    return stream.getvalue().splitlines()
+    return without_legend(stream.getvalue().splitlines())
+
+
+def without_legend(lines: list[str]) -> list[str]:
+    return [line for line in lines if not line.startswith("legend")]
 
 
 class Window:
@@ -93,7 +98,7 @@ def screen(raw: str) -> list[str]:
                 r"\x1b\[[0-9;?]*[a-zA-Z]", "", row.rstrip("\r").rpartition("\r\x1b[2K")[2]
             ).rstrip()
         )
-    return [row for row in rows if row]
+    return without_legend([row for row in rows if row])
 
 
 def test_plain_lines_are_terse() -> None:
@@ -223,6 +228,28 @@ def test_output_bound_for_a_file_is_left_alone(
     print("result")
     shown.close()
     assert file.getvalue() == "result\n" and "result" not in window.read()
+
+
+def test_a_figure_is_explained_once_before_it_appears_and_only_then() -> None:
+    stream = io.StringIO()
+    shown = Progress(stream)
+    alone = dataclasses.replace(progress(0, 0.1), value={"epoch": 0.1, "exchange_share": 0.0})
+    shown.write([alone, progress(6, 0.5), progress(12, 0.7)])
+    shown.close()
+    first, legend, *rest = stream.getvalue().splitlines()
+    assert "exchange" not in first
+    assert legend.startswith("legend      exchange: share of the time")
+    assert not any(line.startswith("legend") for line in rest)
+
+
+def test_a_quiet_run_still_says_what_went_wrong() -> None:
+    stream = io.StringIO()
+    warning = dataclasses.replace(NOTICE, name="warning", value="the loss looks like a sum")
+    Warnings(stream).write([START, NOTICE, progress(1, 0.2), warning, FAILED, FINISH])
+    assert stream.getvalue().splitlines() == [
+        "manyhands: the loss looks like a sum",
+        "manyhands: No space left on device",
+    ]
 
 
 def test_numbers_read_well() -> None:

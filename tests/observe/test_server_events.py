@@ -86,7 +86,8 @@ def test_the_line_of_progress_tells_rows_and_staleness_and_drops_them_where_it_i
     shown = Progress(stream)
     shown.write([progress(1, 0.5), SERVED, progress(7, 0.7)])
     shown.close()
-    before, after = stream.getvalue().splitlines()
+    exchange, before, stale, after = stream.getvalue().splitlines()
+    assert exchange.startswith("legend      exch") and stale.startswith("legend      stale: upd")
     assert "rows/s" not in before and after.endswith(
         "exchange 4%  1.2M rows/s  stale 2.0  eta 0:41"
     )

@@ -158,7 +158,8 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(tmp_path: Path) -> None:
         r"over that",
     ):
         run.step(torch.zeros(()))
-    run.close()
+    with pytest.raises(mh.TaskError, match=r"the run has trained nothing: run\.step\(loss\) was"):
+        run.close()
 
 
 # -- on two ranks --

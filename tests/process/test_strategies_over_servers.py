@@ -292,7 +292,7 @@ def test_a_server_killed_in_the_middle_ends_the_run_with_its_name(tmp_path: Path
             if b"manyhands.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(server, signal.SIGKILL)
-        assert job.end() == 1
+        assert job.end() == 2
         wait_until_gone([*pids, *started], 10.0)
     assert "ServerLost" in job.err and "server" in job.err and "127.0.0.1" in job.err, job.err
 

@@ -15,6 +15,7 @@ import manyhands as mh
 from manyhands.data.sources import source
 from manyhands.errors import TaskError
 from manyhands.replica import forward
+from manyhands.replica.objective import Objective
 from manyhands.task import accuracy
 from support.small_task import small_data, small_task
 
@@ -55,8 +56,7 @@ def model() -> nn.Module:
 
 def evaluate(data: Any, rank: int, size: int, batch: int = 4, **options: Any) -> Tensor:
     known = {
-        "loss": nn.functional.cross_entropy,
-        "step": None,
+        "objective": Objective(nn.functional.cross_entropy),
         "metrics": {"accuracy": accuracy},
         "precision": "fp32",
     }
@@ -93,7 +93,8 @@ def test_dict_batches_and_token_counts_of_a_step_are_counted_as_the_step_says() 
         return nn.functional.cross_entropy(net(batch["x"]), batch["y"]), 10 * len(batch["y"])
 
     total = sum(
-        evaluate({"x": X, "y": Y}, r, 3, step=step, loss=None, metrics={}) for r in range(3)
+        evaluate({"x": X, "y": Y}, r, 3, objective=Objective(step=step), metrics={})
+        for r in range(3)
     )
     assert float(total[-1]) == 10 * N
     torch.testing.assert_close(total[0] / total[-1], expected()[0] / N, rtol=1e-6, atol=0)
@@ -102,10 +103,9 @@ def test_dict_batches_and_token_counts_of_a_step_are_counted_as_the_step_says() 
 def test_the_model_is_in_evaluation_mode_during_it_and_as_it_was_after_also_when_it_fails() -> None:
     net = model()
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    common = dict(rank=0, size=1, batch=4, step=None, precision="fp32", device=CPU)
-    forward.evaluate(
-        net, source((X, Y), CPU, "t"), loss=nn.functional.cross_entropy, metrics={}, **common
-    )
+    common = dict(rank=0, size=1, batch=4, metrics={}, precision="fp32", device=CPU)
+    data, entropy = source((X, Y), CPU, "t"), Objective(nn.functional.cross_entropy)
+    forward.evaluate(net, data, objective=entropy, **common)
     assert net.training and all(torch.equal(before[k], v) for k, v in net.state_dict().items()), (
         "no running statistics moved"
     )
@@ -114,7 +114,7 @@ def test_the_model_is_in_evaluation_mode_during_it_and_as_it_was_after_also_when
         raise ValueError("a metric of the user's")
 
     with pytest.raises(ValueError, match="a metric of the user's"):
-        forward.evaluate(net, source((X, Y), CPU, "t"), loss=bad, metrics={}, **common)
+        forward.evaluate(net, data, objective=Objective(bad), **common)
     assert net.training
 
 
@@ -129,8 +129,7 @@ def test_several_inputs_go_to_the_model_in_order() -> None:
         0,
         1,
         5,
-        lambda out, y: (out + y).abs().mean(),
-        None,
+        Objective(lambda out, y: (out + y).abs().mean()),
         {},
         "fp32",
         CPU,
@@ -165,7 +164,7 @@ def test_the_training_loss_of_no_samples_is_nothing_and_not_nan() -> None:
     like divergence.
     """
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    loss = forward.TaskLoss(net, None, nn.functional.cross_entropy, None, "fp32", CPU)
+    loss = forward.TaskLoss(net, None, Objective(nn.functional.cross_entropy), "fp32", CPU)
     value, count = loss.forward((X[:0], Y[:0]), 0)
     assert count == 0 and float(value) == 0.0
     (value * 0.0).backward()
@@ -175,17 +174,11 @@ def test_the_training_loss_of_no_samples_is_nothing_and_not_nan() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    loss = forward.TaskLoss(
-        model(),
-        None,
-        lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"),
-        None,
-        "fp32",
-        CPU,
-    )  # type: ignore[arg-type]
+    unreduced = Objective(lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"))
+    loss = forward.TaskLoss(model(), None, unreduced, "fp32", CPU)
     with pytest.raises(
         TaskError,
-        match=r"the loss has shape \(37,\), but a scalar mean over the batch is needed; use "
+        match=r"the loss has shape \(37,\), but one number for the batch is needed; use "
         r"reduction='mean'",
     ):
         loss.forward((X, Y), N)

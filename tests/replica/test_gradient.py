@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import manyhands as mh
 from manyhands.replica.module import ModuleReplica
 from support.compare import same_tensors
 from support.replicas import mlp, replica, rows, sgd, weights
+from support.small_task import small_task
 
 
 def elsewhere(mine: ModuleReplica) -> None:
@@ -109,3 +112,23 @@ def test_the_schedule_goes_on_and_nothing_else_does() -> None:
     mine.closing = True  # what comes only ends a block
     mine.stepped()
     assert mine.lr == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_another_model_computed_is_an_error(tmp_path: Path, ranks: int) -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.others = nn.Linear(8, 3), [nn.Linear(8, 3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.others[0](x)
+            return out
+
+    with pytest.raises((mh.TaskError, mh.LaunchError), match="no gradient to any of the model's"):
+        mh.train(
+            lambda: small_task(Other()),
+            f"data={ranks} steps=3",
+            directory=tmp_path / "run",
+            quiet=True,
+        )

@@ -18,6 +18,7 @@ from manyhands.data.sources import TensorSource
 from manyhands.exchange.inproc import World
 from manyhands.merge.all_reduce import AllReduce
 from manyhands.replica import forward
+from manyhands.replica.objective import Objective
 from manyhands.split.data import DataSplit
 from support.compare import assert_tensors_close, same_tensors
 from support.replicas import mlp, replica, rows, train_alone, train_together, weights
@@ -156,7 +157,7 @@ def task_loss(
         DataSplit(len(x), len(x), len(x), 0, 1),
         Position(),
     )
-    return forward.TaskLoss(model, walk, loss, None, precision, CPU)
+    return forward.TaskLoss(model, walk, Objective(loss), precision, CPU)
 
 
 def test_an_update_that_bf16_would_lose_is_kept_by_the_fp32_parameters() -> None:

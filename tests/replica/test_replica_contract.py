@@ -37,6 +37,7 @@ from manyhands.replica.distillation import student
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.objective import Objective
 from manyhands.replica.parameters import ReplicaGroup
 from manyhands.replica.thinned import thinned
 from manyhands.replica.update import WholeUpdate
@@ -144,7 +145,7 @@ def of_task(
         where = torch.device(device)
         model, batches = network().to(where), GivenBatches(sizes, where)
         flat = FlatParameters(model, lambda n, t: torch.zeros(n, dtype=t, device=where), 256)
-        task: Any = TaskLoss(model, batches, cross_entropy, None, "fp32", where)
+        task: Any = TaskLoss(model, batches, Objective(cross_entropy), "fp32", where)
         update = WholeUpdate(flat, model, make(model.parameters()))
         plain = ModuleReplica(flat, update, task, **finished(batches, update.optimizer, options))
         return Built(
@@ -170,7 +171,7 @@ def of_shards(stage: int) -> Build:
         flat = ShardedParameters(
             model, group, stage, allocate=memory, common=common, bucket_bytes=512, block_bytes=512
         )
-        task: Any = TaskLoss(model, batches, cross_entropy, None, "fp32", cpu)
+        task: Any = TaskLoss(model, batches, Objective(cross_entropy), "fp32", cpu)
         replica = ModuleReplica(
             flat, ShardUpdate(flat, optimizer), task, **finished(batches, optimizer, options)
         )

@@ -14,6 +14,7 @@ from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import MicroLoss, ModuleReplica
+from manyhands.replica.objective import Objective
 from manyhands.replica.thinned import ThinnedReplica, thinned
 from manyhands.replica.units import FoundUnits, find
 from manyhands.replica.update import WholeUpdate
@@ -263,7 +264,7 @@ def test_a_network_without_such_layers_and_a_loop_of_ones_own_are_told_so() -> N
     )
     batches: Any = None
     tensors = TensorSource((X, torch.zeros(8, 3, dtype=torch.float64)), torch.device("cpu"))
-    task = TaskLoss(net, batches, nn.functional.mse_loss, None, "fp32", torch.device("cpu"))
+    task = TaskLoss(net, batches, Objective(nn.functional.mse_loss), "fp32", torch.device("cpu"))
     with pytest.raises(
         TaskError, match=r"no layer whose units could be left out.*choose another merge="
     ):

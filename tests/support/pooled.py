@@ -8,9 +8,8 @@ from typing import Any
 
 from manyhands import entry
 from manyhands.assembly.rank_context import Options
-from manyhands.core import Plan
+from manyhands.core import Plan, Result
 from manyhands.plan import words as plan_words
-from manyhands.train import Result
 
 
 def start(body: Callable[[Any, Options], dict[str, Any]], words: str, options: Options) -> Result:

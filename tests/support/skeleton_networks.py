@@ -18,6 +18,7 @@ from manyhands.exchange.observed import ObservedGroup
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.objective import Objective
 from manyhands.replica.thinned import ThinnedReplica, thinned
 from manyhands.replica.update import WholeUpdate
 from manyhands.split.data import SPLITS, DataSplit
@@ -96,7 +97,7 @@ def worker(
             return Batch(tuple(v[:n] for v in got.values) if n else None, n, got.last)
 
         walk.next = some  # type: ignore[method-assign]
-    task = TaskLoss(model, walk, nn.functional.cross_entropy, None, "fp32", CPU)
+    task = TaskLoss(model, walk, Objective(nn.functional.cross_entropy), "fp32", CPU)
     plain = ModuleReplica(
         flat, WholeUpdate(flat, model, make(model.parameters())), task, nominal=batch * size
     )

@@ -8,18 +8,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader
 
-from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.rank_context import RankContext, micro_batches
 from manyhands.assembly.tables import RunTables
 from manyhands.core import Plan, Position, Snapshot, Store
-from manyhands.data.batches import BatchIterator, IndexedBatches, StreamedBatches
+from manyhands.data.batches import BatchIterator, EpochOrder, IndexedBatches, StreamedBatches
 from manyhands.data.prefetch import PrefetchedBatches
+from manyhands.data.sampling import SamplerDraws
 from manyhands.data.sources import DatasetSource, Source, StreamSource, source
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import PlanError
 from manyhands.limits import Limits
-from manyhands.split.data import SPLITS, DataSplit, StepSamples
+from manyhands.split.data import SPLITS, BatchSplit, DataSplit, StepSamples
 from manyhands.task import Task
 
 DEFAULT_BATCH = 64
@@ -51,17 +52,14 @@ def with_task_defaults(plan: Plan, task: Task, seed: int) -> Plan:
 
 
 def loader_batch(train: Any) -> int | None:
-    return train.batch_size if isinstance(train, DataLoader) else None
+    if not isinstance(train, DataLoader):
+        return None
+    given = train.batch_sampler
+    return given.batch_size if type(given) is BatchSampler else train.batch_size
 
 
 def task_data(context: RankContext, plan: Plan, task: Task) -> tuple[Source, Source | None]:
     """Training and test data of a task."""
-    sampler = task.train.sampler if isinstance(task.train, DataLoader) else None
-    if sampler is not None and not isinstance(sampler, RandomSampler | SequentialSampler):
-        context.notice(
-            f"the order comes from split={plan.split}: "
-            f"the DataLoader's own {type(sampler).__name__} is not used"
-        )
     train = source(task.train, context.device, "Task.train", plan.loaders)
     test = None
     if task.test is not None:
@@ -74,9 +72,31 @@ def task_data(context: RankContext, plan: Plan, task: Task) -> tuple[Source, Sou
     return train, test
 
 
-def batch_sizes(context: RankContext, plan: Plan, saved: Snapshot | None) -> tuple[Plan, int]:
+def resolve_split(plan: Plan, train: Source) -> Plan:
+    """split=auto is as the DataLoader says: shuffled, in order, or by a sampler of its own."""
+    sampling = train.sampling
+    if plan.split != "auto" and sampling.own is not None:
+        raise PlanError(
+            f"split={plan.split} and the DataLoader's {type(sampling.own).__name__} both give the "
+            "order of samples; leave one of them out"
+        )
+    if sampling.batch_sampler is not None and plan.strategy.link is Store:
+        raise PlanError(
+            f"merge={plan.merge} lets ranks claim batches by number, but the DataLoader's "
+            f"{type(sampling.batch_sampler).__name__} makes them as it goes; give a batch size"
+        )
+    if plan.split != "auto" or sampling.own is not None:
+        return plan
+    return dataclasses.replace(plan, split="ordered" if sampling.in_order else "shuffled")
+
+
+def batch_sizes(
+    context: RankContext, plan: Plan, train: Source, saved: Snapshot | None
+) -> tuple[Plan, int]:
     """Samples of a step over all ranks. A resumed run keeps that number on any number of ranks, so
     it takes the same batches."""
+    if train.sampling.batch_sampler is not None:
+        return _sampled_batch(context, plan, train)
     batch = plan.batch or DEFAULT_BATCH
     size = 1 if shares_steps(plan) else context.data_parallel_size
     wanted = batch * plan.accumulate * size
@@ -90,6 +110,20 @@ def batch_sizes(context: RankContext, plan: Plan, saved: Snapshot | None) -> tup
         )
         return dataclasses.replace(plan, batch=batch), kept
     return dataclasses.replace(plan, batch=batch), wanted
+
+
+def _sampled_batch(context: RankContext, plan: Plan, train: Source) -> tuple[Plan, int]:
+    """Of a batch sampler: each rank computes one of its batches, on any number of ranks."""
+    if context.plan.batch is not None:
+        raise PlanError(
+            f"batch={context.plan.batch} has no effect: the DataLoader's "
+            f"{type(train.sampling.batch_sampler).__name__} makes the batches; leave batch out"
+        )
+    sizes = sampler_draws(context, plan, train).sizes(0)
+    mean = max(1, round(sum(sizes) / len(sizes)))
+    return dataclasses.replace(
+        plan, batch=mean
+    ), mean * plan.accumulate * context.data_parallel_size
 
 
 def shares_steps(plan: Plan) -> bool:
@@ -150,7 +184,12 @@ def _streamed(
     def cut(samples: int) -> StepSamples:
         return DataSplit(samples, samples, micro, rank, size).step_samples(Position())
 
-    return StreamedBatches(train, cut, global_batch, at, borrow=borrow)
+    if train.loaders:
+        context.notice(
+            f"the DataLoader's {train.loaders} workers are not used: every rank reads the stream"
+        )
+    drop = train.sampling.drop_last
+    return StreamedBatches(train, cut, global_batch, at, borrow=borrow, drop_last=drop)
 
 
 def _indexed(
@@ -162,25 +201,70 @@ def _indexed(
     tables: RunTables | None,
     borrow: bool,
 ) -> tuple[IndexedBatches, StepClaims | None]:
-    rank, size = context.data_parallel_rank, context.data_parallel_size
-    if train.samples < size:
-        raise PlanError(
-            f"data={size} ranks, but only {train.samples} samples: some ranks would never have "
-            f"any; set data={train.samples} or fewer"
-        )
     shares, claims = shares_steps(plan), None
-    micro = context.micro_batch(plan.batch or DEFAULT_BATCH)
-    split = DataSplit(
-        train.samples, global_batch, micro, 0 if shares else rank, 1 if shares else size
-    )
+    order: EpochOrder
+    split: DataSplit | BatchSplit
+    if train.sampling.own is None:
+        samples = train.samples
+        order = functools.partial(SPLITS[plan.split], samples, plan.seed or 0)
+    else:
+        draws = sampler_draws(context, plan, train)
+        order, samples = draws.order, len(draws.order(at.epoch))
+    if train.sampling.batch_sampler is not None:
+        split = _batch_split(context, plan, draws)
+    else:
+        split = _data_split(context, plan, train, samples, global_batch, shares)
     if plan.strategy.link is Store:
         assert tables is not None
         store = tables.store
         claim_step = functools.partial(store.claim_step, shared=shares)
+        assert isinstance(split, DataSplit)
         claims = StepClaims(split, at, claim_step, store.request_sync)
         _refuse_loaders(context, plan, train)
-    order = functools.partial(SPLITS[plan.split], train.samples or 0, plan.seed or 0)
     return IndexedBatches(train, order, split, at, borrow=borrow, claims=claims), claims
+
+
+def _data_split(
+    context: RankContext, plan: Plan, train: Source, samples: int, global_batch: int, shares: bool
+) -> DataSplit:
+    rank, size = context.data_parallel_rank, context.data_parallel_size
+    if samples < size:
+        raise PlanError(
+            f"data={size} ranks, but only {samples} samples: some ranks would never have "
+            f"any; set data={samples} or fewer"
+        )
+    if train.sampling.drop_last:
+        if samples < global_batch:
+            raise PlanError(
+                f"drop_last=True leaves nothing: {samples} samples, but a step over all ranks "
+                f"takes {global_batch}; lower batch=, or leave drop_last out"
+            )
+        samples -= samples % global_batch
+    micro = context.micro_batch(plan.batch or DEFAULT_BATCH)
+    return DataSplit(samples, global_batch, micro, 0 if shares else rank, 1 if shares else size)
+
+
+def _batch_split(context: RankContext, plan: Plan, draws: SamplerDraws) -> BatchSplit:
+    pieces, union = micro_batches(plan), context.options.stands_for
+    if pieces > 1 and union > 1:
+        raise PlanError(
+            "one process cannot compute a batch sampler's batches in the micro-batches that ranks "
+            "have; set micro=1 to compare, or give a batch size"
+        )
+    rank, size = context.data_parallel_rank, context.data_parallel_size
+    return BatchSplit(draws.sizes, rank, size, plan.accumulate, pieces, union)
+
+
+def sampler_draws(context: RankContext, plan: Plan, data: Any, what: str = "train") -> SamplerDraws:
+    """Orders of a DataLoader's own sampler, compared between ranks."""
+
+    def agree(epoch: int, digest: str) -> bool:
+        if context.process.size == 1:
+            return True
+        key = f"order/{what}/{epoch}"
+        return bytes(context.store.compare_set(key, "", digest)).decode() == digest
+
+    return SamplerDraws(data.sampling, data.samples, plan.seed or 0, agree)
 
 
 def _refuse_loaders(context: RankContext, plan: Plan, train: Any) -> None:

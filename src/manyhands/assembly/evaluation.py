@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from manyhands.assembly.data import DEFAULT_BATCH
+from manyhands.assembly.data import DEFAULT_BATCH, sampler_draws
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan
-from manyhands.data.sources import Source
+from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import TaskError
 from manyhands.replica import forward
+from manyhands.replica.objective import Objective
 from manyhands.task import Task
 
 
@@ -29,6 +31,8 @@ class Evaluation:
     predict: Callable[..., Any] | None = None  # of a pipeline: its inference over all stages
     # BatchNorm's running statistics, where they are each rank's own
     buffers: Sequence[Tensor] = ()
+    _order: Tensor | None = None
+    _looked: bool = False
 
     @property
     def has_data(self) -> bool:
@@ -45,13 +49,15 @@ class Evaluation:
             rank,
             size,
             batch,
-            task.loss,
-            task.step,
+            Objective(task.loss, task.step, task.reduction),
             task.metrics,
             self.plan.precision,
             context.device,
             self.predict,
+            self._chosen(),
+            None if self._looked else self._doubt,
         )
+        self._looked = True
         if not context.has_output:
             sums.zero_()
         context.group.all_reduce({"sums": sums}).wait()
@@ -60,6 +66,27 @@ class Evaluation:
             raise TaskError("Task.test gave no sample; give at least one, or leave test out")
         names = ["loss", *task.metrics]
         return {name: total / count for name, total in zip(names, totals, strict=False)}
+
+    def _doubt(self, names: list[str]) -> None:
+        self.context.warn(
+            f"the metric {', '.join(names)} is no mean over samples: it is averaged over batches "
+            "and ranks, so that its value depends on both; compute it over the whole test data "
+            "after the run, with mh.load"
+        )
+
+    def _chosen(self) -> Tensor | None:
+        """The samples that a DataLoader's sampler chooses of the test data; None: all of them."""
+        data = self.test
+        assert data is not None
+        if isinstance(data, StreamSource):
+            return None
+        sampling = data.sampling
+        if sampling.own is not None and self._order is None:
+            self._order = sampler_draws(self.context, self.plan, data, "test").order(0)
+        order = torch.arange(data.samples) if self._order is None else self._order
+        if sampling.drop_last and sampling.batch:
+            order = order[: len(order) - len(order) % sampling.batch]
+        return order
 
     def average_buffers(self) -> None:
         if self.buffers and self.context.data_parallel_size > 1:

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.assembly.rank_context import RankContext, micro_batches
 from manyhands.assembly.strategies import updates_slices
 from manyhands.core import Plan, Tensors
-from manyhands.data.sources import Source, StreamSource, TensorSource
+from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.observe.memory_peak import (
     LiveStorages,
@@ -26,6 +25,7 @@ from manyhands.parallel.zero.memory_use import held
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.plan import memory_fit, memory_forecast, memory_timeline, static_memory
 from manyhands.replica.forward import TaskLoss
+from manyhands.replica.objective import Objective
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.task import Callback, Task
 
@@ -82,7 +82,8 @@ def watch(
     if context.rank != 0 or plan.compile or (not context.splits_model and own < LARGE_BYTES):
         return None
     no_batches: Any = None  # the forecast brings its own
-    loss = TaskLoss(model, no_batches, task.loss, task.step, plan.precision, context.device)
+    objective = Objective(task.loss, task.step, task.reduction)
+    loss = TaskLoss(model, no_batches, objective, plan.precision, context.device)
     count = context.micro_batch(plan.batch or 1)
 
     def loss_of(module: nn.Module, batch: Any) -> Any:
@@ -160,6 +161,4 @@ def example(context: RankContext, plan: Plan, train: Source, most: int | None = 
             "splitting a model needs one example batch in advance, but the training data is a "
             "stream; give a Dataset"
         )
-    count = min(train.samples, most or context.micro_batch(plan.batch or 1))
-    device = train.device if isinstance(train, TensorSource) else "cpu"
-    return train.fetch(torch.arange(count, device=device))
+    return train.fetch(train.first(most or context.micro_batch(plan.batch or 1)))

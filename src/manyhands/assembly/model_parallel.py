@@ -16,7 +16,7 @@ from manyhands.assembly.memory import (
     example,
     watch,
 )
-from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.rank_context import RankContext, reduction_warning
 from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
@@ -33,6 +33,7 @@ from manyhands.parallel.tensor.dry_run import prepare_dry_run
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import forward
+from manyhands.replica.objective import Objective
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
 from manyhands.split import features, schedules
@@ -188,8 +189,8 @@ def _executor(
     axis: Any,
 ) -> StepExecutor:
     options: dict[str, Any] = {
-        "loss": task.loss,
-        "step": task.step,
+        "objective": Objective(task.loss, task.step, task.reduction),
+        "warn": reduction_warning(context, plan),
         "precision": plan.precision,
         "device": context.device,
         "recompute": plan.recompute,

@@ -27,6 +27,8 @@ from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import prime
 from manyhands.trainer_parts import ActiveStrategy
 
+HELD_BACK = ("codec/error/", "codec/velocity/")  # sums over ranks that are still to be sent
+
 
 @dataclass
 class OwnState:
@@ -101,6 +103,9 @@ class OwnState:
         if before == now:
             kept = {k.removeprefix(own): v for k, v in saved.ranks.items() if k.startswith(own)}
             return {**mine, **kept}
+        for key in mine:
+            if key.startswith(HELD_BACK):  # every rank that there was held back as much
+                mine[key] = mine[key] * before / now
         held_back = [k.partition("/")[2] for k in saved.ranks if k.startswith(f"{at}/codec/")]
         for key in held_back:
             # of the second stage: lost by the owners of shards, which have other shards now

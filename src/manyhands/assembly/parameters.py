@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
@@ -30,6 +31,7 @@ from manyhands.replica.update import (
     Update,
     WholeUpdate,
     has_sparse_gradients,
+    has_step_hooks,
 )
 
 
@@ -56,11 +58,31 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     if plan.recompute and pipeline is None:
         recompute(module)
     optimizer = spec.make_optimizer(module.parameters())
+    if not isinstance(optimizer, Optimizer):
+        raise TaskError(
+            f"optimizer=(parameters) returned a {type(optimizer).__name__}, but one "
+            "torch.optim.Optimizer is needed; a schedule is given as schedule="
+        )
     _check_optimizer(context, plan, module, optimizer)
     flat, update = _flat(context, plan, module, optimizer, spec.one_copy)
     _broadcast_rest(context, module)
     schedule = None if spec.make_schedule is None else spec.make_schedule(optimizer)
+    if spec.make_schedule is not None:
+        _check_schedule(schedule)
     return LocalModel(module, stages, pipeline, tables, optimizer, flat, update, schedule)
+
+
+def _check_schedule(schedule: Any) -> None:
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TaskError(
+            "ReduceLROnPlateau wants a metric at every step of it, which a schedule here is not "
+            "given; use another schedule, or a loop of your own"
+        )
+    if not isinstance(schedule, LRScheduler):
+        raise TaskError(
+            f"schedule=(optimizer) returned a {type(schedule).__name__}, but a schedule of "
+            "torch.optim.lr_scheduler is needed"
+        )
 
 
 def _check_optimizer(
@@ -70,6 +92,12 @@ def _check_optimizer(
         raise TaskError(
             "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over "
             "ranks; use SGD, Adam or AdamW"
+        )
+    if context.splits_model and has_step_hooks(optimizer):
+        raise TaskError(
+            "the optimizer has a hook before or after its step, which would see this rank's part "
+            "of the model alone, because shard=, tensor= or pipe= splits it; leave the hook out "
+            "(clip=1.0 clips the whole gradient), or use data= alone"
         )
     for axis in ("shard", "tensor"):
         if getattr(plan.layout, axis) > 1:

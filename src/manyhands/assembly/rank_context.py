@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.assembly.connect import axis_group, choose_device, connect
 from manyhands.core import (
@@ -29,7 +30,7 @@ from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.launch.malloc import keep_freed_memory
 from manyhands.observe.events import Recorder, Sink
-from manyhands.observe.progress import Progress
+from manyhands.observe.progress import Progress, Warnings
 from manyhands.observe.tensorboard import TensorBoard
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
@@ -49,8 +50,23 @@ class Options:
     anyway: bool = False  # start although the memory forecast says it will not fit
     # of `verify`: this one rank takes the union of so many ranks' batches as one batch
     stands_for: int = 1
+    # of `verify`: entered around each round, in place of the meter of memory
+    around_round: contextlib.AbstractContextManager[Any] | None = None
     base: str = "runs"
-    callbacks: tuple[Callback, ...] = field(default=(), metadata={"json": False})
+    words: str = ""  # the plan as it was given, without defaults; --resume goes on with it
+    kept: str = ""  # of a resumed run: those of its words that are in force still
+    callbacks: tuple[Callback, ...] = ()
+
+    def to_json(self) -> str:
+        """For a script that joins the run in another process; callbacks stay behind."""
+        fields = [f.name for f in dataclasses.fields(self) if f.name != "callbacks"]
+        return json.dumps({name: getattr(self, name) for name in fields})
+
+    def overlaid(self, handed: str) -> Options:
+        """These options, with those of a launcher (`to_json`) that it was asked for."""
+        plain = Options()
+        given = {k: v for k, v in json.loads(handed).items() if v != getattr(plain, k)}
+        return dataclasses.replace(self, **given)
 
 
 @dataclass
@@ -74,6 +90,7 @@ class RankContext:
     to_close: list[Callable[[], None]] = field(default_factory=list)
     # how servers that this rank had started have ended; "": none has
     server_failures: Callable[[], str] = str
+    _plan_text: str = ""
 
     @property
     def rank(self) -> int:
@@ -152,6 +169,30 @@ class RankContext:
         if self.rank == 0:
             self.recorder.emit(Event(time.time(), 0, self.group.round, "notice", value=text))
 
+    def warn(self, text: str) -> None:
+        """A notice that is shown even where --quiet hides the others."""
+        if self.rank == 0:
+            self.recorder.emit(Event(time.time(), 0, self.group.round, "warning", value=text))
+
+    def keep_directory(self) -> None:
+        """Notice that the run directory was deleted or replaced under this run, and make it anew.
+
+        Raises RunBusy where another run has it now."""
+        if self.owner is None or directory.is_held(self.owner, self.directory):
+            return
+        self.warn(
+            f"the run directory {self.directory} was deleted or replaced while this run used it: "
+            "its earlier events and checkpoints are gone; it is made anew, and training goes on"
+        )
+        self.owner.close()
+        self.owner = directory.claim(self.directory)
+        self.write_plan()
+
+    def write_plan(self, text: str | None = None) -> None:
+        """Write the resolved plan, or write again the one that was written before."""
+        self._plan_text = self._plan_text if text is None else text
+        directory.write_plan(self.directory, self._plan_text, self.options.words)
+
     def close(self) -> None:
         with contextlib.ExitStack() as rest:  # what fails to close keeps nothing else open
             if self.owner is not None:
@@ -163,6 +204,23 @@ class RankContext:
             ):
                 rest.callback(close)
             self.to_close.clear()
+
+
+def reduction_warning(context: RankContext, plan: Plan) -> Callable[[str], None] | None:
+    """How to say that a loss looks like a sum; None where one process and one micro-batch make a
+    step, so that it cannot matter."""
+    passes = context.data_parallel_size * micro_batches(plan) * plan.accumulate
+    return context.warn if passes > 1 and not context.options.float64 else None
+
+
+def warn_of_eval_mode(context: RankContext, model: nn.Module) -> None:
+    """Say that a model which a script left in eval mode is trained so."""
+    depends = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    if not model.training and any(isinstance(m, depends) for m in model.modules()):
+        context.warn(
+            "the model is in eval mode, so that dropout and BatchNorm's statistics stand still in "
+            "training too; call model.train() before"
+        )
 
 
 def micro_batches(plan: Plan) -> int:
@@ -235,8 +293,7 @@ def _sinks(path: Path, process: ProcessInfo, options: Options) -> list[Sink]:
     if process.rank != 0:
         return []
     sinks: list[Sink] = []
-    if not options.quiet:
-        sinks.append(Progress(sys.stdout))
+    sinks.append(Warnings(sys.stderr) if options.quiet else Progress(sys.stdout))
     if options.tensorboard:
         sinks.append(TensorBoard(path))
     return sinks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,14 +19,16 @@ from manyhands.core import Plan
 from manyhands.data.batches import BatchIterator, IndexedBatches
 from manyhands.data.sources import Source, TensorSource
 from manyhands.embedding.tables import EmbeddingTables
-from manyhands.errors import PlanError
+from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
 from manyhands.replica.distillation import student
 from manyhands.replica.module import ModuleReplica, NextLoss
+from manyhands.replica.objective import Reduction
 from manyhands.replica.thinned import thinned
 from manyhands.replica.wrapper import ReplicaWrapper
+from manyhands.train import Trainer
 
 
 def module_replica(
@@ -47,6 +50,12 @@ def module_replica(
     part = spec.part
 
     def notice_unused(names: list[str]) -> None:
+        if not context.splits_model and len(names) == len(model.flat.views):
+            raise TaskError(
+                f"the first loss gives no gradient to any of the model's {len(names)} parameters "
+                f"({names[0]}, ...): it was computed by another model, or by a copy; compute it by "
+                "the model of the run (in a loop of your own, the one that run.prepare returned)"
+            )
         context.notice(
             "parameters without a gradient in the first round (left as they are): "
             + ", ".join(names)
@@ -73,7 +82,24 @@ def module_replica(
         replica_group=None if part is None else part.replica_group(context, model.flat),
         schedule_at=(lambda: claims.latest.steps // size) if claims and shares else None,
         scheduled=start.position.steps // size,
+        reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
+
+
+def set_reduction(trainer: Trainer, reduction: Reduction) -> None:
+    """Of a user's own loop, whose first step says what its losses do over a batch."""
+    replica = cast("ModuleReplica | ReplicaWrapper", trainer.replica)
+    plain = replica.module_replica if isinstance(replica, ReplicaWrapper) else replica
+    plain.optimizer_step.reduction = _checked(reduction, trainer.tables)
+
+
+def _checked(reduction: Reduction, tables: object) -> Reduction:
+    if reduction == "sum" and tables is not None:
+        raise PlanError(
+            'reduction="sum" adds gradients up, but servers and embedding tables average them over '
+            "samples; divide the loss by the samples of the batch, and leave reduction out"
+        )
+    return reduction
 
 
 @dataclass

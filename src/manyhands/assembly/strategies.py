@@ -94,4 +94,9 @@ def activate(
         codec_state = checkpointing.restore_strategy(saved, active)
         if compressed is not None:
             compressed.load_state(codec_state)
+        elif any(key.startswith("error/") for key in codec_state):
+            context.notice(
+                "the error feedback in the checkpoint is dropped: this run sends nothing "
+                "compressed, so what compression had not sent yet stays unsent"
+            )
     return active

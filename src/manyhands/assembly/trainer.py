@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,12 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.assembly.checkpointing import Checkpointing
-from manyhands.assembly.data import open_feed, task_data, with_task_defaults
+from manyhands.assembly.data import (
+    open_feed,
+    shares_steps,
+    task_data,
+    with_task_defaults,
+)
 from manyhands.assembly.evaluation import Evaluation
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
+from manyhands.assembly.own_state import saved_layout
 from manyhands.assembly.parameters import LocalModel, lay_out
-from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.rank_context import (
+    RankContext,
+    micro_batches,
+    reduction_warning,
+    warn_of_eval_mode,
+)
 from manyhands.assembly.replica_setup import module_replica, wrapped
 from manyhands.assembly.resume import Start, start
 from manyhands.assembly.spec import TrainingSpec
@@ -33,11 +44,13 @@ from manyhands.core import Event, Plan, Store
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
-from manyhands.parallel import sync_batchnorm
+from manyhands.parallel import batchnorm_samples, sync_batchnorm
+from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
 from manyhands.plan import words
 from manyhands.replica import forward, state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica, NextLoss
+from manyhands.replica.objective import Objective
 from manyhands.task import Task
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy, StopFlag, StrategyChange
@@ -68,15 +81,17 @@ def task_trainer(
         for source in (train, test):
             if source is not None:
                 source.cast(torch.float64)
-    _check_goals(plan, task)
+    _check_goals(context, plan, task)
+    warn_of_eval_mode(context, model)
     if task.name:
         context.notice(task.name)
 
     def make_loss(module: nn.Module, batches: BatchIterator) -> NextLoss:
-        return forward.TaskLoss(
-            module, batches, task.loss, task.step, plan.precision, context.device
-        )
+        objective = Objective(task.loss, task.step, task.reduction)
+        warn = reduction_warning(context, plan)
+        return forward.TaskLoss(module, batches, objective, plan.precision, context.device, warn)
 
+    plan = _fit_micro(context, plan, model, train, task)
     part, memory = _split_model(context, plan, task, model, train, test)
     spec = TrainingSpec(
         model,
@@ -94,7 +109,7 @@ def task_trainer(
     return assemble(context, plan, spec, stop, run).trainer
 
 
-def _check_goals(plan: Plan, task: Task) -> None:
+def _check_goals(context: RankContext, plan: Plan, task: Task) -> None:
     """The goals of the plan name metrics that the task has."""
     has = [] if task.test is None else ["loss", *task.metrics]
     goals = {
@@ -102,11 +117,25 @@ def _check_goals(plan: Plan, task: Task) -> None:
         "until": plan.until and plan.until.name,
         "at": plan.at and plan.at.name,
     }
+    if task.metrics and task.test is None:
+        context.warn(
+            f"the metrics {', '.join(task.metrics)} are never computed: the task has no test data; "
+            "give test="
+        )
+    if plan.evaluate != "epoch" and task.test is None:
+        raise PlanError(
+            f"evaluate={plan.evaluate} has no effect: the task has no test data; give test="
+        )
     for key, name in goals.items():
+        given = getattr(plan, key)
+        if name == "loss" and not str(given).startswith("-"):
+            raise PlanError(
+                f"{key}={given} asks for a large loss; write {key}=-{given}, with a minus, for a "
+                "small one"
+            )
         if name is not None and name not in [*has, *(() if key == "best" else RUN_VALUES)]:
             raise PlanError(
-                f"{key}={getattr(plan, key)}: no such metric; "
-                f"the task has {', '.join(has) or 'no test data'}"
+                f"{key}={given}: no such metric; the task has {', '.join(has) or 'no test data'}"
             )
 
 
@@ -132,6 +161,40 @@ def _split_model(
     return None, None
 
 
+def _fit_micro(
+    context: RankContext, plan: Plan, model: nn.Module, train: Source, task: Task
+) -> Plan:
+    """The plan, with fewer micro-batches where BatchNorm would see single samples."""
+    sampling = train.sampling
+    if isinstance(train, StreamSource) or not train.samples or sampling.batch_sampler is not None:
+        return plan
+    cut = batchnorm_samples.BatchCut(
+        train.samples,
+        plan.batch or 1,
+        plan.accumulate,
+        1 if shares_steps(plan) else context.data_parallel_size,
+        _wants_sync(context, plan),
+        context.options.stands_for,
+    )
+    reached = plan.steps is None or plan.steps * cut.total >= train.samples
+    # how many samples a sampler of the user's draws is not known before it has drawn
+    known = sampling.own is None and not sampling.drop_last
+    cut = dataclasses.replace(cut, last=reached and known)
+    most, rounds_of = micro_batches(plan), 1
+    if plan.schedule == "interleaved":
+        rounds_of = plan.layout.pipe
+    needs_two = functools.partial(batchnorm_samples.needs_two, model, train, task.step)
+    micro, name = batchnorm_samples.fitting_micro(
+        cut, most, rounds_of, plan.micro is not None, needs_two
+    )
+    if not name:
+        return plan
+    # batches are cut by the context's plan, stages by the trainer's
+    context.plan = dataclasses.replace(context.plan, micro=micro)
+    context.notice(f"micro={micro}, not {most}: else BatchNorm {name} would see single samples")
+    return dataclasses.replace(plan, micro=micro)
+
+
 # -- a task or a user's own loop --
 
 
@@ -150,6 +213,9 @@ def assemble(
     )
     if synced:
         _synchronise_batchnorm(context, model, feed.batches)
+    if plan.compile and plan.layout.tensor > 1:
+        skip_in_compilation()
+    context.to_close += [batchnorm_samples.refuse_single(m, spec.model) for m in model.stages]
     module = cast(nn.Module, torch.compile(model.module)) if plan.compile else model.module
     next_loss = spec.make_loss(module, feed.batches)
     plain = module_replica(context, begin, spec, model, feed, next_loss, synced)
@@ -173,7 +239,7 @@ def assemble(
         plan.until,
         change=_change(context, plan, replica.known, word, model.tables),
         tables=model.tables,
-        measured=nullcontext() if spec.watch is None else spec.watch.measured(),
+        around_round=_around_round(context, spec),
         callbacks=(*spec.callbacks, *watches, *context.options.callbacks),
         run=run,
         round=0 if begin.saved is None else begin.saved.round,
@@ -188,11 +254,15 @@ def assemble(
 
 def _syncs_batchnorm(context: RankContext, plan: Plan, model: LocalModel) -> bool:
     """Whether BatchNorm takes its statistics over the union of all ranks' batches."""
+    return _wants_sync(context, plan) and any(
+        sync_batchnorm.has_batchnorm(stage) for stage in model.stages
+    )
+
+
+def _wants_sync(context: RankContext, plan: Plan) -> bool:
     # local steps are not held up by other ranks' statistics
     wanted = plan.batchnorm == "sync" or (plan.batchnorm == "auto" and replicas_agree(plan))
-    if context.data_parallel_size == 1 or not wanted:
-        return False
-    return any(sync_batchnorm.has_batchnorm(stage) for stage in model.stages)
+    return context.data_parallel_size > 1 and wanted
 
 
 def _synchronise_batchnorm(context: RankContext, model: LocalModel, batches: BatchIterator) -> None:
@@ -256,6 +326,12 @@ def _evaluation(
     return Evaluation(context, plan, computes, spec.task, spec.test, predict, buffers)
 
 
+def _around_round(context: RankContext, spec: TrainingSpec) -> AbstractContextManager[Any]:
+    if context.options.around_round is not None:
+        return context.options.around_round
+    return nullcontext() if spec.watch is None else spec.watch.measured()
+
+
 def _change(
     context: RankContext, plan: Plan, replica: Any, word: str, tables: RunTables | None
 ) -> StrategyChange | None:
@@ -277,6 +353,13 @@ def _notice_resumed(context: RankContext, begin: Start) -> None:
             f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) "
             f"from {context.checkpoints.last_good}"
         )
+        if context.options.kept:
+            context.notice(f"as before: {context.options.kept} (a word given anew changes it)")
+        then, now = saved_layout(saved), begin.plan.layout
+        if then != now:
+            context.notice(
+                f"on {words.layout_line(now)} from here on, {words.layout_line(then)} before"
+            )
 
 
 def _announce(
@@ -286,7 +369,7 @@ def _announce(
     if context.rank != 0:
         return
     resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
-    (context.directory / "plan.toml").write_text(words.to_toml(resolved))
+    context.write_plan(words.to_toml(resolved))
     here = sum(p.numel() for p in module.parameters())
     model = f"{type(module).__name__}, {here:,} parameters"
     if part is not None:
@@ -295,7 +378,7 @@ def _announce(
     if context.process.size > 1:
         where = f"{context.process.size} x {where} over {context.group_name}"
     texts = {
-        "start": words.describe(resolved),
+        "start": words.brief(resolved),
         "model": f"{model}; {global_batch} samples a step; {where}",
         "run": str(context.directory),
     }

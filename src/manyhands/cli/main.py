@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 
@@ -20,6 +21,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Many hands make light work: train a PyTorch task on many processors.",
 )
+
+
+class ScriptCommand(TyperCommand):
+    """A verb that runs a script: what stands after `--` are the script's own arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        here = args.index("--") if "--" in args else len(args)
+        ctx.meta[OWN] = args[here + 1 :]
+        try:
+            return super().parse_args(ctx, args[:here])
+        except Exception as e:
+            if type(e).__name__ != "NoSuchOption" or here < len(args):
+                raise
+            # BadParameter, because typer does not export the class of the error
+            said = f"{e.format_message()}. "  # type: ignore[attr-defined]
+            raise typer.BadParameter(
+                f"{said}Options of the script's own go after --: manyhands run FILE -- --lr 0.1"
+            ) from None
+
+
+OWN = "manyhands.own"  # key of the script's own arguments in a context
+
+
+def own(context: typer.Context) -> list[str]:
+    """The script's own arguments."""
+    return list(context.meta[OWN])
+
 
 Script = Annotated[
     Path,
@@ -56,8 +84,9 @@ def demo(
     verb(data, workers, epochs)
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def run(
+    context: typer.Context,
     script: Script,
     words: PlanWords = None,
     dir: Annotated[
@@ -81,14 +110,15 @@ def run(
         int, typer.Option(help="Port of the rendezvous; 0: any free one.", min=0, max=65535)
     ] = 0,
 ) -> None:
-    """Train a script's task under a plan."""
+    """Train a script's task under a plan. Arguments after -- go to the script."""
     from manyhands.cli.run import run as verb
 
-    verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway)
+    verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway, own(context))
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def verify(
+    context: typer.Context,
     script: Script,
     words: PlanWords = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 5,
@@ -96,14 +126,17 @@ def verify(
         bool, typer.Option("--float32", help="Compare in float32 instead of float64.")
     ] = False,
 ) -> None:
-    """Check that the plan computes what one process would compute, on your own task."""
+    """Check that the plan computes what one process would compute, on your own task. Arguments
+    after -- go to the script."""
     from manyhands.cli.verify import verify as verb
 
+    sys.argv = [str(script), *own(context)]
     raise typer.Exit(0 if verb(script, words or [], steps, float32) else 1)
 
 
-@app.command()
+@app.command(cls=ScriptCommand)
 def race(
+    context: typer.Context,
     script: Script,
     plans: Annotated[
         list[str] | None,
@@ -135,10 +168,12 @@ def race(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the table.")] = False,
 ) -> None:
-    """Train under several plans until each reaches a target; compare times and costs."""
+    """Train under several plans until each reaches a target; compare times and costs. Arguments
+    after -- go to the script."""
     from manyhands.cli.race.command import verb
 
-    raise typer.Exit(verb(script, plans or [], target, seeds, common or [], dir, resume, quiet))
+    given = (script, plans or [], target, seeds, common or [], dir, resume, quiet)
+    raise typer.Exit(verb(*given, own(context)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

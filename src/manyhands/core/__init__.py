@@ -43,6 +43,7 @@ from manyhands.records import (
     Plan,
     Position,
     ProcessInfo,
+    Result,
     Snapshot,
     Tensors,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "ProcessInfo",
     "PushOptions",
     "Replica",
+    "Result",
     "Reply",
     "Rows",
     "ServedReplica",

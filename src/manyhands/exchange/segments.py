@@ -40,12 +40,16 @@ def create(nbytes: int) -> tuple[Path, mmap.mmap]:
         free = os.statvfs(path.parent)
         raise OSError(
             e.errno,
-            f"shared memory: {nbytes / 2**20:.0f} MiB needed, "
-            f"{free.f_bavail * free.f_frsize / 2**20:.0f} MiB free in {path.parent}; "
+            f"shared memory: {_size(nbytes)} needed, "
+            f"{_size(free.f_bavail * free.f_frsize)} free in {path.parent}; "
             "enlarge it (docker: --shm-size) or set link=gloo",
         ) from e
     finally:
         os.close(fd)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def attach(path: Path | str, nbytes: int) -> mmap.mmap:

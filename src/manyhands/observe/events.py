@@ -12,6 +12,7 @@ message.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -91,6 +92,10 @@ class EventFile:
 
     def write(self, events: list[Event]) -> None:
         # opened here, not before: a disk that cannot be written must not stop the start
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+            say(f"{self._path} was deleted while this run wrote to it; from here on in a new file")
+            self._file.close()
+            self._file = None
         if self._file is None:
             self._file = open_lines(self._path)
         if self._full or self._file.tell() > self._spans_limit_bytes:

@@ -44,6 +44,12 @@ STYLES = {
 # it has the room that is left.
 EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
 
+LEGEND = {
+    "exchange_share": "exchange: share of the time that rank 0 waits for other ranks' data",
+    "staleness": "stale: updates of other workers between a worker's pull and its push, on average",
+    "noise": "noise scale: the global batch beyond which larger batches hardly save steps",
+}
+
 Value = dict[str, float]
 
 
@@ -54,6 +60,7 @@ class Progress:
         self._screen = open_screen(stream)
         self._start_s: float | None = None
         self._served: Value = {}  # the latest figures of the servers
+        self._explained: set[str] = set()
 
     def write(self, events: list[Event]) -> None:
         for event in events:
@@ -73,6 +80,7 @@ class Progress:
             case "model" | "run", str():
                 line(event.name, value, STYLES["plan"])
             case "progress", dict():
+                self._explain({**self._served, **value})
                 self._screen.progress(event.time_s, {**self._served, **value})
             case server_events.NAME, dict():
                 self._served = {
@@ -93,6 +101,8 @@ class Progress:
                 line("checkpoint", _join(value, " in ".join(cost)), STYLES["checkpoint"])
             case "checkpoint_failed", _:
                 line("checkpoint", f"failed: {value}", STYLES["failed"])
+            case "warning", _:
+                line("warning", str(value), STYLES["failed"])
             case "notice", _:
                 line("notice", str(value), STYLES["notice"])
             case "finish", _:
@@ -105,6 +115,28 @@ class Progress:
                     _join(_metrics(value) if isinstance(value, dict) else "", elapsed),
                     STYLES["done"],
                 )
+
+    def _explain(self, value: Value) -> None:
+        """Say once what the figures of the progress line mean that are not self-evident."""
+        for name, text in LEGEND.items():
+            if value.get(name, 0.0) >= 0.005 and name not in self._explained:
+                self._explained.add(name)
+                self._screen.line("legend", text, "dim")
+
+
+class Warnings:
+    """Sink of rank 0 where --quiet hides progress: only what went wrong, as lines."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, events: list[Event]) -> None:
+        for event in events:
+            if event.name in ("warning", "checkpoint_failed"):
+                self._stream.write(f"manyhands: {event.value}\n")
+        self._stream.flush()
+
+    def close(self) -> None: ...
 
 
 class Screen(Protocol):
@@ -266,7 +298,7 @@ def describe(value: Value) -> dict[str, str]:
         fields["loss"] = f"loss {number(value['loss'])}"
     if math.isfinite(rate := value.get("samples_per_s", math.nan)):
         fields["rate"] = f"{rate:,.0f} samples/s"
-    if math.isfinite(share := value.get("exchange_share", math.nan)):
+    if (share := value.get("exchange_share", 0.0)) >= 0.005:  # one rank alone exchanges nothing
         fields["exchange"] = f"exchange {share:.0%}"
     if served := server_events.words(value):
         fields["server"] = served

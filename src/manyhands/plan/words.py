@@ -69,7 +69,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
             else []
         )
     for key, table, default in (
-        ("split", SPLITS, "shuffled"),
+        ("split", {"auto": None, **SPLITS}, "auto"),
         ("algorithm", dict.fromkeys(("native", *algorithms.NAMES)), "native"),
     ):
         chosen[key] = str(given.pop(key, default))
@@ -90,9 +90,42 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     return plan
 
 
+def known_words() -> list[str]:
+    """Every word that a plan may hold, without the options of strategies and codecs."""
+    return [*AXES, *TABLES, *SHORT, *RENAMED, "split", "algorithm", *PLAIN]
+
+
+def known_word(key: str) -> bool:
+    """Whether `key` is a plan word, or an option of one: `merge.period`."""
+    word, dot, _ = key.partition(".")
+    return word in TABLES or word in RENAMED if dot else key in known_words()
+
+
 def describe(plan: Plan) -> str:
     """A resolved plan as one line that `parse` understands."""
     return line(to_dict(plan))
+
+
+def brief(plan: Plan) -> str:
+    """A resolved plan as one line without defaults, and without what the machine decided."""
+    default = {
+        **to_dict(Plan(Layout(), STRATEGIES["all_reduce"]())),
+        "split": "shuffled",
+        "seed": 0,
+    }
+    for key, attribute in OBJECTS.items():  # options of a strategy or codec, where it has such
+        if (made := getattr(plan, attribute)) is not None:
+            plain = {f.name: f.default for f in dataclasses.fields(made)}
+            default |= {f"{key}.{name}": value for name, value in plain.items()}
+    shown = {k: v for k, v in to_dict(plan).items() if k == "data" or v != default.get(k)}
+    hidden = {"threads", *(["split"] if plan.split == "auto" else [])}
+    return line({k: v for k, v in shown.items() if k not in hidden})
+
+
+def layout_line(layout: Layout) -> str:
+    """A layout as words: data=2 tensor=2."""
+    shown = [k for k in AXES if k == "data" or getattr(layout, k) != 1]
+    return " ".join(f"{k}={getattr(layout, k)}" for k in shown)
 
 
 def line(words: Words) -> str:
@@ -106,6 +139,26 @@ def overlay(*given: Words) -> dict[str, Any]:
     for words in given:
         flat |= to_dict(words) if isinstance(words, Plan) else _collect(words)
     return flat
+
+
+def continued(saved: Words, given: Words, size: int | None) -> dict[str, Any]:
+    """Words of a run that resumes: its `saved` ones, where `given` says nothing in their place.
+
+    A given layout, strategy or limit takes the place of the whole saved one. `size`: ranks that
+    somebody else has started, which then decides about data=.
+    """
+    kept, new = overlay(saved), overlay(given)
+    groups = [
+        (*AXES, *AXIS_WORDS),
+        ("epochs", "steps"),
+        *((key, *(SHORT if key == "merge" else ())) for key in TABLES),
+    ]
+    for group in groups:
+        if any(new.get(key, kept.get(key)) != kept.get(key) for key in group):
+            kept = {k: v for k, v in kept.items() if k.partition(".")[0] not in group}
+    if size is not None:
+        kept.pop("data", None)
+    return {**kept, **new}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class CapturedReplica(ReplicaWrapper):
         return False
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
+        self.flat.take_back()  # the graphs read the flat vectors
         count, last = self._batches.peek()
         fits = (
             on_ready is None and last and not self._given_up and 0 < count == (self._size or count)

@@ -24,6 +24,7 @@ from manyhands.errors import TaskError
 from manyhands.replica import forward
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import MicroLoss, ModuleReplica
+from manyhands.replica.objective import pair
 from manyhands.replica.wrapper import ReplicaWrapper
 
 # (teachers, weight of the labels, share) -> the next loss
@@ -32,7 +33,7 @@ DistilledLoss = Callable[[Sequence[Tensors], float, float], MicroLoss]
 
 def check(next_loss: object) -> None:
     """Raise TaskError, before training, where no class probabilities are known."""
-    if not isinstance(next_loss, forward.TaskLoss) or next_loss.step is not None:
+    if not isinstance(next_loss, forward.TaskLoss) or next_loss.objective.step is not None:
         given = (
             "the task has step="
             if isinstance(next_loss, forward.TaskLoss)
@@ -82,17 +83,23 @@ class DistillationLoss:
         batch = self.task.batches.next()
         if batch.values is None:
             return MicroLoss(None, 0, batch.last)
-        *inputs, target = forward._pair(batch.values)
+        *inputs, target = pair(batch.values)
         mean_probabilities = self.mean_probabilities(teachers, inputs)
-        loss = self.task.loss
-        assert loss is not None
+        objective = self.task.objective
         with forward.autocast(self.task.precision, self.task.device):
             outputs = self.task.module(*inputs)
             rows = len(outputs)
             taught = min(rows, round(share * rows))
             nothing = torch.zeros((), device=outputs.device)
-            hard = loss(outputs[:taught], target[:taught]) if taught else nothing
-            rest = loss(outputs[taught:], target[taught:]) if taught < rows else nothing
+            hard = (
+                objective.of_outputs(outputs[:taught], target[:taught], taught)
+                if taught
+                else nothing
+            )
+            left = rows - taught
+            rest = (
+                objective.of_outputs(outputs[taught:], target[taught:], left) if left else nothing
+            )
         soft = nn.functional.kl_div(
             _wide(outputs[:taught]).log_softmax(1), mean_probabilities[:taught], reduction="none"
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.core import Tensors
-from manyhands.replica.parameters import Allocate, Bucket, ParameterView
+from manyhands.replica.parameters import Allocate, Bucket, ParameterStorage, ParameterView
 
 ALIGN_BYTES = 64
 
@@ -50,6 +50,13 @@ class FlatParameters:
             self._lay_out(
                 [(n, p) for n, p in named if p.dtype == dtype], dtype, allocate, bucket_bytes
             )
+        self._storage = ParameterStorage(
+            module,
+            [(view.name, view.parameter, view.value) for view in self.views],
+            ""
+            if allocate_values is None
+            else "ranks share one copy of it, which only rank 0 may change",
+        )
         # the samples behind the gradient, then for each view how many ranks used it
         self.count = allocate(1 + len(self.views), torch.float32)
 
@@ -87,12 +94,16 @@ class FlatParameters:
             )
         self._cut(first, [*starts, end], key, grads, bucket_bytes)
 
+    def take_back(self) -> None:
+        self._storage.take_back()
+
     @contextlib.contextmanager
     def holding(self, values: Tensors | None) -> Iterator[None]:
         """Hold other `values` inside the context; None: keep the current ones."""
         if values is None:
             yield
             return
+        self.take_back()
         own = {k: v.clone() for k, v in self.values.items()}
         try:
             for k, v in values.items():

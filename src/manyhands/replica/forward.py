@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
+from manyhands.replica import reduction_check
 from manyhands.replica.module import MicroLoss
+from manyhands.replica.objective import Objective, pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,13 +34,14 @@ class TaskLoss:
         self,
         module: nn.Module,
         batches: BatchIterator,
-        loss: Callable[..., Tensor] | None,
-        step: Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]] | None,
+        objective: Objective,
         precision: str,
         device: torch.device,
+        warn: Callable[[str], None] | None = None,
     ):
-        self.module, self.batches, self.loss, self.step = module, batches, loss, step
+        self.module, self.batches, self.objective = module, batches, objective
         self.precision, self.device = precision, device
+        self._warn = warn  # of a loss that looks like the other reduction; None: do not look
 
     def __call__(self) -> MicroLoss:
         batch = self.batches.next()
@@ -48,24 +52,33 @@ class TaskLoss:
 
     def forward(self, values: Any, count: int) -> tuple[Tensor, int]:
         with autocast(self.precision, self.device):
-            if self.step is not None:
-                got = self.step(self.module, values)
-                loss, own = got if isinstance(got, tuple) else (got, count)
-                # a borrowed sample counts nothing, whatever the task counts
-                count = own if count else 0
+            if self._warn is not None and count > 1:
+                loss, count = self._checked(self._warn, values, count)
             else:
-                assert self.loss is not None
-                *inputs, target = _pair(values)
-                loss = self.loss(self.module(*inputs), target)
-        if loss.ndim:
-            raise TaskError(
-                f"the loss has shape {tuple(loss.shape)}, but a scalar mean over the batch is "
-                "needed; use reduction='mean'"
-            )
+                loss, count = self.objective(self.module, values, count)
         if not count:
             # 0/0: no samples (the pass is for the BatchNorm inside), or no token that counts
             loss = loss.nan_to_num()
-        return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, int(count)
+        return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, count
+
+    def _checked(self, warn: Callable[[str], None], values: Any, count: int) -> tuple[Tensor, int]:
+        """The loss of the first batch, and a warning if it looks like the other reduction."""
+        self._warn, plain, apparent = None, self.objective.loss, []
+
+        def judged(outputs: Any, target: Any) -> Tensor:
+            assert plain is not None
+            loss = plain(outputs, target)
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                apparent.append(reduction_check.of_halves(plain, loss, outputs, target))
+            return loss
+
+        looking = self.objective if plain is None else replace(self.objective, loss=judged)
+        loss, count = looking(self.module, values, count)
+        if plain is None:
+            apparent.append(reduction_check.of_graph(loss))
+        if apparent and (text := reduction_check.warning(self.objective.reduction, apparent[0])):
+            warn(text)
+        return loss, count
 
 
 def evaluate(
@@ -74,17 +87,19 @@ def evaluate(
     rank: int,
     size: int,
     batch: int,
-    loss: Callable[..., Tensor] | None,
-    step: Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]] | None,
+    objective: Objective,
     metrics: Mapping[str, Callable[[Any, Any], Tensor]],
     precision: str,
     device: torch.device,
     predict: Callable[[Any], Any] | None = None,
+    order: Tensor | None = None,
+    doubt: Callable[[list[str]], None] | None = None,
 ) -> Tensor:
     """Sums over this rank's test samples: [loss, metrics..., count], in float64.
 
     Every sample is counted once. `predict` gives the model's output for a batch where the model is
-    split over ranks; None on ranks that do not have it.
+    split over ranks; None on ranks that do not have it. `order`: the samples that count, where a
+    DataLoader's sampler chooses them. `doubt` is told of metrics that are no means over samples.
     """
     sums = torch.zeros(
         2 + len(metrics), dtype=torch.float64, device=device if device.type != "mps" else "cpu"
@@ -94,33 +109,70 @@ def evaluate(
     module.eval()
     try:
         with torch.no_grad(), autocast(precision, device):
-            for values, n in _test_batches(data, rank, size, batch):
+            for values, n in _test_batches(data, rank, size, batch, order):
                 answers = module
                 if predict is not None:
                     if (output := predict(values)) is None:
                         continue
                     answers = _Answer(output)
-                if step is not None:
-                    got = step(answers, values)
-                    mean, n = got if isinstance(got, tuple) else (got, n)
+                if objective.step is not None:
+                    mean, n = objective(answers, values, n)
                     row = [mean.double()]
                 else:
-                    assert loss is not None
-                    *inputs, target = _pair(values)
+                    *inputs, target = pair(values)
                     outputs = answers(*inputs)
+                    if doubt is not None and (wrong := not_means(metrics, outputs, target)):
+                        doubt(wrong)
+                    doubt = None
                     row = [
-                        loss(outputs, target).double(),
-                        *(m(outputs, target).double().mean() for m in metrics.values()),
+                        objective.of_outputs(outputs, target, n).double(),
+                        *(_metric(name, m(outputs, target)) for name, m in metrics.items()),
                     ]
-                sums[:-1] += torch.stack(row) * n
-                sums[-1] += n
+                if n:  # a batch without a token that counts has a mean of 0/0
+                    sums[:-1] += torch.stack(row) * n
+                    sums[-1] += n
     finally:
         for part, training in modes.items():
             part.training = training
     return sums
 
 
-def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tuple[Any, int]]:
+def _metric(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.double().mean()
+    try:
+        return torch.tensor(float(value), dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"metric {name} returned a {type(value).__name__}, but a number is needed"
+        ) from None
+
+
+def not_means(
+    metrics: Mapping[str, Callable[[Any, Any], Any]], outputs: Any, target: Any
+) -> list[str]:
+    """Metrics whose value for a batch is not the mean of those of its halves (F1, a count): over
+    batches and ranks they add up to another number."""
+    if not (isinstance(outputs, Tensor) and isinstance(target, Tensor)) or len(outputs) % 2:
+        return []
+    half, found = len(outputs) // 2, []
+    for name, metric in metrics.items():
+        try:
+            whole, first, second = (
+                float(_metric(name, metric(outputs[part], target[part])))
+                for part in (slice(None), slice(half), slice(half, None))
+            )
+        except Exception:  # of half a batch it may not be defined: then it is no mean
+            found.append(name)
+            continue
+        if abs(whole - (first + second) / 2) > 1e-4 * max(1.0, abs(whole)):
+            found.append(name)
+    return found
+
+
+def _test_batches(
+    data: Source, rank: int, size: int, batch: int, order: Tensor | None
+) -> Iterator[tuple[Any, int]]:
     if isinstance(data, StreamSource):
         rows: list[Any] = []
         for i, row in enumerate(data.items(0)):
@@ -132,16 +184,17 @@ def _test_batches(data: Source, rank: int, size: int, batch: int) -> Iterator[tu
         if rows:
             yield data.to_device(rows), len(rows)
         return
-    start, stop = data.samples * rank // size, data.samples * (rank + 1) // size
-    where = data.device if isinstance(data, TensorSource) else torch.device("cpu")
+    order = torch.arange(data.samples) if order is None else order
+    mine = order[len(order) * rank // size : len(order) * (rank + 1) // size]
+    cuts = mine.split(batch) if len(mine) else ()
     if isinstance(data, DatasetSource) and data.loaders:
-        cuts = [list(range(i, min(i + batch, stop))) for i in range(start, stop, batch)]
-        for cut, values in zip(cuts, data.prefetch(iter(cuts)), strict=True):
+        wanted = [cut.tolist() for cut in cuts]
+        for cut, values in zip(cuts, data.prefetch(iter(wanted)), strict=True):
             yield values, len(cut)
         return
-    for i in range(start, stop, batch):
-        indices = torch.arange(i, min(i + batch, stop), device=where)
-        yield data.fetch(indices), len(indices)
+    where = data.device if isinstance(data, TensorSource) else torch.device("cpu")
+    for cut in cuts:
+        yield data.fetch(cut.to(where)), len(cut)
 
 
 def inputs_of(values: Any, step: Callable[[nn.Module, Any], Any] | None) -> tuple[Any, ...]:
@@ -164,7 +217,7 @@ def _call_of(
     values: Any, step: Callable[[nn.Module, Any], Any] | None
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     if step is None:
-        return _pair(values)[:-1], ()
+        return pair(values)[:-1], ()
     try:
         step(_Listener(), values)
     except _Called as call:
@@ -196,20 +249,3 @@ class _Listener(nn.Module):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         raise _Called((*inputs, *named.values()), tuple(named))
-
-
-def _pair(values: Any) -> tuple[Any, ...]:
-    if isinstance(values, tuple) and len(values) >= 2:
-        return values
-    raise TaskError(
-        f"loss=(outputs, target) needs batches (inputs..., target), got {_shape(values)}; "
-        "give step=(model, batch) instead"
-    )
-
-
-def _shape(values: Any) -> str:
-    if isinstance(values, Mapping):
-        return f"a dict of {list(values)}"
-    return (
-        f"a tuple of {len(values)}" if isinstance(values, tuple) else f"a {type(values).__name__}"
-    )

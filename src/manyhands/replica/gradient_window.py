@@ -64,6 +64,7 @@ class GradientWindow:
                 "a parameter that was frozen when training started wants a gradient now, which is "
                 "not supported; start with requires_grad=True and a learning rate of 0 for it"
             )
+        self.flat.take_back()
         for i, view in enumerate(self.flat.views):
             view.parameter.grad = None
             self.used[i] = self.in_flat[i] = False
@@ -104,6 +105,7 @@ class GradientWindow:
 
         `used`: of the whole replica, where its ranks have already summed the gradient.
         """
+        self.flat.take_back()  # a user's own loop runs since the start of the window
         if used is not None:
             self.used, self.in_flat = used, [True] * len(used)
         for i, view in enumerate(self.flat.views):

@@ -5,6 +5,8 @@
     count     sum_k n_k
     step      w <- optimizer(w, grads N / count)   after the strategy has summed both, if it does
 
+Where the task's loss is a sum, `objective` gives its mean, and the step is by grads N.
+
 `gradient_window` collects the gradients, `optimizer_step` divides once by the count and steps.
 """
 
@@ -20,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.core import OnReady, Tensors
 from manyhands.replica.gradient_window import GradientWindow
+from manyhands.replica.objective import Reduction
 from manyhands.replica.optimizer_step import OptimizerStep
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update, moments
@@ -67,6 +70,7 @@ class ModuleReplica:
         scheduled: int = 0,
         run_micro_batches: RunMicroBatches | None = None,
         replica_group: ReplicaGroup | None = None,
+        reduction: Reduction = "mean",
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer, self.device = update.optimizer, flat.count.device
@@ -85,6 +89,7 @@ class ModuleReplica:
             schedule_at,
             scheduled,
             self.replica_group,
+            reduction,
         )
         self.own_count = 0  # samples of this rank in the last window, before merging
         self.in_block = False  # between two local steps of a strategy
@@ -103,6 +108,7 @@ class ModuleReplica:
 
     @property
     def params(self) -> Tensors:
+        self.flat.take_back()
         return self.flat.values
 
     @property

@@ -1,6 +1,7 @@
 """Optimizer step of a replica: divide the gradient sum, clip, step, move the schedule.
 
     G <- grads N / count                       N: samples of a full step; count: of this one
+    G <- grads N                               where the task's loss is a sum over samples
     G <- G min(1, clip / |G|)
     w <- optimizer(w, G);   then one step of the learning-rate schedule
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.replica.objective import Reduction
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
 
@@ -40,12 +42,13 @@ class OptimizerStep:
         schedule_at: Callable[[], int] | None,
         scheduled: int,
         replica_group: ReplicaGroup | None,
+        reduction: Reduction = "mean",
     ):
         self.flat, self.update, self.optimizer = flat, update, update.optimizer
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
         self._steps_alone = steps_alone
         self._schedule_at, self._scheduled = schedule_at, scheduled
-        self.replica_group = replica_group
+        self.replica_group, self.reduction = replica_group, reduction
         self._on_cpu = flat.count.device.type == "cpu"
         self._square_norm: Tensor | None = None  # of the whole gradient, for this step's clipping
         if scaler is not None:
@@ -88,12 +91,14 @@ class OptimizerStep:
         return not skipped
 
     def normalise(self, grads: list[Tensor], own_count: int | None) -> None:
-        """Divide by the number of samples, once; then clip by the norm of the merged gradient.
+        """Divide a mean's gradient by the number of samples, once; then clip by its norm.
 
         `own_count`: this rank's samples, where the gradient was not merged; else `count` is read.
         """
         factor: Tensor | float
-        if own_count is not None:
+        if self.reduction == "sum":
+            factor = float(self.nominal)
+        elif own_count is not None:
             factor = self.nominal / max(1, own_count)
         elif self._on_cpu:
             factor = self.nominal / max(1.0, float(self.flat.count[0]))

@@ -7,6 +7,10 @@ exchange gradients themselves, in the window hooks. A replica calls the hooks of
 
     window    the micro-batches of one step:
               start_window, (before_backward, backward, after_backward)*, end_window
+
+`ParameterStorage` keeps parameters in the flat vectors. `p.data = ...`, `vector_to_parameters` or
+`lstm.flatten_parameters()` give a parameter other memory: from then on the model would run with
+weights that nobody trains. New values are taken over; what cannot be taken over is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.core import Tensors
+from manyhands.errors import TaskError
 
 Allocate = Callable[[int, torch.dtype], Tensor]
+DO = "change values in place (p.data.copy_(...), load_state_dict without assign=True)"
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,10 @@ class ReplicaParameters(Protocol):
         """Slices and shapes of the parameters in each vector and in each bucket, by its name."""
         ...
 
+    def take_back(self) -> None:
+        """Where user code gave a parameter other memory, take its values over, or refuse it."""
+        ...
+
     def holding(self, values: Tensors | None) -> AbstractContextManager[None]:
         """Hold other `values` inside the context; None: keep the current ones."""
         ...
@@ -120,3 +130,87 @@ class ReplicaParameters(Protocol):
     def close(self) -> None:
         """Remove all hooks from the module."""
         ...
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter lay at the start: in memory, and in the modules that use it."""
+
+    name: str
+    parameter: nn.Parameter
+    value: Tensor  # its view of a flat vector
+    pointer: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    uses: tuple[tuple[dict[str, nn.Parameter | None], str], ...]
+
+    def is_kept(self) -> bool:
+        p = self.parameter
+        return (
+            p.data_ptr() == self.pointer
+            and p.dtype == self.dtype
+            and p.shape == self.shape
+            and p.stride() == self.stride
+            and all(held.get(key) is p for held, key in self.uses)
+        )
+
+
+class ParameterStorage:
+    """The parameters of a module, each with the `value` in which it lies. `why_fixed`: why other
+    memory cannot be taken over; "": it can."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: Sequence[tuple[str, nn.Parameter, Tensor]],
+        why_fixed: str = "",
+    ):
+        uses: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
+        for part in module.modules():
+            for key, p in part._parameters.items():
+                uses.setdefault(id(p), []).append((part._parameters, key))
+        self._why_fixed = why_fixed
+        self._places = [
+            _Place(
+                name,
+                p,
+                value,
+                value.data_ptr(),
+                value.shape,
+                value.stride(),
+                value.dtype,
+                tuple(uses.get(id(p), ())),
+            )
+            for name, p, value in named
+        ]
+
+    def take_back(self) -> None:
+        """Make every parameter a view of its flat vector again, with the values it holds now."""
+        for place in self._places:
+            if not place.is_kept():
+                self._restore(place)
+
+    def _restore(self, place: _Place) -> None:
+        p, value = place.parameter, place.value
+        if any(held.get(key) is not p for held, key in place.uses):
+            raise TaskError(
+                f"the parameter {place.name} was replaced by another after the start, which the "
+                f"optimizer does not know; {DO}, or replace it before the start"
+            )
+        if (p.dtype, p.shape, p.device) != (value.dtype, value.shape, value.device):
+            raise TaskError(
+                f"the parameter {place.name} became {_kind(p)} after the start, but the run trains "
+                f"it as {_kind(value)}; {DO}, or convert the model before the start"
+            )
+        if self._why_fixed:
+            raise TaskError(
+                f"the parameter {place.name} was given other memory after the start (p.data = ..., "
+                f"vector_to_parameters), but {self._why_fixed}; {DO}"
+            )
+        value.copy_(p.data.clone())  # it may be another view of the same memory (p.data.T)
+        p.data = value
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import OnReady, Tensors
-from manyhands.data.sources import Source, StreamSource, TensorSource
+from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import TaskError
 from manyhands.replica.distillation import StudentReplica
 from manyhands.replica.forward import TaskLoss
@@ -37,13 +37,11 @@ def thinned(
     look = TaskLoss(
         module,
         next_loss.batches,
-        next_loss.loss,
-        next_loss.step,
+        next_loss.objective,
         next_loss.precision,
         next_loss.device,
     )
-    where = train.device if isinstance(train, TensorSource) else torch.device("cpu")
-    some = torch.arange(min(2, train.samples), device=where)
+    some = train.first(2)
     found = find(module, replica.flat, lambda: look.forward(train.fetch(some), len(some))[0])
     if not found.sizes:
         raise TaskError(

@@ -8,7 +8,8 @@ the optimizer's state. Both save state by parameter name, so checkpoints of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.core import Tensors
+from manyhands.errors import TaskError
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters, ParameterView
 
@@ -69,6 +71,7 @@ class WholeUpdate:
             if view.parameter.grad is not None:
                 grads.append(view.parameter.grad)
                 self.placed.append(i)
+        complete_momentum(self.optimizer)
         return grads
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
@@ -118,6 +121,7 @@ class SliceUpdate:
         for group, whole in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [s for p in whole for s in by_parameter.get(id(p), [])]
         fuse(optimizer, flat.count.device)
+        self._state_guard = StateGuard(optimizer)
 
     def _cut(self, key: str, owned: slice) -> None:
         for i, view in enumerate(self.flat.views):
@@ -140,8 +144,15 @@ class SliceUpdate:
                 )
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
+        if has_step_hooks(self.optimizer):
+            raise TaskError(
+                "a hook was registered on the optimizer's step after the start, but each rank "
+                "updates slices of the parameters, and the hook would see those alone; register "
+                "it before the start"
+            )
         for s in self._slices:
             s.parameter.grad = s.grad if used[s.view] else None
+        complete_momentum(self.optimizer)
         self.placed = [s.view for s in self._slices if used[s.view]]
         return [s.grad for s in self._slices if used[s.view]]
 
@@ -192,7 +203,67 @@ class SliceUpdate:
                     whole = memory[s.start : s.stop]
                 mine[f"{n}/{key}"] = whole.clone()  # each slice counts its own steps
         names = {id(s.parameter): str(n) for n, s in enumerate(self._slices)}
-        state.load_named(self.optimizer, names, mine, meta)
+        with self._state_guard.open():
+            state.load_named(self.optimizer, names, mine, meta)
+
+
+class StateGuard:
+    """Refuses user code the state_dict of an optimizer that holds only this rank's slices."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._open = False
+        optimizer.register_state_dict_pre_hook(self._save)
+        optimizer.register_load_state_dict_pre_hook(self._load)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, our own checkpoints load the slices."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def _save(self, optimizer: Optimizer) -> None:
+        if not self._open:
+            raise TaskError(
+                "optimizer.state_dict() would give the slices that this rank updates, not the "
+                "state of all parameters; the run's checkpoints hold it (save=, --resume)"
+            )
+
+    def _load(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        if not self._open:
+            raise TaskError(
+                "optimizer.load_state_dict() was called after the start, when each rank updates "
+                "slices of the parameters; call it before the start (run.prepare), or --resume"
+            )
+
+
+def complete_momentum(optimizer: Optimizer) -> None:
+    """Start momentum for parameters whose first gradient comes later than others'.
+
+    torch's fused SGD needs a buffer of all parameters or of none. Where some thaw after others, a
+    buffer of zero gives the same first step, unless dampening scales it; then the step is unfused.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return
+    for group in optimizer.param_groups:
+        if not (group["momentum"] and group.get("fused")):
+            continue
+        stepped = [p for p in group["params"] if p.grad is not None]
+        new = [p for p in stepped if "momentum_buffer" not in optimizer.state.get(p, {})]
+        if not 0 < len(new) < len(stepped):
+            continue
+        if group["dampening"]:
+            group["fused"] = False
+            continue
+        for p in new:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether user code runs before or after a step, and may look at all gradients at once."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def moments(views: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
@@ -241,7 +312,8 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
 def can_slice(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
     chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
-    return type(optimizer) in ELEMENTWISE and not optimizer.state and not chosen
+    known = type(optimizer) in ELEMENTWISE and not optimizer.state
+    return known and not chosen and not has_step_hooks(optimizer)
 
 
 def has_sparse_gradients(module: nn.Module) -> bool:

@@ -54,8 +54,11 @@ def race(
     resume: bool = False,
     quiet: bool = False,
     base: Path = Path("runs"),
+    arguments: Sequence[str] = (),
 ) -> tuple[Race, Path]:
-    """Run all plans, write the report into the race directory, and return results and directory."""
+    """Run all plans, write the report into the race directory, and return results and directory.
+
+    `arguments`: the script's own, which it finds in sys.argv."""
     if environment.process_info().started_by != "alone":
         raise LaunchError(
             "race starts the processes of every plan itself; "
@@ -67,10 +70,11 @@ def race(
             "wrap model, data and optimizer into task()"
         )
     path = choose_directory(base, script.stem, folder, resume)
-    request = resolve_request(path if resume else None, script, plans, target, seeds, common)
+    earlier = path if resume else None
+    request = resolve_request(earlier, script, plans, target, seeds, common, arguments)
     goal = parse_target(request["target"])
     racing = parse_plans(request["plans"], request["with"], goal)
-    facts = task_facts(script, goal)
+    facts = task_facts(script, goal, request["arguments"])
     owner = directory.claim(path)
     try:
         (path / RACE).write_text(
@@ -107,7 +111,7 @@ def _run_all(
             live.line(stream, "race", what)
             try:
                 first = facts.seed if plan.plan.seed is None else plan.plan.seed
-                _run_one(script, plan, first + k, run, goal, stream)
+                _run_one(script, request["arguments"], plan, first + k, run, goal, stream)
             except KeyboardInterrupt:
                 words = shlex.join(
                     ["manyhands", "race", str(script), "--resume", "--dir", str(path)]
@@ -131,10 +135,19 @@ def verb(
     folder: Path | None,
     resume: bool,
     quiet: bool,
+    arguments: list[str],
 ) -> int:
     """The race, and its exit code."""
     found, _ = race(
-        script, plans, target, seeds=seeds, common=common, folder=folder, resume=resume, quiet=quiet
+        script,
+        plans,
+        target,
+        seeds=seeds,
+        common=common,
+        folder=folder,
+        resume=resume,
+        quiet=quiet,
+        arguments=arguments,
     )
     if text_table.failures(found):
         return FAILED
@@ -142,7 +155,13 @@ def verb(
 
 
 def _run_one(
-    script: Path, racing: RacePlan, seed: int, run: Path, goal: Goal, stream: TextIO | None
+    script: Path,
+    arguments: list[str],
+    racing: RacePlan,
+    seed: int,
+    run: Path,
+    goal: Goal,
+    stream: TextIO | None,
 ) -> None:
     """Run one plan with one seed in new processes, even if it is one: no earlier run affects it."""
     shutil.rmtree(run, ignore_errors=True)  # files of an interrupted or failed run
@@ -150,10 +169,12 @@ def _run_one(
     plan, words = racing.plan, plan_words.overlay(racing.words, {"seed": seed})
     options = Options(script.stem, str(run), quiet=True)
     body = (
-        functools.partial(ddp.work, functools.partial(load_beside, str(script)), words, options)
+        functools.partial(
+            ddp.work, functools.partial(load_beside, str(script), arguments), words, options
+        )
         if racing.is_ddp
         else functools.partial(
-            work_script, str(script), [], words, plan_words.parse(words), options
+            work_script, str(script), arguments, words, plan_words.parse(words), options
         )
     )
     launched_s = time.time()
@@ -175,9 +196,10 @@ def _run_one(
     (run / OUTCOME).write_text(json.dumps(ended, indent=1) + "\n")
 
 
-def load_beside(script: str) -> Any:
+def load_beside(script: str, arguments: list[str]) -> Any:
     """Load the task of a script whose imports are in its own folder."""
     sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.argv = [script, *arguments]
     return load_task(script)
 
 

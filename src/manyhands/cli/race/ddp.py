@@ -26,14 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.assembly.connect import choose_device
 from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
 from manyhands.assembly.rank_context import Options
+from manyhands.cli.race.ddp_data import ddp_batches
 from manyhands.core import (
     Event,
     Plan,
-    Position,
     ProcessInfo,
+    Result,
 )
-from manyhands.data.batches import BatchIterator, IndexedBatches, StreamedBatches
-from manyhands.data.sources import StreamSource, source
+from manyhands.data.batches import StreamedBatches
+from manyhands.data.sources import source
 from manyhands.entry import MakeTask
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
@@ -43,9 +44,9 @@ from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover import directory
 from manyhands.replica import forward, state
-from manyhands.split.data import SPLITS, DataSplit
+from manyhands.replica.objective import Objective
 from manyhands.task import Task, build_model, resolve
-from manyhands.train import STATUS_EVERY_S, Result
+from manyhands.train import STATUS_EVERY_S
 
 # the plan words that have a meaning for DDP; it has no merge strategies, compression and groups
 KNOWN = tuple(
@@ -135,14 +136,18 @@ class DDPRun:
         self.schedule = None if task.schedule is None else task.schedule(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
         state.seed_everything(plan.seed or 0, self.rank)
-        self.batches = self._batches(batch)
+        self.batches = ddp_batches(task, plan, device, self.global_batch, self.rank, self.size)
         self.test = (
             None if task.test is None else source(task.test, device, "Task.test", plan.loaders)
         )
         self.ddp = self._ddp(given)
         computing: Any = torch.compile(self.ddp) if plan.compile else self.ddp
         self.losses = forward.TaskLoss(
-            computing, self.batches, task.loss, task.step, plan.precision, device
+            computing,
+            self.batches,
+            Objective(task.loss, task.step, task.reduction),
+            plan.precision,
+            device,
         )
         self.round = self.evaluated = 0
         self.next_status = 1
@@ -167,17 +172,6 @@ class DDPRun:
         if device.type == "cpu":
             ddp._set_ddp_runtime_logging_sample_rate(1)
         return ddp
-
-    def _batches(self, batch: int) -> BatchIterator:
-        train = source(self.task.train, self.device, "Task.train", self.plan.loaders)
-        if isinstance(train, StreamSource):
-            cut = lambda n: DataSplit(n, n, batch, self.rank, self.size).step_samples(Position())
-            return StreamedBatches(train, cut, self.global_batch, Position(), borrow=True)
-        split = DataSplit(train.samples, self.global_batch, batch, self.rank, self.size)
-        order, seed, n = SPLITS[self.plan.split], self.plan.seed or 0, train.samples
-        return IndexedBatches(
-            train, lambda epoch: order(n, seed, epoch), split, Position(), borrow=True
-        )
 
     # -- the loop --
 
@@ -216,6 +210,8 @@ class DDPRun:
                 loss, _ = self.losses.forward(batch.values, batch.count)
                 # DDP averages over ranks: this makes it the mean over the samples of all ranks
                 share = batch.count * self.size / total if total else float(batch.count > 0)
+                if self.task.reduction == "sum":  # here: the sum over them
+                    share = float(batch.count * self.size)
                 self.scaler.scale(loss * share).backward()
             self.loss_sum += loss.detach() * batch.count
             self.count += batch.count
@@ -335,8 +331,7 @@ class DDPRun:
             self.rank,
             self.size,
             self.test_batch,
-            task.loss,
-            task.step,
+            self.losses.objective,
             task.metrics,
             self.plan.precision,
             self.device,

@@ -109,14 +109,16 @@ def _slug(label: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")[:48] or "plan"
 
 
-def task_facts(script: Path, goal: Goal) -> TaskFacts:
+def task_facts(script: Path, goal: Goal, arguments: Sequence[str] = ()) -> TaskFacts:
     """Load the task once, so that an unknown metric is reported before anything starts."""
     sys.path.insert(0, str(script.resolve().parent))
+    before, sys.argv = sys.argv, [str(script), *arguments]
     try:
         made = load_task(str(script))
         task = made if isinstance(made, Task) else made()
     finally:
         sys.path.pop(0)
+        sys.argv = before
     if not isinstance(task, Task):
         raise TaskError(f"task() returned a {type(task).__name__}, but a manyhands.Task is needed")
     metrics = () if task.test is None else ("loss", *task.metrics)

@@ -57,6 +57,7 @@ def resolve_request(
     target: str | None,
     seeds: int | None,
     common: Sequence[str],
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The request as `race.json` keeps it.
 
@@ -71,15 +72,17 @@ def resolve_request(
         "with": " ".join(common),
         "target": target,
         "seeds": seeds,
+        "arguments": list(arguments),
     }
     if earlier is not None:
-        before = json.loads((earlier / RACE).read_text())
+        before = {"arguments": [], **json.loads((earlier / RACE).read_text())}
         if before["sha256"] != digest:
             raise PlanError(
                 f"{script} has changed since the race in {earlier} began, "
                 "so its times would not compare; start a new race"
             )
-        for key, word in {"plans": "plans", "target": "--target", "with": "--with"}.items():
+        words = {"plans": "plans", "target": "--target", "with": "--with", "arguments": "arguments"}
+        for key, word in words.items():
             if request[key] and request[key] != before[key]:
                 raise PlanError(
                     f"{earlier} is a race of other {word}: {_list(before[key])}, "

@@ -1,0 +1,57 @@
+"""Arguments of a script's command line: plan words, --resume and --dir; the rest is the script's.
+
+python mine.py epochs=3 data=2 --resume --dir runs/a --lr 0.1
+               ^^^^^^^^^^^^^^^ ^^^^^^^^^^^^^^^^^^^^^^ ^^^^^^^^ left to the script
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.errors import PlanError
+from manyhands.plan.words import known_word, known_words
+
+
+@dataclass(frozen=True)
+class ScriptArguments:
+    """What a script's command line says about the run."""
+
+    words: tuple[str, ...] = ()
+    resume: bool = False
+    directory: str | None = None
+    unknown: tuple[str, ...] = ()  # of the form key=value, but no plan words
+
+    @property
+    def notice(self) -> str:
+        """What to say of words that look like a plan's; "": nothing."""
+        texts = []
+        for word in self.unknown:
+            key = word.partition("=")[0]
+            near = difflib.get_close_matches(key, known_words(), 1, cutoff=0.75)
+            texts.append(f"{word} (did you mean {near[0]}=?)" if near else word)
+        return f"no plan words, left to the script: {', '.join(texts)}" if texts else ""
+
+
+def read(arguments: Sequence[str]) -> ScriptArguments:
+    """Find plan words, --resume and --dir D (or --dir=D) in `arguments`, in any place."""
+    words, unknown, resume, directory = [], [], False, None
+    # everything after -- belongs to the script, whatever it looks like
+    mine = list(itertools.takewhile(lambda argument: argument != "--", arguments))
+    for i, argument in enumerate(mine):
+        key, equals, value = argument.partition("=")
+        after = mine[i + 1] if i + 1 < len(mine) else ""
+        if argument == "--resume":
+            # an option of the script's own may take a file: --resume checkpoint.pth
+            resume = not after or after.startswith("-") or known_word(after.partition("=")[0])
+        elif key == "--dir":
+            directory = value if equals else after
+            if not directory or directory.startswith("-"):
+                raise PlanError("--dir needs the run directory after it: --dir runs/mine")
+        elif equals and known_word(key):
+            words.append(argument)
+        elif equals and key.replace(".", "_").isidentifier():
+            unknown.append(argument)
+    return ScriptArguments(tuple(words), resume, directory, tuple(unknown))
