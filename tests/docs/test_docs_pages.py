@@ -58,7 +58,7 @@ def test_every_plan_word_is_on_its_page_with_its_values_and_default() -> None:
         "then": tuple(STRATEGIES),
         "compress": ("none", *CODECS),
         "algorithm": ("native", *algorithms.NAMES),
-        "split": tuple(SPLITS),
+        "split": ("auto", *SPLITS),
     }
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Layout)}
     defaults |= {
