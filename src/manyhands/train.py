@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from manyhands.core import Event, Goal, LoopReplica, Position, Result
-from manyhands.errors import CheckpointError, Diverged, NotFinite
+from manyhands.errors import CheckpointError, Diverged, NotFinite, PeerLost
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
 from manyhands.task import Callback
@@ -332,10 +332,10 @@ class Trainer:
         failed = torch.tensor([float(bool(why))], device=self.context.device)
         self.group.all_reduce({"failed": failed}, op="max").wait()
         if float(failed):
-            raise CheckpointError(
-                f"training ended at round {self.round}, but its last checkpoint could not be "
-                f"saved ({why or 'rank 0 says why'}); {self._last_good()}; make room and --resume"
-            )
+            text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
+            if not why:  # the launcher reports the rank that knows the reason
+                raise PeerLost(f"{text}: see the error of the rank that saves")
+            raise CheckpointError(f"{text} ({why}); {self._last_good()}; make room and --resume")
 
     @contextmanager
     def merged(self) -> Iterator[None]:

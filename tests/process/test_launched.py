@@ -309,6 +309,17 @@ result = mh.train(task, "steps=6 save=2", directory="run", resume=True)
 print("rounds", result.rounds, result.checkpoint)
 """
 
+FULL_ON_TWO = (
+    FULL.partition("mh.train")[0]
+    + """
+class Full(mh.Callback):
+    def on_round(self, run, round, loss):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+mh.train(task, "data=2 steps=3", directory="two", callbacks=[Full()])
+"""
+)
+
 
 def test_a_full_disk_does_not_stop_training_but_a_run_that_is_not_saved_has_failed(
     tmp_path: Path,
@@ -323,6 +334,9 @@ def test_a_full_disk_does_not_stop_training_but_a_run_that_is_not_saved_has_fail
     assert "training ended at round 6, but its last checkpoint could not be saved" in job.err
     saved = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert saved is not None and saved.round == 1
+    # every rank fails; the one that knows the reason is reported
+    job = run(tmp_path, [sys.executable, "-"], stdin=FULL_ON_TWO)
+    assert "could not be saved (" in job.err and "see the error of the rank" not in job.err, job.err
 
 
 # -- other ways to start --
