@@ -231,6 +231,8 @@ class Connection:
             f"{self.timeout_s:g} s{trouble}; check that it is alive and reachable, and raise "
             "timeout_s if it is only slow"
         )
+        if pending.on_loss is not None:
+            pending.on_loss(pending)
         pending.done = True
         return pending.error
 

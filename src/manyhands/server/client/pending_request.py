@@ -31,6 +31,7 @@ class PendingRequest:
         self.error: Exception | None = None
         self.done = self.abandoned = False
         self.on_answer: Callable[[PendingRequest], None] | None = None
+        self.on_loss: Callable[[PendingRequest], None] | None = None  # given up without an answer
         self.commits = 0  # the last commit that was sent along
 
     @property

@@ -163,7 +163,7 @@ class Request(PendingRequest):
             part.write(self.code, cursor)
         for part in push:
             part.updates = part.ready = None  # the caller's again
-        self.on_answer = self._answered
+        self.on_answer, self.on_loss = self._answered, self._lost
 
     def _compose(self) -> tuple[m.Message, Parts]:
         commits, self.commits = self.sender.commits_for(self.connection)
@@ -216,6 +216,15 @@ class Request(PendingRequest):
             self.sender.failures.append(self.error)
         if not self.pull or self.abandoned or self.error is not None:
             self.release()
+
+    def _lost(self, _: PendingRequest) -> None:
+        """Whoever calls next learns of a push without acknowledgement, also if nobody waits for
+        it."""
+        assert self.error is not None
+        if self.how is not None:
+            self.sender.failures.append(self.error)
+        for part in self.push:
+            part.buffer = None  # never to be used again: the server may read it yet
 
     def move(self, arena: Arena) -> None:
         super().move(arena)
