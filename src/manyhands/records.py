@@ -206,6 +206,8 @@ class Plan:
     keep: int = 3
     best: str | None = None
     timeout_s: float = 600.0
+    # without a heartbeat for so long, a worker is taken for dead; None: timeout_s
+    lease_s: float | None = None
     forecast: dict[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
@@ -220,6 +222,8 @@ class ProcessInfo:
     local_size: int = 1
     host: str = "localhost"
     started_by: Literal["alone", "manyhands", "torchrun", "slurm", "mpi"] = "alone"
+    # which machine and which shared memory; two machines may have one name. "": unknown
+    machine: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

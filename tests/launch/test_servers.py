@@ -262,6 +262,19 @@ def test_ranks_of_several_hosts_listen_where_the_others_reach_them() -> None:
     assert list(found) == ["10.77.0.2", "10.77.0.3"]
 
 
+def test_two_machines_of_one_name_are_two_hosts() -> None:
+    store = dist.HashStore()
+    places = [ProcessInfo(r, 2, host="node", machine=f"boot {r}") for r in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(
+            lambda p: servers._bind_address(
+                p, store, time.monotonic() + 10, {"DMLC_NODE_HOST": f"10.77.0.{p.rank}"}
+            ),
+            places,
+        )
+    assert list(found) == ["10.77.0.0", "10.77.0.1"]
+
+
 def test_several_hosts_that_know_only_loopback_are_told_what_to_set() -> None:
     store = dist.HashStore()
     store.set("servers/host/1", '["two", "127.0.0.1"]')

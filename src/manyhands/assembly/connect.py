@@ -41,7 +41,8 @@ def connect(
     """The fastest group that joins all ranks, or the one the plan names; and its name."""
     if process.size == 1:
         return SoloGroup(), "none"
-    hosts = _gather(store, "host", process, process.host, plan.timeout_s)
+    # by name and machine: two machines may have the same name
+    hosts = _gather(store, "host", process, f"{process.host} {process.machine}", plan.timeout_s)
     one_host, shares = len(set(hosts)) == 1, len(set(hosts)) < process.size
     kind = plan.link
     if kind == "auto" and device.type == "cuda":
@@ -51,7 +52,7 @@ def connect(
     if kind == "shared" and not one_host:
         raise PlanError(
             f"link=shared joins processes of one host, but there are {len(set(hosts))}: "
-            f"{', '.join(sorted(set(hosts)))}; set link=hierarchical"
+            f"{', '.join(sorted(h.partition(' ')[0] for h in set(hosts)))}; set link=hierarchical"
         )
     if kind == "nccl" and device.type != "cuda":
         raise PlanError(

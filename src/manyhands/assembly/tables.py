@@ -232,6 +232,7 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         process.size,
         started.token,
         timeout_s=plan.timeout_s,
+        lease_s=plan.lease_s or plan.timeout_s,
         payload=payload,
         tls=started.tls,
     )

@@ -7,6 +7,7 @@ mpirun, and for parameter servers that were started by hand those of PS-Lite, MX
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def variables() -> Mapping[str, str]:
 
 def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
     env = os.environ if env is None else env
-    host = env.get(HOST) or socket.gethostname()
+    host, machine = env.get(HOST) or socket.gethostname(), _machine()
     if "RANK" in env and "WORLD_SIZE" in env:
         ours = env.get(STARTED_BY_US) == "1"
         rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
@@ -53,6 +54,7 @@ def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
             _int(env, "LOCAL_WORLD_SIZE", size),
             host,
             "manyhands" if ours else "torchrun",
+            machine,
         )
     if (
         "SLURM_PROCID" in env
@@ -66,13 +68,26 @@ def process_info(env: Mapping[str, str] | None = None) -> ProcessInfo:
             _int(env, "SLURM_NTASKS_PER_NODE", 1),
             host,
             "slurm",
+            machine,
         )
     if "OMPI_COMM_WORLD_RANK" in env:
         rank, size, local_rank, local_size = (
             _int(env, f"OMPI_COMM_WORLD_{n}") for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         )
-        return ProcessInfo(rank, size, local_rank, local_size, host, "mpi")
-    return ProcessInfo(host=host)
+        return ProcessInfo(rank, size, local_rank, local_size, host, "mpi", machine)
+    return ProcessInfo(host=host, machine=machine)
+
+
+def _machine() -> str:
+    """A boot of a kernel and its shared memory: what two containers, or two machines of one name,
+    do not have in common."""
+    found = []
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        shm = os.stat("/dev/shm")
+        found.append(f"{shm.st_dev:x}.{shm.st_ino:x}")
+    return "/".join(found)
 
 
 def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = None) -> dist.Store:

@@ -363,7 +363,8 @@ def _bind_address(
     address that the other hosts reach.
     """
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
-    store.set(f"servers/host/{process.rank}", json.dumps([process.host, ours]))
+    here = f"{process.host} {process.machine}"  # two machines may have the same name
+    store.set(f"servers/host/{process.rank}", json.dumps([here, ours]))
     found = []
     for r in range(process.size):
         what = f"rank {r} of {process.size} to publish its host"
@@ -373,7 +374,7 @@ def _bind_address(
     # the name of the rendezvous resolves to loopback on its own host: use the route to the others
     if _loopback(ours):
         others = [
-            address for host, address in found if host != process.host and not _loopback(address)
+            address for host, address in found if host != here and not _loopback(address)
         ]
         ours = environment.address_towards(others[0]) if others else ours
     if _loopback(ours):

@@ -13,7 +13,7 @@ from manyhands.exchange import compression
 AXES = {f.name: int for f in dataclasses.fields(Layout)}
 # words that need more than 1 rank on an axis
 AXIS_WORDS = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}
-SERVER_WORDS = ("servers", "lookahead", "cache", "cache_age", "embeddings")
+SERVER_WORDS = ("servers", "lookahead", "cache", "cache_age", "embeddings", "lease_s")
 POSITIVE = (
     "batch",
     "micro",
@@ -25,6 +25,7 @@ POSITIVE = (
     "bucket_mb",
     "keep",
     "timeout_s",
+    "lease_s",
 )
 
 
@@ -48,7 +49,7 @@ def _check_numbers(plan: Plan) -> None:
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
     for key in SERVER_WORDS:
-        if key != "embeddings" and getattr(plan, key) < 0:
+        if key not in ("embeddings", "lease_s") and getattr(plan, key) < 0:
             raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
         if not plan.servers and getattr(plan, key) != _default(key):
             raise PlanError(

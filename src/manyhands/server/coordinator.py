@@ -44,6 +44,7 @@ class Coordinator:
         self._servers: list[_ServerState] = []
         self._incarnations: dict[int, int] = {}
         self._left: set[tuple[int, int]] = set()  # (worker, incarnation) that left by itself
+        self._leases: dict[int, float] = {}  # of workers that gave one
         self._heartbeats: dict[tuple[int, int], int] = {}  # how many connections each has
         self._changed = threading.Condition()
         self._closing = False
@@ -188,14 +189,15 @@ class Coordinator:
     def _serve_heartbeat(self, channel: Channel, proof: m.Proof) -> None:
         who, why = (proof.worker, proof.incarnation), "closed its heartbeat connection"
         with self._changed:
+            lease_s = self._leases.get(proof.worker, self.lease_s)
             self._heartbeats[who] = self._heartbeats.get(who, 0) + 1
             self._changed.notify_all()
         try:
-            channel.limit(self.lease_s)
+            channel.limit(lease_s)
             while True:
                 channel.receive()
         except TimeoutError:
-            why = f"sent no heartbeat for {self.lease_s:g} s"
+            why = f"sent no heartbeat for {lease_s:g} s"
         except (Closed, OSError):
             pass
         finally:
@@ -213,8 +215,8 @@ class Coordinator:
             if dead and self.clock is not None:
                 self.clock.evict(
                     proof.worker,
-                    f"it {why}, so the coordinator removed it (a lease lasts {self.lease_s:g} s). "
-                    f"Look at rank {proof.worker}'s log; if it was only paused, resume the run",
+                    f"it {why}, so the coordinator removed it (lease_s={lease_s:g}). Look at rank "
+                    f"{proof.worker}'s log; if it was only paused, raise lease_s and resume the run",
                 )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
@@ -249,12 +251,14 @@ class Coordinator:
         joined = clock.join(worker, message.incarnation)
         with self._changed:
             self._incarnations[worker] = joined.incarnation
+            if message.lease_s is not None:
+                self._leases[worker] = message.lease_s
             self._left -= {
                 who for who in self._left if who[0] == worker and who[1] < joined.incarnation
             }
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
-        answer.lease_s = self.lease_s
+        answer.lease_s = message.lease_s or self.lease_s
         return answer
 
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:

@@ -301,6 +301,24 @@ def test_a_worker_that_falls_silent_is_evicted_too() -> None:
             silent.tick(0)
 
 
+def test_a_worker_that_asked_for_a_longer_lease_may_be_silent_for_so_long() -> None:
+    with (
+        servers(workers=2, lease_s=0.3) as (server,),
+        joined(server, 0, 2) as store,
+        joined(server, 1, 2, lease_s=30.0) as silent,
+    ):
+        assert silent._heartbeat is not None
+        silent._heartbeat._closing.set()
+        ticked = threading.Thread(target=store.tick, args=(0,))
+        ticked.start()
+        ticked.join(1.0)
+        assert ticked.is_alive() and server.coordinator is not None
+        assert server.coordinator.evicted == []
+        silent.tick(0)
+        ticked.join(20)
+        assert not ticked.is_alive()
+
+
 def test_who_waits_when_the_coordinator_ends_is_a_victim() -> None:
     with (
         servers(workers=2) as (server,),

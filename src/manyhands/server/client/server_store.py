@@ -45,7 +45,8 @@ SLACK_S = 5.0
 
 
 class ServerStore:
-    """`coordinator` is HOST:PORT. All ranks open a store with the same `size`."""
+    """`coordinator` is HOST:PORT. All ranks open a store with the same `size`. A worker without a
+    heartbeat for `lease_s` is taken for dead; None: as the coordinator was started."""
 
     background = True
 
@@ -57,6 +58,7 @@ class ServerStore:
         token: str = "",
         *,
         timeout_s: float = 60.0,
+        lease_s: float | None = None,
         payload: str = "none",
         transport: Transport = "auto",
         tls: ssl.SSLContext | None = None,
@@ -91,7 +93,9 @@ class ServerStore:
             )
 
         try:
-            entered = self._control.ask(m.Join(size, None), "registration with the coordinator")
+            entered = self._control.ask(
+                m.Join(size, None, lease_s), "registration with the coordinator"
+            )
             self._incarnation, self._clock = entered.incarnation, entered.clock
             self._heartbeat = Heartbeat(root, token, self._proof("heartbeat"), entered.lease_s, tls)
             self._sender = RequestSender(

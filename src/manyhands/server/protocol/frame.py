@@ -31,6 +31,8 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 MESSAGE_BYTES = 1 << 20  # at most
 PAYLOAD_BYTES = 1 << 34  # at most; 16 GiB
 UNAUTHENTICATED_BYTES = 1 << 12  # at most, of a message of the handshake, which has no payload
+# of an idle connection: after 10 s, each 5 s, 4 times (macOS calls the first one TCP_KEEPALIVE)
+PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 ALIGN = 64  # where arrays of a payload begin: a cache line
 _PADDING = bytes(ALIGN)
 _PARTS = 512  # buffers that the kernel takes at once
@@ -126,7 +128,7 @@ class Channel:
         self._send_s: float | None = None
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _watch_peer(sock)
             _unpaced(sock)
         if not self.secure:
             sock.settimeout(None)  # truly blocking: MSG_WAITALL would be cut short otherwise
@@ -265,6 +267,15 @@ class Channel:
         """Close the socket; only the last user may do so."""
         self.stop()
         self.sock.close()
+
+
+def _watch_peer(sock: socket.socket) -> None:
+    """Let the kernel end a connection whose other host is gone: a receive without a limit would
+    wait for the two hours that Linux waits before its first probe."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _unpaced(sock: socket.socket) -> None:

@@ -236,6 +236,7 @@ class AssignSlots(Message):
 class Join(Message):
     size: int
     incarnation: int | None  # None: a new process; else the one that was assigned before
+    lease_s: float | None = None  # None: as the coordinator was started
 
 
 class TickClock(Message):
