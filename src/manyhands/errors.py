@@ -15,7 +15,7 @@
 
 Each message says what was given, what is needed and what to do:
 
-    rank 1 sent no heartbeat for 10 s, so the coordinator removed it (a lease lasts 10 s).
+    rank 1 sent no heartbeat for 10 s, so the coordinator removed it (lease_s=10).
     Look at rank 1's log; if it was only paused, resume the run.
 """
 

@@ -259,7 +259,7 @@ def test_ranks_of_several_hosts_listen_where_the_others_reach_them() -> None:
             ),
             places,
         )
-    assert list(found) == ["10.77.0.2", "10.77.0.3"]
+    assert list(found) == [("10.77.0.2", False), ("10.77.0.3", False)]
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
@@ -272,7 +272,7 @@ def test_two_machines_of_one_name_are_two_hosts() -> None:
             ),
             places,
         )
-    assert list(found) == ["10.77.0.0", "10.77.0.1"]
+    assert list(found) == [("10.77.0.0", False), ("10.77.0.1", False)]
 
 
 def test_several_hosts_that_know_only_loopback_are_told_what_to_set() -> None:

@@ -11,8 +11,11 @@ import itertools
 import mmap
 import os
 import secrets
+import stat
 import tempfile
 from pathlib import Path
+
+from manyhands.errors import LaunchError
 
 PREFIX = "manyhands-"
 _numbers = itertools.count()
@@ -53,11 +56,28 @@ def _size(nbytes: int) -> str:
 
 
 def attach(path: Path | str, nbytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR)
+    """Map a segment of another rank. Its path came over the rendezvous, to which others may write:
+    only a file that a process of this user has made as a segment is touched."""
+    path = Path(path)
+    if path.parent != directory() or not path.name.startswith(PREFIX):
+        raise _foreign(path)
+    fd = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     try:
+        found = os.fstat(fd)
+        private = stat.S_ISREG(found.st_mode) and not found.st_mode & 0o077
+        if found.st_uid != os.geteuid() or not private or found.st_size < nbytes:
+            raise _foreign(path)
         return mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
+
+
+def _foreign(path: Path) -> LaunchError:
+    return LaunchError(
+        f"the rendezvous names {path} as shared memory of a rank, but a file "
+        f"{directory() / PREFIX}* of this user is needed: somebody else writes to the rendezvous; "
+        "start again on another port"
+    )
 
 
 def sweep() -> list[str]:

@@ -28,6 +28,7 @@ HOST = "MANYHANDS_HOST"
 LAB = "MANYHANDS_LAB"  # hosts of the lab that this process may use, as JSON of `launch.lab`
 LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: the process that made it
 TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by workers and servers
+RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 

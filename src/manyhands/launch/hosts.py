@@ -15,6 +15,7 @@ import errno
 import json
 import multiprocessing.connection
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from manyhands.core import Job
 from manyhands.errors import LaunchError
-from manyhands.launch import environment
+from manyhands.launch import environment, run_token
 from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
@@ -94,19 +95,20 @@ class HostsLauncher:
 
     def launch(self, job: Job) -> dict[str, Any]:
         store = self._rendezvous(job.port)
+        token = run_token.of_environment() or secrets.token_hex(32)
         workers: list[_Worker] = []
         with Stop() as stop:
             try:
                 for hosted in assign_ranks(job.size, self.hosts):
-                    workers.append(self._start(hosted, job, store.port))
+                    workers.append(self._start(hosted, job, store.port, token))
                 for w in workers:
                     _send(w.process, job.payload)
                 self._watch(workers, stop)
             finally:
                 _end(workers)
         keys = dist.PrefixStore(environment.PREFIX, store)
-        self._raise_cause(workers, keys, stop)
-        result = dict(json.loads(keys.get("result"))) if keys.check(["result"]) else {}
+        self._raise_cause(workers, keys, stop, token)
+        result = _said(keys, "result", token) or {}
         return {**result, "stopped": stop.requested} if stop.requested and result else result
 
     def _rendezvous(self, port: int) -> dist.TCPStore:
@@ -135,7 +137,7 @@ class HostsLauncher:
             master_listen_fd=listener.detach(),
         )
 
-    def _start(self, hosted: HostedRank, job: Job, port: int) -> _Worker:
+    def _start(self, hosted: HostedRank, job: Job, port: int, token: str) -> _Worker:
         rank, host = hosted.rank, hosted.host
         threads = job.threads or max(1, environment.cores() // job.size)
         env = {
@@ -148,6 +150,7 @@ class HostsLauncher:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store
             environment.STARTED_BY_US: "1",
+            environment.RUN_TOKEN: token,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             **({environment.HOST: host.name} if host.name else {}),
             **host.variables,
@@ -195,12 +198,14 @@ class HostsLauncher:
                 return
             _wait_for_an_end(workers, POLL_S)
 
-    def _raise_cause(self, workers: list[_Worker], store: dist.Store, stop: Stop) -> None:
+    def _raise_cause(
+        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str
+    ) -> None:
         codes = {w.rank: w.process.returncode for w in workers}
         reports = {}
         for w in workers:
-            if store.check([f"error/{w.rank}"]):
-                reports[w.rank] = json.loads(store.get(f"error/{w.rank}"))
+            if (said := _said(store, f"error/{w.rank}", token)) is not None:
+                reports[w.rank] = said
         killed = {
             w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us
         }
@@ -249,6 +254,12 @@ class HostsLauncher:
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
             raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+
+
+def _said(store: dist.Store, key: str, token: str) -> dict[str, Any] | None:
+    """What a rank of this run has put into the store; None: nothing, or somebody else did."""
+    value = run_token.verify(token, key, bytes(store.get(key))) if store.check([key]) else None
+    return None if value is None else dict(json.loads(value))
 
 
 def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:

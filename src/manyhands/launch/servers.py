@@ -1,10 +1,11 @@
 """Launch of parameter servers: server i is a child process of rank i % size.
 
-    rank 0    token -> store;   start server 0, which also coordinates;   its address -> store
+    rank 0    start server 0, which also coordinates;   its address -> store
     rank r    start servers r, r + size, ...;   wait for the coordinator's address and pass it to
               them;   their addresses -> store
     all       wait until every server has published its address, or why it could not start
 
+All of them know the run's token (`run_token`), and what they put into the store is signed with it.
 Standard input is the child's lifeline, as it is a worker's (`launch.worker`): when its rank is
 gone, however it ended, reading ends and so does the server. The child has a session of its own:
 Ctrl-C is handled by the launcher, and a server must outlive the last push. Servers that were
@@ -18,7 +19,6 @@ import ipaddress
 import json
 import os
 import queue
-import secrets
 import signal
 import ssl
 import subprocess
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
-from manyhands.launch import environment
+from manyhands.launch import environment, run_token
 from manyhands.launch.environment import ServedBy
 
 MODULE = "manyhands.server.process"  # by name: launch may not import server
@@ -128,29 +128,29 @@ def start(
         raise LaunchError(f"{count} servers; needed: 1 or more")
     deadline = time.monotonic() + timeout_s
     mine = range(process.rank, count, process.size)
-    address = _bind_address(process, store, deadline, env)
-    if process.rank == 0:
-        store.set("servers/token", token or secrets.token_hex(32))
-    shared = _get(
-        store, "servers/token", deadline, f"the servers' token from rank 0 of {process.size}"
-    ).decode()
+    address, one_machine = _bind_address(process, store, deadline, env)
+    shared = (
+        token
+        or run_token.of_environment(env)
+        or run_token.agree(
+            process, store, one_machine, lambda key, what: _get(store, key, deadline, what)
+        )
+    )
     children: list[Child] = []
     try:
-        with _errors_to_all_ranks(store, process):
+        with _errors_to_all_ranks(store, process, shared):
             for i in mine:  # before any wait: starting Python takes a second
                 children.append(_spawn(i))
             coordinator = ""
             for child in children:
                 if child.index > 0 and not coordinator:
-                    coordinator = _address(store, 0, deadline)
+                    coordinator = _address(store, 0, deadline, shared)
                 request = _request(
                     child.index, count, workers, address, shared, coordinator, memory_bytes, modules
                 )
-                store.set(
-                    f"servers/{child.index}",
-                    json.dumps({"address": _begin(child, request, deadline)}),
-                )
-        addresses = tuple(_address(store, i, deadline) for i in range(count))
+                key, begun = f"servers/{child.index}", _begin(child, request, deadline)
+                store.set(key, run_token.sign(shared, key, begun))
+        addresses = tuple(_address(store, i, deadline, shared) for i in range(count))
     except BaseException:
         _end(children)
         raise
@@ -310,16 +310,14 @@ def _end(children: Sequence[Child]) -> None:
 
 
 @contextlib.contextmanager
-def _errors_to_all_ranks(store: dist.Store, process: ProcessInfo) -> Iterator[None]:
+def _errors_to_all_ranks(store: dist.Store, process: ProcessInfo, token: str) -> Iterator[None]:
     """Publish an error to all other ranks, which would wait for ever, and raise it here."""
     try:
         yield
     except Exception as e:
         with contextlib.suppress(Exception):
-            store.set(
-                "servers/error",
-                json.dumps(f"rank {process.rank}: {e}" if process.size > 1 else str(e)),
-            )
+            text = f"rank {process.rank}: {e}" if process.size > 1 else str(e)
+            store.set("servers/error", run_token.sign(token, "servers/error", text))
         raise
 
 
@@ -336,16 +334,24 @@ def _leave(store: dist.Store, process: ProcessInfo, has_servers: bool) -> None:
             time.sleep(POLL_S / 5)
 
 
-def _address(store: dist.Store, index: int, deadline: float) -> str:
-    return str(
-        json.loads(_get(store, f"servers/{index}", deadline, f"server {index} to start"))["address"]
-    )
+def _address(store: dist.Store, index: int, deadline: float, token: str) -> str:
+    key = f"servers/{index}"
+    raw = _get(store, key, deadline, f"server {index} to start", token)
+    address = run_token.verify(token, key, raw)
+    if address is None:
+        raise LaunchError(
+            f"the address of server {index} in the rendezvous is not signed by this run: somebody "
+            "else writes to it, or ranks have different tokens; give all ranks one MANYHANDS_TOKEN"
+        )
+    return address
 
 
-def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
+def _get(store: dist.Store, key: str, deadline: float, what: str, token: str = "") -> bytes:
     while not store.check([key]):
-        if store.check(["servers/error"]):
-            raise LaunchError(json.loads(store.get("servers/error")))
+        if token and store.check(["servers/error"]):
+            error = run_token.verify(token, "servers/error", bytes(store.get("servers/error")))
+            if error is not None:
+                raise LaunchError(error)
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"waited in vain for {what}; look at the output of that rank above, "
@@ -358,9 +364,9 @@ def _get(store: dist.Store, key: str, deadline: float, what: str) -> bytes:
 
 def _bind_address(
     process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
-) -> str:
+) -> tuple[str, bool]:
     """Loopback where all ranks share a host, so that no other host can connect; otherwise an
-    address that the other hosts reach.
+    address that the other hosts reach. And whether they share one.
     """
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
     here = f"{process.host} {process.machine}"  # two machines may have the same name
@@ -370,12 +376,10 @@ def _bind_address(
         what = f"rank {r} of {process.size} to publish its host"
         found.append(json.loads(_get(store, f"servers/host/{r}", deadline, what)))
     if len({host for host, _ in found}) == 1:
-        return "127.0.0.1"
+        return "127.0.0.1", True
     # the name of the rendezvous resolves to loopback on its own host: use the route to the others
     if _loopback(ours):
-        others = [
-            address for host, address in found if host != here and not _loopback(address)
-        ]
+        others = [address for host, address in found if host != here and not _loopback(address)]
         ours = environment.address_towards(others[0]) if others else ours
     if _loopback(ours):
         raise LaunchError(
@@ -383,7 +387,7 @@ def _bind_address(
             "cannot reach; set MASTER_ADDR to an address or name of rank 0 that is not loopback, "
             "or DMLC_NODE_HOST on each host"
         )
-    return ours
+    return ours, False
 
 
 def _loopback(address: str) -> bool:

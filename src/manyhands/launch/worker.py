@@ -21,7 +21,7 @@ import traceback
 import torch.distributed as dist
 
 from manyhands.errors import ManyhandsError
-from manyhands.launch import environment
+from manyhands.launch import environment, run_token
 from manyhands.launch.signals import Stop
 
 
@@ -48,7 +48,7 @@ def _work() -> int:
         del payload
         result = work()
         if here.rank == 0:
-            store.set("result", json.dumps(result))
+            _tell(store, "result", result)
         code = 0
     except BaseException as e:
         if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
@@ -68,7 +68,11 @@ def _report(store: dist.Store, rank: int, e: BaseException) -> None:
     text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
     with contextlib.suppress(Exception):
         said = {"kind": kind, "text": text, "time": time.time()}
-        store.set(f"error/{rank}", json.dumps({**said, "ours": isinstance(e, ManyhandsError)}))
+        _tell(store, f"error/{rank}", {**said, "ours": isinstance(e, ManyhandsError)})
+
+
+def _tell(store: dist.Store, key: str, value: object) -> None:
+    store.set(key, run_token.sign(run_token.of_environment(), key, json.dumps(value)))
 
 
 def _exactly(channel: object, n: int) -> bytes:

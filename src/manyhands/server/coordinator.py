@@ -215,8 +215,8 @@ class Coordinator:
             if dead and self.clock is not None:
                 self.clock.evict(
                     proof.worker,
-                    f"it {why}, so the coordinator removed it (lease_s={lease_s:g}). Look at rank "
-                    f"{proof.worker}'s log; if it was only paused, raise lease_s and resume the run",
+                    f"it {why}, so the coordinator removed it (lease_s={lease_s:g}). Look at its "
+                    "log; if it was only paused, raise lease_s and resume the run",
                 )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
