@@ -9,7 +9,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from torch.utils.data import (
 
 import manyhands as mh
 from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.tables import rows_of_this_process
 from manyhands.cli.export import export
 from manyhands.plan.words import parse
 from manyhands.recover.checkpoint import Checkpoints
@@ -674,6 +675,75 @@ def test_a_loaded_model_evaluates_as_in_the_run_and_an_exported_one_has_its_rows
         exported["table/loaded/values"], rows
     )
     assert "table/NAME/ids and table/NAME/values: loaded (10 rows)" in capsys.readouterr().err
+
+
+def rated_task(model: Any, **more: Any) -> mh.Task:
+    ids, target = torch.arange(40) % 10, (torch.arange(40) % 10) / 10
+    return mh.Task(
+        model=model,
+        loss=nn.functional.mse_loss,
+        train=(ids, target),
+        test=(ids, target),
+        batch=10,
+        epochs=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        **more,
+    )
+
+
+def loss_of(model: nn.Module, task: mh.Task) -> float:
+    ids, target = task.test
+    with torch.no_grad():
+        return nn.functional.mse_loss(model.eval()(ids), target).item()
+
+
+@pytest.mark.parametrize("words", ["", "save=off", "servers=1"])
+def test_a_model_object_has_the_trained_rows_after_the_run(words: str, tmp_path: Path) -> None:
+    models = [Rated(), Rated()]
+    for i, model in enumerate(models if words != "servers=1" else models[:1]):
+        task = rated_task(model, seed=i)
+        result = mh.train(task, words, directory=tmp_path / str(i), quiet=True)
+        assert loss_of(model, task) == pytest.approx(result.metrics["loss"], rel=1e-6)
+    if words == "":  # rows of the first model are not those of the second, nor of a new one
+        first = [loss_of(models[0], task), loss_of(mh.load(tmp_path / "0", Rated()), task)]
+        assert first[0] == pytest.approx(first[1], rel=1e-6)
+        mh.load(tmp_path / "1", models[0])
+        assert loss_of(models[0], task) == pytest.approx(loss_of(models[1], task), rel=1e-6)
+
+
+def test_rows_that_were_on_servers_and_not_saved_are_said_to_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mh.train(rated_task(Rated()), "servers=1 save=off", directory=tmp_path / "a", quiet=True)
+    said = capsys.readouterr().err
+    assert "trained, but has no rows of loaded: they were on servers, and nothing was" in said
+
+
+def test_a_second_run_of_a_model_object_says_that_its_rows_start_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Rated()
+    mh.train(rated_task(model), "save=off", directory=tmp_path / "a", quiet=True)
+    assert "anew" not in capsys.readouterr().err
+    mh.train(rated_task(model), "save=off", directory=tmp_path / "b", quiet=True)
+    assert "the rows of loaded start anew" in capsys.readouterr().err
+
+
+def test_rows_amid_frozen_parameters_are_trained_with_a_notice_and_frozen_rows_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, freeze in (("around", False), ("itself", True)):
+        model = nn.Sequential(Rated(), nn.Unflatten(0, (-1, 1)), nn.Linear(1, 1), nn.Flatten(0))
+        tower = cast("Rated", model[0].requires_grad_(False))
+        if freeze:
+            tower.rows.requires_grad_(False)
+        untrained = mh.Embedding("loaded", 4, optimizer="sgd", lr=0.5, scale=0.5)
+        untrained.attach(rows_of_this_process())  # other tests have trained those by default
+        before = untrained(torch.arange(10)).detach()
+        mh.train(rated_task(model), "save=off", directory=tmp_path / name)
+        text = capsys.readouterr()
+        assert ("all parameters of 0 are frozen, but" in text.out + text.err) is not freeze
+        assert torch.equal(tower.rows(torch.arange(10)), before) is freeze
 
 
 def test_a_channels_last_model_resumes_to_the_last_bit(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ import functools
 import sys
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.tables import PREFIX
 from manyhands.assembly.trainer import RUN_VALUES
-from manyhands.core import Plan, Result
-from manyhands.embedding.saved_rows import load_rows
+from manyhands.core import Plan, Result, Snapshot, Tensors
+from manyhands.embedding.saved_rows import load_own_rows, load_rows
+from manyhands.embedding.tables import embeddings
 from manyhands.entry import (
     MakeTask,
     run_store,
@@ -30,13 +32,15 @@ from manyhands.entry import (
 from manyhands.errors import PlanError, TaskError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
-from manyhands.own_loop import Run, opened
+from manyhands.own_loop import Run, opened, script_text
 from manyhands.plan import arguments
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover.checkpoint import pick
 from manyhands.replica.state import load_model
 from manyhands.task import Callback, Task, check_callbacks
+
+SEEDED = 1 << 32  # torch seeds itself with 64 random bits; people give smaller numbers
 
 
 def train(
@@ -75,26 +79,80 @@ def train(
     )
     words, options = _from_outside(plan, options, argv)
     check_callbacks(options.callbacks)
+    if not options.resume:
+        _say_rows_start_anew(task)
+    _say_of_seed(task, words)
     result = start(functools.partial(work, task), words, options, port)
     _bring_back(task, result)
+    elsewhere = environment.process_info().started_by == "alone" and result.ranks > 1
+    if options.callbacks and elsewhere and not quiet:
+        print(
+            "callbacks ran in the processes of the run: their objects here are as before",
+            file=sys.stderr,
+        )
     return result
 
 
-def _bring_back(task: MakeTask, result: Result) -> None:
-    """A model that was given as an object is trained afterwards, also where other processes did."""
-    here = environment.process_info()
-    if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
+def _say_of_seed(task: MakeTask, words: Words) -> None:
+    """A run draws its own random numbers, so that N ranks draw the same: those of `seed=`."""
+    chosen = isinstance(task, Task) and task.seed
+    if environment.process_info().started_by != "alone" or chosen:
         return
-    if here.started_by != "alone" or result.ranks == 1:
-        return
-    if result.checkpoint is None:
+    if torch.initial_seed() < SEEDED and "seed" not in plan_words.overlay(words):
         print(
-            "the model object of the task is as it was before: other processes trained their own "
-            "copies of it, and nothing was saved (save=off)",
+            f"torch was seeded with {torch.initial_seed()} before, which a run does not look at: "
+            "weights, order and dropout come from seed= of the plan, or of the Task (0 by default)",
             file=sys.stderr,
         )
+
+
+def _say_rows_start_anew(task: MakeTask) -> None:
+    if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
+        return
+    rows = sorted({m.name for m in embeddings(task.model) if m.attached})
+    if rows and environment.process_info().rank == 0:
+        print(
+            f"an earlier run has trained the model object, but the rows of {', '.join(rows)} start "
+            "anew: only its parameters go into the next run; to go on with both, use resume=True",
+            file=sys.stderr,
+        )
+
+
+def _bring_back(task: MakeTask, result: Result) -> None:
+    """A model that was given as an object is trained afterwards, also where other processes trained
+    it or its rows were on servers."""
+    if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
+        return
+    here, model = environment.process_info(), task.model
+    alone = here.started_by == "alone"
+    elsewhere = alone and result.ranks > 1
+    # a run without servers leaves the rows to its model
+    rows = sorted({m.name for m in embeddings(model) if elsewhere or not m.attached})
+    if not elsewhere and not rows:
+        return
+    if alone and result.checkpoint is not None:
+        saved = pick(Path(result.directory))
+        if elsewhere:
+            load_model(model, saved.params)
+        if rows:
+            load_own_rows(model, _rows(saved))
+        return
+    if elsewhere:
+        said = (
+            "the model object of the task is as it was before: other processes trained their own "
+            "copies of it, and nothing was saved (save=off)"
+        )
     else:
-        load_model(task.model, pick(Path(result.directory)).params)
+        said = (
+            f"the model object of the task is trained, but has no rows of {', '.join(rows)}: they "
+            "were on servers, "
+        ) + (
+            "and nothing was saved (save=off)"
+            if result.checkpoint is None
+            else f"and are in the checkpoint; call mh.load({result.directory!r}, model)"
+        )
+    if here.rank == 0:
+        print(said, file=sys.stderr)
 
 
 def join(
@@ -136,7 +194,7 @@ def _from_outside(plan: Words, options: Options, argv: bool) -> tuple[Words, Opt
         return plan_words.overlay(plan, launched), options
     if not argv or here.started_by == "manyhands":
         return plan, options
-    given = arguments.read(sys.argv[1:])
+    given = arguments.read(sys.argv[1:], script_text() or None)
     if given.notice and here.rank == 0:
         print(given.notice, file=sys.stderr)
     options = dataclasses.replace(
@@ -171,10 +229,14 @@ def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn
     """Load a run's newest weights, or the best by a metric ("accuracy", "-loss"), into a model.
 
     Rows of `Embedding` tables come too; in one process, models whose embeddings have one name share
-    them.
+    them, except a model that a run has trained: its rows are its own.
     """
     saved = pick(Path(directory), best)
     load_model(model, saved.params)
-    rows = {k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)}
-    load_rows(model, rows)
+    load_rows(model, _rows(saved))
     return model
+
+
+def _rows(saved: Snapshot) -> Tensors:
+    """The rows of embeddings in a checkpoint, by "<table>/<part>"."""
+    return {k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)}

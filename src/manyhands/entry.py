@@ -32,7 +32,8 @@ from manyhands.own_loop import Run, close_joined, draw_curves
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover import directory
-from manyhands.replica import state, step_guard
+from manyhands.replica import state
+from manyhands.replica.checks import step_guard
 from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
 
 CPU = torch.device("cpu")
@@ -101,9 +102,9 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
         task, seed = resolve(make, plan.seed)
         context = open_rank_context(plan, here, store, options)
         try:
-            run = Run(context)
-            with step_guard.merged_steps():
-                run.trainer = task_trainer(context, task, build_model(task), seed, stop, run)
+            run, model = Run(context), build_model(task)
+            with step_guard.merged_steps(), step_guard.over_task(model.parameters(), here.size):
+                run.trainer = task_trainer(context, task, model, seed, stop, run)
                 result = dataclasses.asdict(run.trainer.loop())
         except SystemExit as e:
             if e.code:

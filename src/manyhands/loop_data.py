@@ -66,7 +66,7 @@ class LoopData:
         if self._run.size > 1:
             raise TaskError(
                 f"batch {given} of the epoch had no run.step(loss), which the other ranks wait "
-                "for; call it for every batch, with loss * 0 where a batch is not to count"
+                "for; call it for every batch, as run.step(loss, count=0) where it is not to count"
             )
         if not said:
             self._run._context.warn(
@@ -74,6 +74,8 @@ class LoopData:
             )
 
     def __len__(self) -> int:
-        if self._batches.steps_per_epoch is None:
+        """Batches that an iteration gives: with accumulate= several are one step."""
+        found = self._batches.batches_per_epoch
+        if found is None:
             raise TypeError("a stream has no length")
-        return self._batches.steps_per_epoch
+        return found

@@ -17,6 +17,7 @@ from typing import Any
 
 import greenlet
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -39,11 +40,14 @@ from manyhands.launch.signals import Stop
 from manyhands.loop_data import LoopData
 from manyhands.observe import curves
 from manyhands.plan import words as plan_words
-from manyhands.replica import forward, reduction_check, step_guard
+from manyhands.replica.cast import Cast
+from manyhands.replica.checks import reduction_check, step_guard
+from manyhands.replica.checks.step_guard import StepGuard, merged_steps
 from manyhands.replica.module import MicroLoss
 from manyhands.replica.objective import Reduction, scalar_loss, whole_count
-from manyhands.replica.step_guard import StepGuard, merged_steps
 from manyhands.train import Trainer
+
+RUN_ATTRIBUTES = ("trainer", "rank", "size", "directory", "device")
 
 
 class Run:
@@ -60,10 +64,22 @@ class Run:
         self._micro: MicroLoss | None = None
         self._batch: Batch | None = None
         self._stepped = True  # whether run.step was called for the batch before
+        self._repeated = False  # whether that was said
         self._reduction: Reduction | None = None  # of the losses, as the first step said
         self._guard: StepGuard | None = None
         self._failed = False  # an exception ended the script
         self._parameters: list[tuple[str, nn.Parameter]] = []  # of the prepared model
+        self._schedule: LRScheduler | None = None
+        self._scheduled: tuple[Any, ...] = ()  # where our last step left it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what other trainers' users write on theirs: run.should_stop = True."""
+        if not (name.startswith("_") or name in RUN_ATTRIBUTES):
+            raise TaskError(
+                f"run.{name} = ... has no effect; limit a run with steps=, epochs= or until=, and "
+                "keep values of your own in an object of your own"
+            )
+        super().__setattr__(name, value)
 
     def prepare(
         self,
@@ -103,12 +119,14 @@ class Run:
         )
         if self._guard is not None:
             self._guard.prepared = optimizer
-        made = assemble(context, plan, spec, self._stop or Stop(), self)
+        with merged_steps():
+            made = assemble(context, plan, spec, self._stop or Stop(), self)
         self.trainer, module = made.trainer, made.module
         self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         warn_of_eval_mode(context, model)
+        self._schedule, self._scheduled = schedule, _stepped(schedule)
         if plan.precision != "fp32":
-            module = _Cast(module, plan.precision, context.device)
+            Cast(plan.precision, context.device).over(module)
         return module, optimizer, LoopData(self, made.batches)
 
     def step(
@@ -128,11 +146,37 @@ class Run:
         if count is not None:
             n = whole_count(count, "run.step was given as the loss's count")
         self._refuse_gradients()
-        self._check_reduction(loss, reduction)
+        self._refuse_schedule()
+        self._check_reduction(loss, reduction, n)
+        self._check_repeated()
         self._stepped = True
         loss = loss / max(1, n) if reduction == "sum" else loss
         # a mean over nothing is 0/0
         self._hand_over(MicroLoss(loss if n else loss.nan_to_num(), n, self._batch.last))
+        self._scheduled = _stepped(self._schedule)
+
+    def _refuse_schedule(self) -> None:
+        if self._scheduled != _stepped(self._schedule):
+            raise TaskError(
+                "the schedule was stepped by the script, and run.step(loss) steps it too; leave "
+                "schedule.step() out, or do not give it to run.prepare"
+            )
+
+    def _check_repeated(self) -> None:
+        """A second step for one batch: of an unfinished step it would go on for ever."""
+        assert self._batch is not None
+        if not self._stepped or self._repeated:
+            return
+        if not self._batch.last:
+            raise TaskError(
+                "run.step(loss) was called again for the same batch, but with accumulate= a step "
+                "ends only with its last batch; iterate over the data, or leave accumulate= out"
+            )
+        self._repeated = True
+        self._context.warn(
+            "run.step(loss) was called again without a new batch from the data (a cycle, one batch "
+            "again and again): it trains, but epochs and the position count batches of the data"
+        )
 
     def _refuse_gradients(self) -> None:
         """A step starts without gradients: those of a backward pass of the user's would be lost, or
@@ -153,7 +197,7 @@ class Run:
         if self._guard is not None:
             self._guard.keep_local(optimizer)
 
-    def _check_reduction(self, loss: Tensor, given: Reduction) -> None:
+    def _check_reduction(self, loss: Tensor, given: Reduction, count: int) -> None:
         if given not in ("mean", "sum"):
             raise TaskError(f"reduction={given!r}, but 'mean' or 'sum' is needed")
         assert self.trainer is not None
@@ -161,7 +205,7 @@ class Run:
             self._reduction = given
             set_reduction(self.trainer, given)
             warn = reduction_warning(self._context, self._context.plan)
-            text = reduction_check.warning(given, reduction_check.of_graph(loss))
+            text = reduction_check.warning(given, reduction_check.of_graph(loss, count))
             if warn is not None and text is not None:
                 warn(text)
         elif self._reduction != given:
@@ -177,6 +221,18 @@ class Run:
             round = self.trainer.round if self.trainer else 0
             self._context.recorder.emit(Event(time.time(), 0, round, "log", value=plain))
 
+    def sum(self, value: float | Tensor) -> Tensor:
+        """The sum of a number, or of a tensor, over all ranks; every rank must call it."""
+        if self.trainer is not None and self.trainer.limits.claims is not None:
+            raise TaskError(
+                f"run.sum waits for all ranks, but under merge={self._context.plan.merge} each "
+                "goes on at its own pace; use run.log(...), or metrics of a task()"
+            )
+        found = torch.as_tensor(value).detach().to(self.device, copy=True)
+        found = found.double() if found.ndim == 0 and found.is_floating_point() else found
+        self._context.group.all_reduce({"sum": found.view(-1)}, op="sum").wait()
+        return found
+
     def merged(self) -> AbstractContextManager[None]:
         """`with run.merged():` the model holds what all replicas together stand for, to evaluate or
         to save it; every rank must call it. Where a strategy keeps replicas equal, that is what the
@@ -190,6 +246,11 @@ class Run:
         if self in _joined:
             _joined.remove(self)
         result = self._ended
+        if self._micro is not None and not self._micro.last and not self._failed:
+            self._context.warn(
+                "the loop ended in the middle of a step (accumulate=): its last batches are not "
+                "part of the model"
+            )
         if self.trainer is not None and self._loop is not None and not self._loop.dead:
             if self.trainer.replica.in_block:
                 result = self._end_block()
@@ -263,17 +324,8 @@ class Run:
         raise SystemExit(128 + requested if requested and not launched else 0)
 
 
-class _Cast(nn.Module):
-    """Forward in the plan's precision; outputs in fp32, so that the user's loss is."""
-
-    def __init__(self, module: nn.Module, precision: str, device: torch.device):
-        super().__init__()
-        self.module, self._precision, self._device = module, precision, device
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with forward.autocast(self._precision, self._device):
-            out = self.module(*args, **kwargs)
-        return out.float() if isinstance(out, Tensor) and out.is_floating_point() else out
+def _stepped(schedule: LRScheduler | None) -> tuple[Any, ...]:
+    return tuple(getattr(schedule, name, None) for name in ("last_epoch", "_step_count"))
 
 
 def _leave_gradients(set_to_none: bool = True) -> None: ...
@@ -290,9 +342,22 @@ def opened(context: RankContext, stop: Stop) -> Run:
     _joined.append(run)
     run._guard = step_guard.install(run.size)
     run._guard.joined = True
+    if run.size > 1 and not dist.is_initialized() and "is_initialized()" in script_text():
+        context.warn(
+            "torch.distributed has no default process group in this run, so that code under "
+            "`if dist.is_initialized():` is left out; use run.rank, run.size and run.sum(value)"
+        )
     if context.process.started_by != "manyhands":
         atexit.register(_close_at_exit)
     return run
+
+
+def script_text() -> str:
+    """The text of the script that runs; "": there is none, as in a notebook."""
+    try:
+        return Path(sys.argv[0]).read_text(errors="replace")
+    except (OSError, IndexError, ValueError):
+        return ""
 
 
 def _close_at_exit() -> None:

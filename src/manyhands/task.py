@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +64,7 @@ class Task:
     test: Any = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # means over the samples of a batch
     batch: int | None = None
-    epochs: float = 1.0
+    epochs: float | None = None  # how long to train: 1.0 where steps is not given either
     steps: int | None = None
     # stepped once per optimizer step, not per epoch: StepLR(o, step_size=epochs * steps an epoch)
     schedule: Callable[[Optimizer], LRScheduler] | None = None
@@ -112,6 +112,17 @@ class Task:
             )
 
     def _check_metrics(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise TaskError(
+                f"metrics is a {type(self.metrics).__name__}, but a dict name -> function is "
+                'needed: metrics={"accuracy": mh.accuracy}'
+            )
+        for name, metric in self.metrics.items():
+            if not isinstance(name, str) or not callable(metric):
+                raise TaskError(
+                    f"metrics has {name!r}: {metric!r}, but a name and a function of (outputs, "
+                    'target) are needed: metrics={"accuracy": mh.accuracy}'
+                )
         if self.metrics and self.loss is None:
             raise TaskError(
                 "metrics compare model(*inputs) with the target, but the task has step= "
@@ -129,16 +140,24 @@ class Task:
             if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
                 raise TaskError(f"{name}={value!r}, but a number is needed")
         for name in ("batch", "steps"):
-            if (value := getattr(self, name)) is not None and value != int(value):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value == int(value)):
                 raise TaskError(f"{name}={value}, but a whole number is needed")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, Integral):
+            raise TaskError(f"seed={self.seed!r}, but a whole number is needed: seed=0")
         if self.batch is not None and self.batch < 1:
             raise TaskError(
                 f"batch={self.batch}, but a batch holds at least 1 sample; set batch=1 or more"
             )
         if self.steps is not None and self.steps < 1:
             raise TaskError(f"steps={self.steps}, but at least 1 step is needed")
-        if not (self.epochs > 0 and math.isfinite(self.epochs)):
+        if self.epochs is not None and not (self.epochs > 0 and math.isfinite(self.epochs)):
             raise TaskError(f"epochs={self.epochs}, but a positive number is needed")
+        if self.epochs is not None and self.steps is not None:
+            raise TaskError(
+                f"epochs={self.epochs} and steps={self.steps} both say when to stop; give one of "
+                "them"
+            )
         if self.clip is not None and not self.clip > 0:
             raise TaskError(
                 f"clip={self.clip}, but a positive norm is needed; leave it out for no clipping"
@@ -168,23 +187,29 @@ def check_callbacks(callbacks: Any) -> None:
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
     """Share of samples (or tokens: any leading dimensions) whose largest output is the target.
 
-    A target may be a class, or as many probabilities as there are outputs."""
+    A target may be a class, also in a last dimension of 1, or as many probabilities (or a one-hot
+    vector) as there are outputs."""
     if outputs.shape[-1:] == (1,) or outputs.ndim < 2:
         raise TaskError(
             f"mh.accuracy compares the largest output with the target, but the outputs have shape "
             f"{tuple(outputs.shape)}, one for each sample; give a metric of your own: "
             "lambda o, t: ((o > 0) == (t > 0.5)).float().mean()"
         )
-    if outputs.shape == target.shape and target.is_floating_point():
-        target = target.argmax(-1)
-    if (
-        outputs.ndim == target.ndim + 1
-        and outputs.ndim > 2
-        and outputs.shape[2:] == target.shape[1:]
-    ):
+    classes = target
+    if target.shape == outputs.shape:
+        classes = (target if target.is_floating_point() else target.long()).argmax(-1)
+    elif target.ndim == outputs.ndim and target.shape[-1] == 1:
+        classes = target.squeeze(-1)
+    if outputs.ndim > 2 and classes.shape == outputs.shape[:1] + outputs.shape[2:]:
         # (N, classes, ...), as torch's cross_entropy accepts it
-        return (outputs.argmax(1) == target).float().mean()
-    return (outputs.argmax(-1) == target).float().mean()
+        return (outputs.argmax(1) == classes).float().mean()
+    if classes.shape != outputs.shape[:-1]:
+        raise TaskError(
+            f"mh.accuracy got outputs of shape {tuple(outputs.shape)} and a target of shape "
+            f"{tuple(target.shape)}; one class for each sample is needed, "
+            f"{tuple(outputs.shape[:-1])}, or a target of the outputs' shape"
+        )
+    return (outputs.argmax(-1) == classes).float().mean()
 
 
 def build_model(task: Task) -> nn.Module:
@@ -199,14 +224,31 @@ def build_model(task: Task) -> nn.Module:
             f"{type(model).__name__} has no parameter with requires_grad=True: "
             "there is nothing to train"
         )
+    _check_values(model)
     return model
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters and buffers without values."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(value):
+            raise TaskError(
+                f"{name} of {type(model).__name__} has no shape yet, as it is lazy; every rank "
+                "needs its first values: run one batch through the model in task(), or give the "
+                "layer its number of inputs"
+            )
+        if value.is_meta:
+            raise TaskError(
+                f"{name} of {type(model).__name__} is on the meta device, without values; build "
+                "the model on the CPU"
+            )
 
 
 def resolve(make: Task | Callable[[], Task], seed: int | None) -> tuple[Task, int]:
     """Build the task with its random seed fixed: every rank starts from the same weights."""
     first = 0 if seed is None else seed
     task = _make(make, first)
-    wanted = task.seed if seed is None else seed
+    wanted = int(task.seed) if seed is None else seed
     return (task if wanted == first or isinstance(make, Task) else _make(make, wanted)), wanted
 
 

@@ -331,12 +331,11 @@ class Trainer:
         why = self.checkpoints.last_failure()
         failed = torch.tensor([float(bool(why))], device=self.context.device)
         self.group.all_reduce({"failed": failed}, op="max").wait()
-        if float(failed):
-            text = f"training ended at round {self.round}, but its last checkpoint"
-            if not why:  # the launcher reports the rank that knows the reason
-                raise PeerLost(f"{text} was not saved: see the error of the rank that saves")
-            why = f"({why}); {self._last_good()}; make room and --resume"
-            raise CheckpointError(f"{text} could not be saved {why}")
+        text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
+        if why:
+            raise CheckpointError(f"{text} ({why}); {self._last_good()}; make room and --resume")
+        if failed:  # another rank knows the reason; the launcher reports that one
+            raise PeerLost(text)
 
     @contextmanager
     def merged(self) -> Iterator[None]:

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from manyhands.core import Position
-from manyhands.data import sources
 from manyhands.data.batches import IndexedBatches, StreamedBatches
-from manyhands.data.sources import DatasetSource, StreamSource, TensorSource, source
+from manyhands.data.sources import DatasetSource, StreamSource, source
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit, shuffled
 
@@ -295,39 +294,3 @@ def test_loader_processes_leave_the_trainings_random_numbers_alone_and_draw_thei
         assert torch.equal(before, torch.get_rng_state())
         ahead.close()
     assert not torch.equal(*noise), "ranks have different seeds and must see different noise"
-
-
-# -- what cannot be trained on --
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ([], "Task.train is empty: there is nothing to train or test on; give at least one sample"),
-        ((torch.zeros(0, 3), torch.zeros(0)), "Task.train is empty"),
-        (Squares(0), "Task.train is empty"),
-        (
-            (torch.zeros(3), torch.zeros(4)),
-            r"tensors of one data set must have equal lengths, got \{0: 3, 1: 4\}",
-        ),
-        ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"got \{'x': 3, 'y': 4\}"),
-        ((torch.tensor(3.0), torch.zeros(4)), "a data column is a single number"),
-        (
-            7,
-            "Task.train is a int; a tuple of tensors or arrays, a Dataset, an IterableDataset or "
-            "a DataLoader is needed",
-        ),
-        (None, "Task.train is a NoneType"),
-    ],
-)
-def test_data_that_cannot_be_used_is_refused_with_what_is_needed(data: Any, says: str) -> None:
-    with pytest.raises(TaskError, match=says):
-        source(data, CPU, "Task.train")
-
-
-def test_one_tensor_is_a_data_set_of_one_column() -> None:
-    found = source(X, CPU, "Task.train")
-    assert isinstance(found, TensorSource) and torch.equal(
-        found.fetch(torch.tensor([2]))[0], X[2:3]
-    )
-    assert sources.move({"a": [X, "text"]}, CPU) == {"a": (X, "text")}

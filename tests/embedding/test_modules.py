@@ -138,6 +138,12 @@ def test_weights_multiply_the_rows_of_a_sum_and_get_gradients(padding: int | Non
     assert torch.allclose(w.grad, v.grad)  # type: ignore[arg-type]
 
 
+def test_the_weights_of_a_bag_have_torchs_name_too() -> None:
+    model = EmbeddingBag("rows", DIM)
+    ids, weights = torch.tensor([[1, 2, 2]]), torch.tensor([[0.5, 2.0, -1.0]])
+    assert torch.equal(model(ids, per_sample_weights=weights), model(ids, weights=weights))
+
+
 def test_padding_is_not_fetched() -> None:
     model = EmbeddingBag("rows", DIM, "mean", padding_id=-1)
     held = attached(model)
@@ -146,6 +152,8 @@ def test_padding_is_not_fetched() -> None:
     assert model(torch.tensor([[-1, -1]])).tolist() == [
         [0.0] * DIM
     ]  # and where a batch is nothing else
+    out.sum().backward()
+    held.push()
     assert list(rows_of(held)) == [7]
 
 
@@ -254,6 +262,51 @@ def test_an_evaluation_reads_and_pushes_nothing(how: str) -> None:
     assert model(torch.tensor([1])).item() == -1.0
 
 
+@pytest.mark.parametrize("how", ["eval", "no_grad", "frozen"])
+def test_reading_makes_no_rows(how: str) -> None:
+    model = Embedding("rows", DIM, lr=1.0)
+    held = attached(model)
+    model(torch.tensor([1])).sum().backward()
+    held.push()
+    trained = model(torch.tensor([1, 2])).detach()
+    model.train(how != "eval").requires_grad_(how != "frozen")
+    with torch.set_grad_enabled(how != "no_grad"):
+        assert torch.equal(model(torch.tensor([1, 2])), trained)
+    assert list(rows_of(held)) == [1]
+
+
+def test_a_frozen_embedding_is_read_and_not_trained_until_it_is_unfrozen() -> None:
+    model = nn.ModuleList(
+        [
+            Embedding("a", 1, optimizer="sgd", lr=1.0, init="zeros").requires_grad_(False),
+            EmbeddingBag("b", 1, optimizer="sgd", lr=1.0, init="zeros"),
+        ]
+    )
+    held = attached(model, ids=lambda ids: {"a": ids, "b": ids})
+    ids = torch.tensor([[3]])
+    for _ in range(2):
+        held.begin(ids)
+        one, bag = model[0](ids), model[1](ids)
+        assert not one.requires_grad and bag.requires_grad
+        (one.sum() + bag.sum()).backward()
+        held.push()
+    assert held.stats()["lookups_ahead"] == 4  # its rows are prefetched as others are
+    assert model[0](ids).item() == 0 and model[1](ids).item() == -2
+    assert "frozen" in repr(model[0]) and "frozen" not in repr(model[1])
+    model[0].requires_grad_()
+    model[0](ids).sum().backward()
+    held.push()
+    assert model[0](ids).item() == -1
+
+
+def test_a_frozen_embedding_stays_frozen_in_copies_and_in_a_plain_loop() -> None:
+    model = Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros").requires_grad_(False)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)).train()):
+        scale = torch.ones(1, requires_grad=True)
+        (one(torch.tensor([1])) * scale + scale).sum().backward()
+        assert one.frozen and one(torch.tensor([1])).item() == 0
+
+
 def test_a_plain_loop_trains_without_anybody() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Embedding("words", 8, lr=0.5), nn.Flatten(), nn.Linear(16, 1))
@@ -287,6 +340,19 @@ def test_a_model_is_saved_without_rows_and_copies_of_it_share_them() -> None:
     assert alone[0]._tables is None and alone[0].table == model[0].table
     held.close()
     assert not torch.equal(model(ids), trained)  # its own again
+
+
+def test_a_model_that_keeps_its_rows_after_a_run_shares_them_with_no_other_of_that_name() -> None:
+    model, ids = Embedding("rows", 1, optimizer="sgd", lr=1.0, init="zeros"), torch.tensor([5])
+    held = attached(model)
+    model(ids).sum().backward()
+    held.push()
+    held.leave_rows(held.store)
+    assert model(ids).item() == -1 and Embedding("rows", 1, init="zeros")(ids).item() == 0
+    model(ids).sum().backward()  # a plain loop now
+    assert model(ids).item() == -2
+    load_rows(model, {"rows/ids": ids, "rows/values": torch.tensor([[7.0]])})
+    assert model(ids).item() == 7 and Embedding("rows", 1, init="zeros")(ids).item() == 0
 
 
 def test_all_rows_go_out_and_come_back() -> None:
@@ -386,6 +452,26 @@ def test_rows_stay_float32_under_a_shorter_type_and_are_float64_in_such_a_model(
             r"weights of shape \[2\]",
         ),
         (
+            lambda: EmbeddingBag("t", 2)(
+                torch.ones(1, 1).long(),
+                weights=torch.ones(1, 1),
+                per_sample_weights=torch.ones(1, 1),
+            ),
+            "weights and per_sample_weights, but one of them is needed; leave one out",
+        ),
+        (
+            lambda: Embedding("t", 2, max_norm=1.0),
+            r"^Embedding 't': max_norm=1.0 is an option of torch.nn.Embedding, but .*; leave it",
+        ),
+        (lambda: Embedding("t", 2, padding_idx=0), "padding_idx=0 is an option .*; leave it out"),
+        (lambda: Embedding("t", 2, sparse=True), "sparse=True is an option of torch.nn.Embedding"),
+        (lambda: Embedding("t", 2, scale_grad_by_freq=True), "scale_grad_by_freq=True is an opt"),
+        (
+            lambda: EmbeddingBag("t", 2, include_last_offset=True),
+            "include_last_offset=True is an option of torch.nn.EmbeddingBag",
+        ),
+        (lambda: EmbeddingBag("t", 2, padding_idx=0), "padding_idx=0 .*; name it padding_id$"),
+        (
             lambda: Embedding("t", 2, rule="adagrad"),  # type: ignore[arg-type]
             r"^Embedding\(rule='adagrad'\) is now optimizer='adagrad'$",
         ),
@@ -404,7 +490,11 @@ def test_what_cannot_be_looked_up_is_refused_with_what_is_needed(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"optimizer": "nesterof"}, "nesterof"), ({"optimizer": "sgd", "epsilon": 1.0}, "epsilon")],
+    [
+        ({"optimizer": "nesterof"}, "nesterof"),
+        ({"optimizer": "sgd", "epsilon": 1.0}, "epsilon"),
+        ({"mode": "sum"}, "has no option 'mode'; known: lr"),  # of a bag
+    ],
 )
 def test_an_unknown_optimizer_or_option_is_refused_when_the_table_is_made(
     options: dict[str, Any], named: str

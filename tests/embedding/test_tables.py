@@ -318,7 +318,7 @@ def test_batches_drawn_ahead_do_not_move_the_position_of_the_run(lookahead: int)
         a, b = ahead.next(), plain.next()
         assert ahead.position == plain.position and (a.count, a.last) == (b.count, b.last)
         assert all(torch.equal(x, y) for x, y in zip(a.values, b.values, strict=True))
-    assert ahead.samples == 40 and ahead.steps_per_epoch == 5
+    assert ahead.samples == 40 and ahead.batches_per_epoch == 5
 
 
 # -- several ranks --

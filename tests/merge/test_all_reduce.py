@@ -141,7 +141,11 @@ def test_unused_names_are_said_by_each_rank_for_itself_and_once() -> None:
     batch = rows(12)
     positive, rest = batch[batch[:, 0] > 0], batch[batch[:, 0] <= 0]
     named: list[list[str]] = []
-    train_together([[[positive], [rest]]] * 3, make=Routed, on_unused=named.append)
+    train_together(
+        [[[positive], [rest]]] * 3,
+        make=Routed,
+        on_first=lambda unused: unused and named.append(unused),
+    )
     assert sorted(named) == [
         ["a.weight", "a.bias", "c.weight", "c.bias"],
         ["b.weight", "b.bias", "c.weight", "c.bias"],

@@ -68,3 +68,22 @@ def test_the_line_at_the_start_names_what_differs_from_the_defaults() -> None:
     assert brief(parse("clip=0.5 seed=3 threads=1 split=ordered")) == (
         "data=1 split=ordered seed=3 clip=0.5"
     )
+
+
+def test_options_named_like_plan_words_are_told_apart_by_the_scripts_text() -> None:
+    line = ["--epochs=1", "--data", "2", "--lr", "0.1"]
+    parser = 'parser.add_argument("--epochs")'
+    assert read(line).notice == ""
+    found = read(line, parser)
+    assert found.words == () and "--data (a plan word has no dashes: data=...)" in found.notice
+    assert "--epochs" not in found.notice and "--lr" not in found.notice
+    assert "--epochs" in read(line, "").notice
+
+
+@pytest.mark.parametrize("line", [["--resume", "runs/a"], ["--resume=runs/a"]])
+def test_a_run_named_after_resume_is_refused_unless_the_script_takes_it(line: list[str]) -> None:
+    with pytest.raises(PlanError, match=r"write --resume --dir runs/a"):
+        read([*line, "epochs=3"], "no options here")
+    for script in ('add_argument("--resume", type=str)', None):
+        found = read([*line, "epochs=3"], script)
+        assert not found.resume and found.words == ("epochs=3",)

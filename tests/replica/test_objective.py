@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss
 
 from manyhands.errors import TaskError
-from manyhands.replica import reduction_check
+from manyhands.replica.checks import reduction_check
 from manyhands.replica.objective import Objective
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
@@ -103,7 +103,7 @@ def test_the_halves_of_a_batch_and_the_graph_tell_a_sum_from_a_mean(
     outputs, target = torch.randn(16, 5, requires_grad=True), torch.rand(16, 5)
     full = loss(outputs, target)
     assert reduction_check.of_halves(loss, full, outputs, target) == halves
-    assert reduction_check.of_graph(full) == graph
+    assert reduction_check.of_graph(full, 16) == graph
 
 
 def test_a_warning_is_given_where_the_looks_contradict_the_word_only() -> None:

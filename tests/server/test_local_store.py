@@ -234,7 +234,7 @@ def test_tables_that_cannot_be_are_refused(bad: LocalStore) -> None:
         bad.create(Table("x", optimizer="mod:Rule"))
     with pytest.raises(StoreError, match=r"'x': values: float32 of shape \(5,\).*6 contiguous"):
         bad.create(Table("x", length=6), torch.zeros(5))
-    with pytest.raises(StoreError, match="'x' is sparse, so its rows are made on first touch"):
+    with pytest.raises(StoreError, match="'x' is sparse, so its rows are made by their first push"):
         bad.create(Table("x"), torch.zeros(5))
     with pytest.raises(StoreError, match="is there with dim=3; given: dim=4"):
         bad.create(Table("rows", dim=4, optimizer="adagrad", options={"lr": 0.1}, seed=1))

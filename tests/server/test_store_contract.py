@@ -535,7 +535,7 @@ def test_bad_arguments_are_refused_and_change_nothing(case: Case) -> None:
         assert found["rows"].eq(-1).all() and not found["w"].any()
         with pytest.raises(StoreError, match=r"'w'.*\(3,\)"):
             me.tables.pull({"w": None}, {"w": torch.empty(3)})
-        with pytest.raises(StoreError, match="'x' is sparse, so its rows are made on first touch"):
+        with pytest.raises(StoreError, match="rows are made by their first push"):
             me.tables.create(Table("x"), torch.zeros(5))
         with pytest.raises(StoreError, match=r"'x': values: float32 of shape \(5,\)"):
             me.tables.create(Table("x", length=6), torch.zeros(5))

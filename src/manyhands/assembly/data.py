@@ -44,7 +44,7 @@ def with_task_defaults(plan: Plan, task: Task, seed: int) -> Plan:
     return dataclasses.replace(
         plan,
         seed=seed,
-        epochs=plan.epochs if limited or task.steps else task.epochs,
+        epochs=plan.epochs if limited or task.steps else task.epochs or 1.0,
         steps=plan.steps if limited else task.steps,
         clip=plan.clip if plan.clip is not None else task.clip,
         batch=plan.batch or task.batch or loader_batch(task.train) or DEFAULT_BATCH,
@@ -188,8 +188,20 @@ def _streamed(
         context.notice(
             f"the DataLoader's {train.loaders} workers are not used: every rank reads the stream"
         )
-    drop = train.sampling.drop_last
-    return StreamedBatches(train, cut, global_batch, at, borrow=borrow, drop_last=drop)
+
+    def agree(at: Position, digest: str) -> bool:
+        return _agrees(context, f"stream/{at.epoch}/{at.offset}", digest)
+
+    return StreamedBatches(
+        train,
+        cut,
+        global_batch,
+        at,
+        borrow=borrow,
+        drop_last=train.sampling.drop_last,
+        seed=plan.seed or 0,
+        agree=agree if context.process.size > 1 else None,
+    )
 
 
 def _indexed(
@@ -259,12 +271,14 @@ def sampler_draws(context: RankContext, plan: Plan, data: Any, what: str = "trai
     """Orders of a DataLoader's own sampler, compared between ranks."""
 
     def agree(epoch: int, digest: str) -> bool:
-        if context.process.size == 1:
-            return True
-        key = f"order/{what}/{epoch}"
-        return bytes(context.store.compare_set(key, "", digest)).decode() == digest
+        return context.process.size == 1 or _agrees(context, f"order/{what}/{epoch}", digest)
 
     return SamplerDraws(data.sampling, data.samples, plan.seed or 0, agree)
+
+
+def _agrees(context: RankContext, key: str, digest: str) -> bool:
+    """Whether the first rank that came here had the same digest."""
+    return bytes(context.store.compare_set(key, "", digest)).decode() == digest
 
 
 def _refuse_loaders(context: RankContext, plan: Plan, train: Any) -> None:

@@ -57,7 +57,8 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     tables = open_tables(context, plan, module, spec.ids)
     if plan.recompute and pipeline is None:
         recompute(module)
-    optimizer = spec.make_optimizer(module.parameters())
+    # a list: a function that goes through them twice would find a generator empty
+    optimizer = spec.make_optimizer(list(module.parameters()))
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"optimizer=(parameters) returned a {type(optimizer).__name__}, but one "

@@ -23,6 +23,7 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
+from manyhands.replica.checks.own_buffers import OwnBuffers
 from manyhands.replica.distillation import student
 from manyhands.replica.module import ModuleReplica, NextLoss
 from manyhands.replica.objective import Reduction
@@ -49,18 +50,6 @@ def module_replica(
     rows = None if model.tables is None else model.tables.embeddings
     part = spec.part
 
-    def notice_unused(names: list[str]) -> None:
-        if not context.splits_model and len(names) == len(model.flat.views):
-            raise TaskError(
-                f"the first loss gives no gradient to any of the model's {len(names)} parameters "
-                f"({names[0]}, ...): it was computed by another model, or by a copy; compute it by "
-                "the model of the run (in a loop of your own, the one that run.prepare returned)"
-            )
-        context.notice(
-            "parameters without a gradient in the first round (left as they are): "
-            + ", ".join(names)
-        )
-
     return ModuleReplica(
         model.flat,
         model.update,
@@ -72,7 +61,7 @@ def module_replica(
         # buckets sent among BatchNorm's own exchanges could come in another order on other ranks
         overlap=not synced,
         frozen=[p for p in model.module.parameters() if not p.requires_grad],
-        on_unused=notice_unused,
+        on_first=FirstWindow(context, model, OwnBuffers(model.module)),
         ended=feed.limits.block_ends,
         steps_alone=not agree,
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
@@ -84,6 +73,36 @@ def module_replica(
         scheduled=start.position.steps // size,
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
+
+
+@dataclass
+class FirstWindow:
+    """What the first step of a run shows: parameters and buffers that train otherwise than users
+    may think."""
+
+    context: RankContext
+    model: LocalModel
+    buffers: OwnBuffers
+
+    def __call__(self, unused: list[str]) -> None:
+        context = self.context
+        if context.data_parallel_size > 1 and (changed := self.buffers.changed()):
+            context.warn(
+                f"buffer {changed[0]} changes in the forward pass: each rank updates its own, by "
+                "its own batches, and nothing merges them (BatchNorm's are merged); "
+                "manyhands verify shows what that changes"
+            )
+        if not context.splits_model and len(unused) == len(self.model.flat.views):
+            raise TaskError(
+                f"the first loss gives no gradient to any of the model's {len(unused)} parameters "
+                f"({unused[0]}, ...): it was computed by another model, or by a copy; compute it "
+                "by the model of the run (in a loop of your own, the one that run.prepare returned)"
+            )
+        if unused:
+            context.notice(
+                "parameters without a gradient in the first round (left as they are): "
+                + ", ".join(unused)
+            )
 
 
 def set_reduction(trainer: Trainer, reduction: Reduction) -> None:

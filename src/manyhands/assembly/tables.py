@@ -7,6 +7,7 @@ all of it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
 from manyhands.embedding import server_optimizer
+from manyhands.embedding.modules import Embedding
 from manyhands.embedding.saved_rows import saved_tables
 from manyhands.embedding.tables import EmbeddingTables, embeddings, script_tables
 from manyhands.errors import PlanError, TaskError
@@ -166,7 +168,10 @@ def open_tables(
         module, seen, ids=ids, synchronous=plan.embeddings == "sync", notice=context.notice
     )
     tables.attach()
-    context.to_close.insert(0, tables.close)  # before the store that it pushes to
+    _say_what_is_trained(context, module)
+    # in one process the model keeps its rows after the run; those on servers end with them
+    close = tables.close if plan.servers else functools.partial(tables.leave_rows, store)
+    context.to_close.insert(0, close)  # before the store that it pushes to
     return RunTables(context, plan, store, tables)
 
 
@@ -204,6 +209,21 @@ def _check(
             f"tables of mh.Embedding must be on a server where data={context.process.size} ranks "
             "use them; add servers=1"
         )
+
+
+def _say_what_is_trained(context: RankContext, module: nn.Module) -> None:
+    """Rows are no parameters, so requires_grad_(False) on a module around them does not reach
+    them: say so where everything beside an embedding is frozen, and it is not."""
+    for name, around in module.named_modules():
+        own = [p for p in around.parameters() if not isinstance(around, Embedding)]
+        rows = sorted({m.name for m in embeddings(around) if not m.frozen})
+        if own and rows and not any(p.requires_grad for p in own):
+            context.notice(
+                f"all parameters of {name or 'the model'} are frozen, but the rows of "
+                f"{', '.join(rows)} in it are trained; call requires_grad_(False) on the "
+                "mh.Embedding itself to keep its rows as they are"
+            )
+            return
 
 
 def rows_of_this_process() -> EmbeddingTables:

@@ -21,7 +21,7 @@ class Table:
     """Table of a `Store`: its name, row width, server optimizer, first values and expiry.
 
     A sparse table has a row of `dim` numbers, and what its server optimizer keeps of them, for
-    every int64 id. A row is made on first touch, as a function of (name, id, seed). A table with
+    every int64 id. A row is made by its first push, as a function of (name, id, seed). A table with
     `length` is dense instead: one vector, cut into blocks, that starts from given values.
     """
 

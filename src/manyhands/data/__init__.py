@@ -6,5 +6,6 @@ The way of one batch:
     step_claims.py   the same for asynchronous ranks, which claim steps from a shared counter
     batches.py       the batch iterator: offsets -> indices -> `source.fetch`, by micro-batch
     sources.py       the user's data: gathers or collates samples, moves them to the device
+    row_digest.py    compares what ranks read of a stream
     prefetch.py      wraps the iterator where embedding rows are pulled before their batch
 """

@@ -2,7 +2,8 @@
 
 `IndexedBatches` reads sources with an index (tensors, arrays, map-style Datasets).
 `StreamedBatches` reads streams: every rank reads the whole stream and keeps its samples of each
-global batch, so no sample is lost or used twice.
+global batch, so no sample is lost or used twice. All ranks read with the same random numbers, those
+of (seed, epoch), and compare the first global batch of each epoch.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Position
+from manyhands.data.row_digest import row_digest
+from manyhands.data.sampling import RandomNumbers
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import TaskError
-from manyhands.split.data import BatchSplit, DataSplit, StepSamples
+from manyhands.split.data import BatchSplit, DataSplit, StepSamples, epoch_seed
 
 EpochOrder = Callable[[int], Tensor]  # epoch -> indices
 
@@ -36,7 +39,10 @@ class BatchIterator(Protocol):
     """This rank's batches, and the position after them."""
 
     @property
-    def steps_per_epoch(self) -> int | None: ...
+    def batches_per_epoch(self) -> int | None:
+        """That this rank gets; None: of a stream, which has no length."""
+        ...
+
     @property
     def source(self) -> Source: ...
     @property
@@ -85,7 +91,6 @@ class IndexedBatches:
         claims: StepClaims | None = None,
     ):
         self.source, self._position = source, at
-        self.steps_per_epoch = split.steps_per_epoch
         self.samples: int | None = split.samples
         self._order, self._borrow, self.counts = order, borrow, True
         self._epoch, self._indices = -1, torch.empty(0, dtype=torch.long)
@@ -101,6 +106,15 @@ class IndexedBatches:
     @property
     def position(self) -> Position:
         return self._position if self._claims is None else self._claims.position
+
+    @property
+    def batches_per_epoch(self) -> int:
+        counted = 0
+        for step in self._split.steps_from(Position(self._position.epoch)):
+            counted += sum(1 for micro in step.micros if len(micro) or self._borrow)
+            if step.after.epoch > self._position.epoch:
+                return counted
+        raise AssertionError("an epoch has an end")
 
     @property
     def total(self) -> int:
@@ -164,7 +178,8 @@ class IndexedBatches:
 
 class StreamedBatches:
     """Batches of a stream, of which every rank reads all: of n rows of a global batch this rank
-    keeps `keep(n)`."""
+    keeps `keep(n)`. `agree` says whether the other ranks have read rows of the same digest at a
+    position; None: there is no other rank."""
 
     def __init__(
         self,
@@ -175,14 +190,17 @@ class StreamedBatches:
         *,
         borrow: bool = False,
         drop_last: bool = False,
+        seed: int = 0,
+        agree: Callable[[Position, str], bool] | None = None,
     ):
-        self.source, self.position, self.steps_per_epoch = source, at, None
+        self.source, self.position, self.batches_per_epoch = source, at, None
         # read early: one row says whether this batch is the last of its epoch; whether the next
         # one is complete takes all of its rows
         self._early = global_batch if drop_last else 1
         self.samples: int | None = None
         self.total, self.own = global_batch, 0
         self._keep, self._global_batch, self._borrow, self.counts = keep, global_batch, borrow, True
+        self._seed, self._agree, self._random = seed, agree, RandomNumbers(seed)
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
         self._pending: list[Batch] = []
@@ -197,15 +215,16 @@ class StreamedBatches:
         return batch
 
     def _read(self) -> None:
-        at = self.position
-        if self._items is None:
-            self._items = self.source.items(at.epoch)
-            for _ in range(at.offset):
-                next(self._items, None)
+        at, begins = self.position, self._items is None
+        if begins:
+            self._random = RandomNumbers(epoch_seed(self._seed, at.epoch))
+        with self._random.drawn():
+            if begins:
+                self._begin(at)
+            rows = self._peek + self._pull(self._global_batch - len(self._peek))
             self._peek = self._pull(self._early)
-            self._refuse_nothing(at)
-        rows = self._peek + self._pull(self._global_batch - len(self._peek))
-        self._peek = self._pull(self._early)
+        if begins:
+            self._refuse_other_rows(at, rows)
         self._after = Position(at.epoch, at.offset + len(rows), at.steps + 1)
         if len(self._peek) < self._early:
             self._items, self._after = None, Position(at.epoch + 1, 0, at.steps + 1)
@@ -216,6 +235,23 @@ class StreamedBatches:
             mine = rows[where.start : where.stop]
             values = self.source.to_device(mine or rows[:1]) if mine or self._borrow else None
             self._pending.append(Batch(values, len(mine), i == len(micros) - 1))
+
+    def _begin(self, at: Position) -> None:
+        self._items = self.source.items(at.epoch)
+        for _ in range(at.offset):
+            next(self._items, None)
+        self._peek = self._pull(self._early)
+        self._refuse_nothing(at)
+
+    def _refuse_other_rows(self, at: Position, rows: list[Any]) -> None:
+        if self._agree is not None and not self._agree(at, row_digest(rows)):
+            raise TaskError(
+                f"the training stream gives other samples on this rank than on the others in epoch "
+                f"{at.epoch + 1}, but every rank reads the whole stream and keeps its part: it "
+                "looks at its rank (RANK, WORLD_SIZE), or draws from random numbers that nobody "
+                "seeded; do not divide it in the dataset, the run does that, and draw from torch, "
+                "numpy or random, whose seeds are alike on all ranks"
+            )
 
     def _refuse_nothing(self, at: Position) -> None:
         if not self._peek:

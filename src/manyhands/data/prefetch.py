@@ -43,7 +43,6 @@ class PrefetchedBatches:
 
     def __init__(self, batches: IndexedBatches | StreamedBatches, rows: RowPrefetcher, depth: int):
         self.batches, self.source = batches, batches.source
-        self.steps_per_epoch = batches.steps_per_epoch
         self._rows, self._depth = rows, depth
         self._waiting: deque[_Prefetched] = deque()
         self._current: _Prefetched | None = None
@@ -53,6 +52,10 @@ class PrefetchedBatches:
         if self._current is None or not self._depth:
             return self.batches.position
         return self._current.after
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        return self.batches.batches_per_epoch
 
     @property
     def samples(self) -> int | None:

@@ -37,6 +37,7 @@ from manyhands.errors import TaskError
 from manyhands.split.data import epoch_seed
 
 Agree = Callable[[int, str], bool]  # (epoch, digest of what this rank drew) -> the others' is equal
+RandomState = tuple[Any, Any, Tensor]  # of python, numpy and torch
 ENDLESS = 50  # times as many draws as there are samples: such a sampler never ends
 OWN_LOADERS = (DataLoader.__iter__,)
 
@@ -179,13 +180,39 @@ def _indices(drawn: Iterable[Any]) -> list[int]:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """The same random numbers on every rank, inside; those of the training are as before, after."""
-    python, array, here = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    try:
+    with RandomNumbers(seed).drawn():
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(here)
+
+
+class RandomNumbers:
+    """Random numbers of their own for python, numpy and torch, from a seed on."""
+
+    def __init__(self, seed: int):
+        self._seed = seed
+        self._state: RandomState | None = None
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """What is drawn inside goes on with these numbers; those outside stay as they are."""
+        before = _random_state()
+        if self._state is None:
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            torch.default_generator.manual_seed(self._seed)  # of the CPU: those of GPUs stay
+        else:
+            _set_random_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = _random_state()
+            _set_random_state(before)
+
+
+def _random_state() -> RandomState:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_random_state(state: RandomState) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from manyhands.data.sampling import Sampling, sampling_of
 from manyhands.errors import TaskError
 
+# torch has few operations for these
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -222,6 +224,7 @@ def _columns(data: Any, what: str) -> Any:
     if hasattr(data, "toarray"):
         raise TaskError(f"{what} is a sparse matrix; give a dense array, x.toarray()")
     if isinstance(data, tuple | list | Mapping) and len(data):
+        _refuse_several(data, what)
         values = [v.to_numpy() if hasattr(v, "to_numpy") else v for v in _values(data)]
         tensors = [isinstance(v, Tensor | np.ndarray) for v in values]
         if isinstance(data, list) and all(tensors) and len(data) > 4:
@@ -240,6 +243,41 @@ def _columns(data: Any, what: str) -> Any:
                 dict(zip(data, values, strict=True)) if isinstance(data, Mapping) else tuple(values)
             )
     return data
+
+
+def _refuse_several(data: Any, what: str) -> None:
+    """Refuse data sets, or what may be batches, in the place of samples."""
+    values = _values(data)
+    if sets := sum(isinstance(v, Dataset | DataLoader) for v in values):
+        raise TaskError(
+            f"{what} is a {type(data).__name__} with {sets} data sets, but one is needed; join "
+            "them by torch.utils.data.ConcatDataset, or evaluate the others after training, with "
+            "mh.load"
+        )
+    rows = {}
+    for value in values if isinstance(data, list) else ():
+        if (n := _common_rows(value)) is None:
+            return
+        rows[n] = True
+    if max(rows, default=1) > 1:
+        raise TaskError(
+            f"{what} is a list of {len(data)} {type(values[0]).__name__}s of tensors with the same "
+            f"number of rows ({', '.join(map(str, list(rows)[:3]))}), which may be samples, "
+            "batches or whole data sets; give one Dataset of single samples: a TensorDataset of "
+            "all rows, or a class with __getitem__"
+        )
+
+
+def _common_rows(value: Any) -> int | None:
+    """The first dimension of all tensors in an element of a list; None: there is none."""
+    if not isinstance(value, tuple | list | Mapping) or len(value) < 2:
+        return None
+    rows = set()
+    for column in _values(value):
+        if not isinstance(column, Tensor | np.ndarray) or not column.ndim:
+            return None
+        rows.add(len(column))
+    return rows.pop() if len(rows) == 1 else None
 
 
 def _worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -290,7 +328,14 @@ class _EndlessSampler:
 def _tensor(column: Any) -> Tensor:
     if isinstance(column, np.ndarray) and column.dtype.kind not in "biufc":
         raise TaskError(f"a data column is an array of {column.dtype}; numbers are needed")
+    if isinstance(column, np.ndarray) and any(stride < 0 for stride in column.strides):
+        column = np.ascontiguousarray(column)  # torch has no negative strides
     tensor = torch.as_tensor(column)
+    if tensor.dtype == torch.uint64:
+        raise TaskError(
+            "a data column is of uint64, which torch does not compute with; give int64 or float32"
+        )
+    tensor = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
     if tensor.ndim == 0:
         raise TaskError(
             "a data column is a single number; a tensor with one row per sample is needed"

@@ -4,10 +4,11 @@
     backward    g = dloss/dW, one row for each distinct id;   push(u, g)
 
 The server optimizer of the table makes the step where the row is. There is no parameter, no
-vocabulary and no size: a row is made when its id is first used. In eval mode, and without
-gradients, rows are only read. A run attaches a model's modules to its store (`embedding.tables`)
-and pushes once a step. A module that is not attached, in a plain script, keeps its rows in this
-process and pushes in `loss.backward()`; there modules of one name share one table.
+vocabulary and no size: a row is made when its id is first trained. In eval mode, without gradients,
+and after `requires_grad_(False)` on the module, rows are only read. A run attaches a model's
+modules to its store (`embedding.tables`) and pushes once a step. A module that is not attached, in
+a plain script, keeps its rows in this process and pushes in `loss.backward()`; there modules of one
+name share one table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ from manyhands.errors import TaskError
 Init = Literal["zeros", "uniform", "normal"]
 Mode = Literal["sum", "mean", "max"]
 MODES = ("sum", "mean", "max")
+# options of torch's modules that rows without a vocabulary do not have
+TORCH_ONLY = (
+    "num_embeddings embedding_dim padding_idx max_norm norm_type scale_grad_by_freq sparse "
+    "include_last_offset device _weight"
+).split()
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 
@@ -55,6 +61,8 @@ def uncompiled(forward: Forward) -> Forward:
 class RowSource(Protocol):
     """Where modules look up their rows (`embedding.tables.EmbeddingTables`)."""
 
+    of_run: bool  # whether a run pushes to them, once a step
+
     def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of the distinct ids among `module.wanted(ids)`, and for each wanted id an index
         into the rows."""
@@ -70,10 +78,12 @@ class Embedding(nn.Module):
     one axis more.
 
     `optimizer` is the server optimizer of its rows, with `lr` and `options`; the torch optimizer of
-    the model does not see the rows.
+    the model does not see the rows. `requires_grad_(False)` on the module keeps its rows as they
+    are; on a model around it, it does not reach the rows, since they are no parameters.
     """
 
     padding_id: int | None = None
+    frozen: bool = False  # by requires_grad_(False)
 
     def __init__(
         self,
@@ -98,6 +108,7 @@ class Embedding(nn.Module):
             given = options["rule"]
             raise TaskError(f"{type(self).__name__}(rule={given!r}) is now optimizer={given!r}")
         _check(name, dim, lr, init, dtype)
+        self._refuse_torch_only(name, options)
         self.name = name
         self.table = Table(
             name,
@@ -122,9 +133,18 @@ class Embedding(nn.Module):
     def attached(self) -> bool:
         return self._tables is not None
 
+    @property
+    def tables(self) -> RowSource:
+        return self._tables if self._tables is not None else default_tables()
+
     def attach(self, tables: RowSource | None) -> None:
         """Look up rows there from now on; None: in the tables of this process."""
         self._tables = tables
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """False: rows are looked up as before, and get no gradients."""
+        self.frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
 
     def wanted(self, ids: Tensor) -> Tensor:
         """The ids whose rows a batch needs, on one axis."""
@@ -137,11 +157,22 @@ class Embedding(nn.Module):
         return rows_of(rows, inverse).view(*ids.shape, self.table.dim).to(self._dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, dim={self.table.dim}, optimizer={self.table.optimizer}"
+        frozen = ", frozen" if self.frozen else ""
+        return f"{self.name!r}, dim={self.table.dim}, optimizer={self.table.optimizer}{frozen}"
 
     def _lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        tables = self._tables if self._tables is not None else default_tables()
-        return tables.lookup(self, ids)
+        return self.tables.lookup(self, ids)
+
+    def _refuse_torch_only(self, name: str, options: dict[str, float]) -> None:
+        if given := [key for key in options if key in TORCH_ONLY]:
+            said = ", ".join(f"{key}={options[key]!r}" for key in given)
+            bag = isinstance(self, EmbeddingBag)
+            do = "name it padding_id" if bag and given == ["padding_idx"] else "leave it out"
+            raise TaskError(
+                f"{type(self).__name__} {name!r}: {said} is an option of "
+                f"torch.nn.{type(self).__name__}, but rows here have name, dim and the options of "
+                f"their server optimizer; {do}"
+            )
 
     def _check_ids(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor):
@@ -178,7 +209,8 @@ class EmbeddingBag(Embedding):
 
     ids are [bags, length], or on one axis with `offsets` where each bag begins. Ids equal to
     `padding_id` are left out: not fetched, not counted by the mean. An empty bag gives 0.
-    `weights`, of the shape of ids, multiply the rows of a sum.
+    `weights`, of the shape of ids, multiply the rows of a sum; `per_sample_weights`, torch's name,
+    is the same.
     """
 
     def __init__(
@@ -197,10 +229,23 @@ class EmbeddingBag(Embedding):
 
     @uncompiled
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         self._check_ids(ids)
         starts = self._starts(ids, offsets)
+        if per_sample_weights is not None:
+            if weights is not None:
+                raise self.error(
+                    "weights and per_sample_weights",
+                    "one of them",
+                    "leave one out: they are two names of one argument",
+                )
+            weights = per_sample_weights
         if weights is not None:
             weights = self._weights(ids, weights)
         rows, inverse = self._lookup(ids)
@@ -290,14 +335,19 @@ def keep_rows_in(open_tables: Callable[[], RowSource]) -> None:
 def default_tables() -> RowSource:
     global _default
     if _default is None:
-        if _open is None:
-            raise TaskError(
-                "an Embedding is not attached to a store, and this process has no tables for such "
-                "modules; import manyhands, which sets them, or attach "
-                "embedding.tables.EmbeddingTables(model, store)"
-            )
-        _default = _open()
+        _default = new_tables()
     return _default
+
+
+def new_tables() -> RowSource:
+    """Tables that no module has yet, of the kind that default tables are."""
+    if _open is None:
+        raise TaskError(
+            "an Embedding is not attached to a store, and this process has no tables for such "
+            "modules; import manyhands, which sets them, or attach "
+            "embedding.tables.EmbeddingTables(model, store)"
+        )
+    return _open()
 
 
 def _check(name: str, dim: int, lr: float, init: str, dtype: torch.dtype) -> None:
@@ -312,7 +362,7 @@ def _check(name: str, dim: int, lr: float, init: str, dtype: torch.dtype) -> Non
     if not (lr > 0 and math.isfinite(lr)):
         raise TaskError(
             f"Embedding {name!r}: lr={lr}, but a positive number is needed; "
-            "call .eval() on it to keep its rows as they are"
+            "call requires_grad_(False) on it to keep its rows as they are"
         )
     if init not in ("zeros", "uniform", "normal"):
         raise TaskError(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from manyhands.core import Tensors
-from manyhands.embedding.modules import Embedding, default_tables
+from manyhands.embedding.modules import Embedding, new_tables
 from manyhands.errors import CheckpointError
 
 
@@ -36,7 +36,8 @@ def _is_part(name: str) -> bool:
 
 
 def load_rows(model: nn.Module, saved: Tensors) -> None:
-    """Load the rows of a checkpoint into a model that no run has attached."""
+    """Load the rows of a checkpoint into a model that is not part of a run: into the tables of its
+    own if it has some, else into those of this process."""
     modules = {m.name: m for m in model.modules() if isinstance(m, Embedding)}
     tables = saved_tables(saved)
     wrong = [f"  only in the model:      the embedding {n!r}" for n in modules if n not in tables]
@@ -51,7 +52,7 @@ def load_rows(model: nn.Module, saved: Tensors) -> None:
         lines = ["the checkpoint is of another model:", *wrong]
         raise CheckpointError("\n".join([*lines, "load it into the model it was saved from"]))
     for name, module in modules.items():
-        if module.attached:
+        if module.tables.of_run:
             raise module.error(
                 "it is part of a run",
                 "a model of its own",
@@ -59,4 +60,13 @@ def load_rows(model: nn.Module, saved: Tensors) -> None:
             )
         dtype = torch.float64 if module.table.dtype == "float64" else torch.float32
         content = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tables[name].items()}
-        default_tables().replace_rows(module.table, content)
+        module.tables.replace_rows(module.table, content)
+
+
+def load_own_rows(model: nn.Module, saved: Tensors) -> None:
+    """Load the rows of a checkpoint into new tables, which only this model has."""
+    own = new_tables()
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.attach(own)
+    load_rows(model, saved)

@@ -62,6 +62,7 @@ class EmbeddingTables:
             self._add(module.table, create=False)
         self._by_name = {m.name: m for m in reversed(self.modules)}
         self._immediate = model is None
+        self.of_run = not self._immediate
         # whether a push waits for the next request for rows and goes with it
         self._defers = store.background and not self._immediate and not synchronous
         self._unsent: _Push | None = None
@@ -86,11 +87,21 @@ class EmbeddingTables:
             module.attach(self)
 
     def close(self) -> None:
+        self._finish()
+        for module in self.modules:
+            module.attach(None)
+
+    def leave_rows(self, store: TableStore) -> None:
+        """Close, and let the modules keep their rows: `store`, which holds them, is theirs now."""
+        self._finish()
+        own = script_tables(store)
+        for module in self.modules:
+            module.attach(own)
+
+    def _finish(self) -> None:
         self.drop()
         self._send()
         self._wait()
-        for module in self.modules:
-            module.attach(None)
 
     # -- rows --
 
@@ -131,7 +142,7 @@ class EmbeddingTables:
             rows = self.store.pull({table.name: found})[table.name]
             self._counts["rows_pulled"] += len(found)
         rows, inverse = rows.to(ids.device), inverse.to(ids.device)
-        if training:
+        if training and not module.frozen:
             rows = rows.detach().requires_grad_()
             rows.register_post_accumulate_grad_hook(
                 functools.partial(self._collect, table.name, found)

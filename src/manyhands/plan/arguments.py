@@ -23,6 +23,7 @@ class ScriptArguments:
     resume: bool = False
     directory: str | None = None
     unknown: tuple[str, ...] = ()  # of the form key=value, but no plan words
+    dashed: tuple[str, ...] = ()  # options named like plan words, which the script does not have
 
     @property
     def notice(self) -> str:
@@ -32,26 +33,41 @@ class ScriptArguments:
             key = word.partition("=")[0]
             near = difflib.get_close_matches(key, known_words(), 1, cutoff=0.75)
             texts.append(f"{word} (did you mean {near[0]}=?)" if near else word)
+        for option in self.dashed:
+            texts.append(f"{option} (a plan word has no dashes: {option.lstrip('-')}=...)")
         return f"no plan words, left to the script: {', '.join(texts)}" if texts else ""
 
 
-def read(arguments: Sequence[str]) -> ScriptArguments:
-    """Find plan words, --resume and --dir D (or --dir=D) in `arguments`, in any place."""
-    words, unknown, resume, directory = [], [], False, None
+def read(arguments: Sequence[str], script: str | None = None) -> ScriptArguments:
+    """Find plan words, --resume and --dir D (or --dir=D) in `arguments`, in any place.
+
+    `script` is the script's text, which tells its own options from those that nobody would read;
+    None: not known."""
+    words, unknown, dashed, resume, directory = [], [], [], False, None
+    nobodys = lambda option: script is not None and option not in script
     # everything after -- belongs to the script, whatever it looks like
     mine = list(itertools.takewhile(lambda argument: argument != "--", arguments))
     for i, argument in enumerate(mine):
         key, equals, value = argument.partition("=")
         after = mine[i + 1] if i + 1 < len(mine) else ""
-        if argument == "--resume":
+        if key == "--resume":
             # an option of the script's own may take a file: --resume checkpoint.pth
-            resume = not after or after.startswith("-") or known_word(after.partition("=")[0])
+            plain = not after or after.startswith("-") or known_word(after.partition("=")[0])
+            resume = plain and not equals
+            if not resume and nobodys("--resume"):
+                given = argument if equals else f"{argument} {after}"
+                raise PlanError(
+                    f"{given}: the run to go on with is named by --dir; write "
+                    f"--resume --dir {value or after}"
+                )
         elif key == "--dir":
             directory = value if equals else after
             if not directory or directory.startswith("-"):
                 raise PlanError("--dir needs the run directory after it: --dir runs/mine")
+        elif key.startswith("--") and known_word(key[2:]) and nobodys(key):
+            dashed.append(key)
         elif equals and known_word(key):
             words.append(argument)
         elif equals and key.replace(".", "_").isidentifier():
             unknown.append(argument)
-    return ScriptArguments(tuple(words), resume, directory, tuple(unknown))
+    return ScriptArguments(tuple(words), resume, directory, tuple(unknown), tuple(dashed))

@@ -10,5 +10,6 @@ The way of one batch through the files:
 
 `parameters` and `flat` hold the vectors. `state` turns it all into named tensors for checkpoints.
 Around a replica: `captured` (CUDA graphs), `distillation` (learning from other models), `thinned`
-(leaving out the units that `units` finds); `wrapper` is their base. `recompute` saves memory.
+(leaving out the units that `units` finds); `wrapper` is their base. `recompute` saves memory,
+`cast` lowers precision. `checks/` look at what the user's code does.
 """

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
-from manyhands.replica import reduction_check
+from manyhands.replica.checks import reduction_check
+from manyhands.replica.checks.step_guard import user_code
 from manyhands.replica.module import MicroLoss
 from manyhands.replica.objective import Objective, pair
 
+PADDING_WITHIN = 1000  # batches in which padding is looked for
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,6 +44,7 @@ class TaskLoss:
         self.module, self.batches, self.objective = module, batches, objective
         self.precision, self.device = precision, device
         self._warn = warn  # of a loss that looks like the other reduction; None: do not look
+        self._seen, self._look_at = 0, 1  # batches, and which of them is looked at next
 
     def __call__(self) -> MicroLoss:
         batch = self.batches.next()
@@ -51,8 +54,9 @@ class TaskLoss:
         return MicroLoss(loss, count, batch.last)
 
     def forward(self, values: Any, count: int) -> tuple[Tensor, int]:
-        with autocast(self.precision, self.device):
-            if self._warn is not None and count > 1:
+        self._seen += count > 1
+        with autocast(self.precision, self.device), user_code():
+            if self._warn is not None and count > 1 and self._looks(values):
                 loss, count = self._checked(self._warn, values, count)
             else:
                 loss, count = self.objective(self.module, values, count)
@@ -61,9 +65,21 @@ class TaskLoss:
             loss = loss.nan_to_num()
         return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss, count
 
+    def _looks(self, values: Any) -> bool:
+        """Whether to look at this batch: the 1st, 2nd, 4th, 8th, ..., and those with padding."""
+        if self._seen >= self._look_at:
+            self._look_at *= 2
+            return True
+        target = values[-1] if isinstance(values, tuple | list) and values else None
+        if self._seen > PADDING_WITHIN or not isinstance(target, Tensor):
+            return False
+        return not target.is_floating_point() and target.numel() > 0 and bool(target.min() < 0)
+
     def _checked(self, warn: Callable[[str], None], values: Any, count: int) -> tuple[Tensor, int]:
-        """The loss of the first batch, and a warning if it looks like the other reduction."""
-        self._warn, plain, apparent = None, self.objective.loss, []
+        """The loss of a batch, and a warning if it looks like the other reduction. On a GPU only
+        the first batch is looked at: looking waits for it."""
+        plain, apparent = self.objective.loss, []
+        self._warn = warn if self.device.type == "cpu" else None
 
         def judged(outputs: Any, target: Any) -> Tensor:
             assert plain is not None
@@ -73,12 +89,16 @@ class TaskLoss:
             return loss
 
         looking = self.objective if plain is None else replace(self.objective, loss=judged)
-        loss, count = looking(self.module, values, count)
+        loss, counted = looking(self.module, values, count)
         if plain is None:
-            apparent.append(reduction_check.of_graph(loss))
-        if apparent and (text := reduction_check.warning(self.objective.reduction, apparent[0])):
+            apparent.append(reduction_check.of_graph(loss, counted))
+        text = reduction_check.warning(self.objective.reduction, apparent[0] if apparent else None)
+        if text is None and counted < count:
+            text = reduction_check.FEWER.format(counted=counted, count=count)
+        if text is not None:
+            self._warn = None  # once
             warn(text)
-        return loss, count
+        return loss, counted
 
 
 def evaluate(

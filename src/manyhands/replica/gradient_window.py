@@ -23,8 +23,8 @@ from manyhands.replica.update import Update
 class GradientWindow:
     """The micro-batches of one step.
 
-    `on_unused` is called once, with the names of parameters that had no gradient in the first
-    window. `frozen`: parameters that must not want a gradient.
+    `on_first` is called once, after the first window, with the names of parameters that had no
+    gradient in it. `frozen`: parameters that must not want a gradient.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class GradientWindow:
         flat: ReplicaParameters,
         overlap: bool,
         frozen: Sequence[nn.Parameter],
-        on_unused: Callable[[list[str]], None],
+        on_first: Callable[[list[str]], None],
     ):
         self.flat, self.overlap, self._frozen = flat, overlap, frozen
-        self._on_unused: Callable[[list[str]], None] | None = on_unused
+        self._on_first: Callable[[list[str]], None] | None = on_first
         self.on_ready: OnReady | None = None  # set while the last backward pass runs
         self.used = [False] * len(flat.views)  # by this rank, in this window
         # the gradient has been moved from the parameter to the flat vector
@@ -44,6 +44,7 @@ class GradientWindow:
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.views}
         self._missing: list[int] = []  # for each bucket: gradients that have not arrived yet
         self._launched = 0  # buckets handed to `on_ready`
+        self._left: list[int | None] = []  # version of each gradient after a backward pass
         self._hooks = []
         if not flat.collects_gradients:
             self._hooks = [
@@ -72,6 +73,31 @@ class GradientWindow:
         self._missing = [len(b.views) for b in self.flat.buckets]
         self._launched = 0
         self.is_mean = False
+        self._left = []
+
+    def check_untouched(self) -> None:
+        """User code has run: what it does to gradients would be lost, or would lose others."""
+        if self.flat.collects_gradients:
+            return
+        for i, view in enumerate(self.flat.views):
+            grad = view.parameter.grad
+            if not self._left and grad is not None:
+                raise TaskError(
+                    f"{view.name} has a gradient before backward of the loss that was returned: "
+                    "step= has called backward itself; return the loss, with auxiliary losses "
+                    "added to it"
+                )
+            if self._left and self._left[i] != (None if grad is None else grad._version):
+                raise TaskError(
+                    f"the gradient of {view.name} was cleared or changed between the micro-batches "
+                    "of one step (zero_grad, p.grad = None), which loses those before; leave that "
+                    "out, a step starts without gradients"
+                )
+
+    def left(self) -> None:
+        """A backward pass is over that is not the step's last."""
+        grads = (view.parameter.grad for view in self.flat.views)
+        self._left = [None if g is None else g._version for g in grads]
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
         view, bucket = self.flat.views[i], self._bucket_of[i]
@@ -115,14 +141,10 @@ class GradientWindow:
             self.flat.used.fill_(1.0)
         else:
             self.flat.used.copy_(torch.tensor(self.used, dtype=torch.float32))
-        if self._on_unused is not None and count:
-            if unused := [
-                view.name
-                for view, is_used in zip(self.flat.views, self.used, strict=True)
-                if not is_used
-            ]:
-                self._on_unused(unused)
-            self._on_unused = None
+        if self._on_first is not None and count:
+            used_views = zip(self.flat.views, self.used, strict=True)
+            self._on_first([view.name for view, is_used in used_views if not is_used])
+            self._on_first = None
 
     def launch_rest(self, on_ready: OnReady) -> None:
         """Hand over the buckets that were not complete before backward ended."""

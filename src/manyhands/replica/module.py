@@ -62,7 +62,7 @@ class ModuleReplica:
         scaler: torch.amp.GradScaler | None = None,
         overlap: bool = True,
         frozen: Sequence[nn.Parameter] = (),
-        on_unused: Callable[[list[str]], None] = lambda names: None,
+        on_first: Callable[[list[str]], None] = lambda unused: None,
         ended: Callable[[], bool] = lambda: False,
         steps_alone: bool = False,
         on_window: Callable[[ModuleReplica], None] | None = None,
@@ -77,7 +77,7 @@ class ModuleReplica:
         self.nominal, self.schedule, self.scaler = nominal, schedule, scaler
         # the ranks over which this replica is split; None: this rank holds all of it
         self.replica_group = replica_group or flat.replica_group
-        self.window = GradientWindow(flat, overlap, frozen, on_unused)
+        self.window = GradientWindow(flat, overlap, frozen, on_first)
         self.optimizer_step = OptimizerStep(
             flat,
             update,
@@ -181,6 +181,7 @@ class ModuleReplica:
         while not last:
             micro = self.next_loss()
             last = micro.last
+            self.window.check_untouched()
             self.flat.before_backward(last)
             if micro.loss is not None:
                 self.window.on_ready = on_ready if last else None
@@ -189,6 +190,8 @@ class ModuleReplica:
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
             self.flat.after_backward(micro.loss is not None)
+            if not last:
+                self.window.left()
         return total, count
 
     def _scaled(self, loss: Tensor, count: int) -> Tensor:

@@ -139,7 +139,7 @@ class Shard:
             for pull, table, out in zip(pulls, tables, outs, strict=True):
                 if isinstance(table, SparseTable):
                     assert pull.ids is not None
-                    table.pull(pull.ids, out)
+                    table.pull(pull.ids, out, make=False)
                 else:
                     table.pull(out, table.start, table.stop)
                     if remember:

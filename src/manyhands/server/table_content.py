@@ -17,7 +17,7 @@ def first_values(table: Table, values: Tensor | None, state: Tensors | None) -> 
     """The vector that a new dense table starts from, checked."""
     if table.length is None and (values is not None or state):
         raise StoreError(
-            f"table {table.name!r} is sparse, so its rows are made on first touch; "
+            f"table {table.name!r} is sparse, so its rows are made by their first push; "
             "use restore() to give it rows"
         )
     return None if values is None else vector_of(table, values, "values")

@@ -23,8 +23,9 @@ def ddp_batches(
         def cut(samples: int) -> StepSamples:
             return DataSplit(samples, samples, micro, rank, size).step_samples(Position())
 
+        drop, seed = sampling.drop_last, plan.seed or 0
         return StreamedBatches(
-            train, cut, global_batch, Position(), borrow=True, drop_last=sampling.drop_last
+            train, cut, global_batch, Position(), borrow=True, drop_last=drop, seed=seed
         )
     if sampling.own is not None:
         raise PlanError(

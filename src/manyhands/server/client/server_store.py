@@ -67,17 +67,13 @@ class ServerStore:
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self._incarnation, self._clock = -1, 0
-        self._has_pending = False  # pushed with pending=True in this clock
+        # `_has_pending`: pushed with pending=True in this clock
+        self._incarnation, self._clock, self._has_pending = -1, 0, False
         self._last_stats: dict[str, float] = {}
         self._heartbeat: Heartbeat | None = None
+        prove = lambda: self._proof("control")
         self._control = Connection(
-            root,
-            token,
-            lambda: self._proof("control"),
-            timeout_s=timeout_s,
-            transport="tcp",
-            tls=tls,
+            root, token, prove, timeout_s=timeout_s, transport="tcp", tls=tls
         )
 
         def connect(where: m.ShardAddress, sender: RequestSender) -> Connection:

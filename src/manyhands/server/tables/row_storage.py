@@ -165,12 +165,15 @@ class RowStorage:
         entries_at: np.ndarray,
         push: bool,
         force: bool = False,
+        make: bool = True,
     ) -> bool:
-        """Write the rows of ids to `rows`, making those that admission (unless `force`) and memory
-        allow. Returns whether all existed before.
+        """Write the rows of ids to `rows`, making (where `make`) those that admission (unless
+        `force`) and memory allow. Returns whether all existed before.
         """
         if not find_rows(self.entries, ids, hashes, rows, entries_at, push, self.head[NOW]):
             return True
+        if not make:
+            return False
         done = 0
         while True:
             done = insert_rows(

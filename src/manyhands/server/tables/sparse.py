@@ -95,9 +95,9 @@ class SparseTable:
 
     # -- pull --
 
-    def pull(self, ids: np.ndarray, out: np.ndarray) -> None:
-        """Copy rows to `out`, making those that are new; an id without a row reads as it would
-        start.
+    def pull(self, ids: np.ndarray, out: np.ndarray, *, make: bool = True) -> None:
+        """Copy rows to `out`, making those that are new (`make`); an id without a row reads as it
+        would start.
         """
         ids = self._check_ids(ids)
         self._check_block(out, ids.size, "out")
@@ -108,7 +108,7 @@ class SparseTable:
         storage, lookup = self.storage, self._next_lookup(ids.size)
         rows, hashes, flat = lookup.rows[: ids.size], lookup.hashes[: ids.size], out.reshape(-1)
         hash_ids(ids, storage.seeds[0], hashes)
-        if storage.find(ids, hashes, rows, lookup.entries_at[: ids.size], False):
+        if storage.find(ids, hashes, rows, lookup.entries_at[: ids.size], False, make=make):
             lookup.count, lookup.moves = ids.size, storage.moves
         if gather(storage.slab, rows, flat, self.dim, self.stride):
             kind, unit = storage.head[INIT], storage.unit

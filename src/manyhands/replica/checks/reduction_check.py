@@ -23,6 +23,7 @@ from manyhands.replica.objective import Reduction
 NEAR = 0.04  # how far a ratio may be from 1/2 or 1
 ROUNDING = 1e-4  # how far the ratio of a mean over samples may be from 1/2
 THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0")  # sums of losses
+CLEARLY = 1.5  # times 1 / count: a factor of so much leaves a sum a sum
 SUM = 2  # in torch's enumeration of reductions
 
 IS_SUM = (
@@ -39,6 +40,12 @@ IS_UNEVEN = (
     "the loss is no mean over the samples of a batch (class weights, ignore_index, or samples "
     "compared with each other): on several ranks it is averaged over their batches, which is not "
     "quite one process's; give step= and return the loss with the number it is a mean over"
+)
+
+FEWER = (
+    "step= returned {counted} as the number that its loss is a mean over, fewer than the {count} "
+    "samples of the batch: if that is another number (of right answers, say), ranks and batches "
+    "are weighted by it; return the loss alone, or the number of samples or tokens"
 )
 
 Apparent = Reduction | Literal["uneven"]
@@ -84,14 +91,20 @@ def of_halves(
     return "mean" if abs(ratio - 0.5) < ROUNDING else "uneven"
 
 
-def of_graph(loss: Tensor) -> Reduction | None:
-    """Which reduction came last in the computation of `loss`; None: cannot be told."""
+def of_graph(loss: Tensor, count: int) -> Reduction | None:
+    """Which reduction came last in the computation of the `loss` of `count` samples; None: cannot
+    be told. A sum that was divided by the count, or by more, may be a mean."""
     found, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        if hasattr(node, "_saved_reduction"):
+        if node.name() in ("MulBackward0", "DivBackward0"):
+            factor = _factor(node)
+            if factor is None or abs(factor) * max(1, count) < CLEARLY:
+                return None
+            waiting += [child for child, _ in node.next_functions]
+        elif hasattr(node, "_saved_reduction"):
             found.add("sum" if node._saved_reduction == SUM else "mean")
         elif node.name() in ("SumBackward0", "MeanBackward0"):
             found.add("sum" if node.name() == "SumBackward0" else "mean")
@@ -100,3 +113,13 @@ def of_graph(loss: Tensor) -> Reduction | None:
     if found == {"sum"}:
         return "sum"
     return "mean" if found == {"mean"} else None
+
+
+def _factor(node: Any) -> float | None:
+    """The number that a loss is multiplied by; None: not by a plain number."""
+    if sum(child is not None for child, _ in node.next_functions) != 1:
+        return None
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, Tensor) or other.numel() != 1 or not float(other):
+        return None
+    return 1 / float(other) if node.name() == "DivBackward0" else float(other)
