@@ -91,6 +91,26 @@ def test_zero_grad_between_steps_changes_nothing(joined: Callable[..., Loop]) ->
     assert loop.run.trainer is not None and loop.run.trainer.round == 8
 
 
+def test_a_backward_pass_beside_a_step_is_refused(joined: Callable[..., Loop]) -> None:
+    loop = joined()
+    a, b = next(iter(loop.data))
+    loop.loss(a, b).backward()
+    with pytest.raises(TaskError, match=r"0.weight has a gradient before run.step\(loss\)"):
+        loop.run.step(loop.loss(a, b))
+
+
+def test_loops_within_loops_and_loops_that_never_step_are_refused(
+    joined: Callable[..., Loop],
+) -> None:
+    loop = joined()
+    with pytest.raises(TaskError, match=r"is being iterated over already; one loop at a time"):
+        for _ in loop.data:
+            next(iter(loop.data))
+    with pytest.raises(TaskError, match=r"an epoch of 7 batches has trained nothing"):
+        for _ in loop.data:
+            pass
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
 def test_clipping_beside_a_step_is_refused_with_the_word_that_clips(
     joined: Callable[..., Loop], clip: Callable[..., object]
@@ -115,6 +135,13 @@ def test_an_optimizer_made_anew_and_parameters_added_are_refused(
         loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     SGD(nn.Linear(2, 2).parameters(), lr=0.1)  # of another model
     loop.epoch()
+
+
+def test_a_layer_replaced_after_prepare_is_refused_by_name(joined: Callable[..., Loop]) -> None:
+    loop = joined("save=2")
+    loop.model[2] = nn.Linear(8, 2)
+    with pytest.raises(TaskError, match=r"a layer was replaced after training began"):
+        loop.epoch()
 
 
 def test_a_schedule_that_the_script_steps_too_is_refused(joined: Callable[..., Loop]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.core import Tensors
-from manyhands.errors import CheckpointError
+from manyhands.errors import CheckpointError, TaskError
 
 
 def model_state(module: nn.Module) -> Tensors:
@@ -53,16 +53,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> tuple[Tensors, d
     names = {id(p): n for n, p in module.named_parameters()}
     tensors: Tensors = {}
     numbers: dict[str, dict[str, Any]] = {}
+    groups = plain_groups(module, optimizer, [g["params"] for g in optimizer.param_groups])
     for p, entries in optimizer.state.items():
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"{names[id(p)]}/{key}"] = value.detach().to("cpu", copy=True)
             elif isinstance(value, int | float | bool):
                 numbers.setdefault(names[id(p)], {})[key] = value
-    return tensors, {
-        "groups": plain_groups(module, optimizer, [g["params"] for g in optimizer.param_groups]),
-        "numbers": numbers,
-    }
+    return tensors, {"groups": groups, "numbers": numbers}
 
 
 def plain_groups(
@@ -70,6 +68,11 @@ def plain_groups(
 ) -> list[dict[str, Any]]:
     """Hyper-parameters of every group as plain values, with the names of its `parameters`."""
     names = {id(p): n for n, p in module.named_parameters()}
+    if gone := sum(id(p) not in names for whole in parameters for p in whole):
+        raise TaskError(
+            f"{gone} parameters that are trained are no longer the model's: a layer was replaced "
+            "after training began; build the model whole before, or start another run with it"
+        )
     return [
         {
             **{k: _plain(v) for k, v in g.items() if k != "params" and _is_plain(v)},
