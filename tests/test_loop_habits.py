@@ -52,7 +52,9 @@ def joined(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
     opened: list[Run] = []
 
     def join(words: str = "", **options: Any) -> Loop:
-        opened.append(mh.join(words, directory=tmp_path / "run", quiet=True, argv=False))
+        opened.append(
+            mh.join(f"device=cpu {words}", directory=tmp_path / "run", quiet=True, argv=False)
+        )
         return Loop(opened[0], **options)
 
     yield join
@@ -217,7 +219,7 @@ class Stepping(nn.Module):
 
 
 def test_a_model_in_lower_precision_keeps_its_methods_and_names(tmp_path: Path) -> None:
-    run = mh.join("precision=bf16", directory=tmp_path / "run", quiet=True, argv=False)
+    run = mh.join("device=cpu precision=bf16", directory=tmp_path / "run", quiet=True, argv=False)
     given, seen = Stepping(), []
     given.inner.register_forward_hook(lambda m, i, out: seen.append(out.dtype))
     model, _, data = run.prepare(given, SGD(given.parameters(), lr=0.1), (X, Y), batch=32)

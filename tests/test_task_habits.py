@@ -20,7 +20,7 @@ Y = (X.sum(1) > 0).long()
 def train(folder: Path, words: str = "", **given: Any) -> mh.Result:
     plain = {"train": (X, Y), "optimizer": lambda p: torch.optim.SGD(p, lr=0.5), "batch": 16}
     task = mh.Task(model=nn.Linear(4, 2), **{**plain, **given})
-    return mh.train(task, words, directory=folder / "run", quiet=True, argv=False)
+    return mh.train(task, f"device=cpu {words}", directory=folder / "run", quiet=True, argv=False)
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
