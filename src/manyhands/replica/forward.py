@@ -14,7 +14,7 @@ from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
 from manyhands.replica.checks import reduction_check
-from manyhands.replica.checks.step_guard import user_code
+from manyhands.replica.checks.step_guard import UserCode
 from manyhands.replica.module import MicroLoss
 from manyhands.replica.objective import Objective, pair
 
@@ -55,7 +55,7 @@ class TaskLoss:
 
     def forward(self, values: Any, count: int) -> tuple[Tensor, int]:
         self._seen += count > 1
-        with autocast(self.precision, self.device), user_code():
+        with autocast(self.precision, self.device), UserCode():
             if self._warn is not None and count > 1 and self._looks(values):
                 loss, count = self._checked(self._warn, values, count)
             else:

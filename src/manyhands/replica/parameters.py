@@ -147,12 +147,14 @@ class _Place:
 
     def is_kept(self) -> bool:
         p = self.parameter
+        for held, key in self.uses:  # no generator: this runs twice a step for each parameter
+            if held.get(key) is not p:
+                return False
         return (
             p.data_ptr() == self.pointer
             and p.dtype == self.dtype
             and p.shape == self.shape
             and p.stride() == self.stride
-            and all(held.get(key) is p for held, key in self.uses)
         )
 
 

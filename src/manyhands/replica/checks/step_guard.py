@@ -5,7 +5,7 @@ train one separate model on each rank, without an error; clip_grad_norm_ beside 
 no gradient and clips nothing; an optimizer made anew after run.prepare is never stepped. While the
 guard is installed, torch calls it before every optimizer step, and so do two functions of torch
 that have no hook: `Optimizer.add_param_group`, and the norm inside `clip_grad_norm_`. Steps of our
-own loop are marked by `merged_steps`, the user's code that it calls by `user_code`.
+own loop are marked by `merged_steps`, the user's code that it calls by `UserCode`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def merged_steps() -> Iterator[None]:
         _merging.reset(token)
 
 
-@contextmanager
-def user_code() -> Iterator[None]:
-    """In here runs the user's code, called by a training loop of ours."""
-    token = _merging.set(False)
-    try:
-        yield
-    finally:
-        _merging.reset(token)
+class UserCode:
+    """In here runs the user's code, called by a training loop of ours; a class, because every
+    forward pass enters it."""
+
+    def __enter__(self) -> None:
+        self._token = _merging.set(False)
+
+    def __exit__(self, *_: object) -> None:
+        _merging.reset(self._token)
 
 
 class StepGuard:
