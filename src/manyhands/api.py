@@ -80,8 +80,8 @@ def train(
     words, options = _from_outside(plan, options, argv)
     check_callbacks(options.callbacks)
     if not options.resume:
-        _say_rows_start_anew(task)
-    _say_of_seed(task, words)
+        _warn_of_new_rows(task)
+    _warn_of_seed(task, words)
     result = start(functools.partial(work, task), words, options, port)
     _bring_back(task, result)
     elsewhere = environment.process_info().started_by == "alone" and result.ranks > 1
@@ -93,8 +93,9 @@ def train(
     return result
 
 
-def _say_of_seed(task: MakeTask, words: Words) -> None:
-    """A run draws its own random numbers, so that N ranks draw the same: those of `seed=`."""
+def _warn_of_seed(task: MakeTask, words: Words) -> None:
+    """Say that torch.manual_seed before train() has no effect: a run is seeded by seed=, so that N
+    ranks draw the same numbers."""
     chosen = isinstance(task, Task) and task.seed
     if environment.process_info().started_by != "alone" or chosen:
         return
@@ -106,7 +107,8 @@ def _say_of_seed(task: MakeTask, words: Words) -> None:
         )
 
 
-def _say_rows_start_anew(task: MakeTask) -> None:
+def _warn_of_new_rows(task: MakeTask) -> None:
+    """Say that rows of a model object which was trained before are not the next run's."""
     if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
         return
     rows = sorted({m.name for m in embeddings(task.model) if m.attached})
@@ -119,8 +121,8 @@ def _say_rows_start_anew(task: MakeTask) -> None:
 
 
 def _bring_back(task: MakeTask, result: Result) -> None:
-    """A model that was given as an object is trained afterwards, also where other processes trained
-    it or its rows were on servers."""
+    """Load the trained weights and rows into the model object of a task, where other processes
+    trained it or its rows were on servers."""
     if not isinstance(task, Task) or not isinstance(task.model, nn.Module):
         return
     here, model = environment.process_info(), task.model

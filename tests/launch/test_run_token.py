@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,23 +118,16 @@ def test_only_a_segment_of_ours_is_mapped(how: str, tmp_path: Path) -> None:
 def test_a_report_that_no_rank_has_signed_does_not_end_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody who reaches the rendezvous writes an error, and a result, while ranks work."""
-    launcher, made = HostsLauncher(), []
+    """Somebody who reaches the rendezvous writes an error there before any rank does."""
+    launcher = HostsLauncher()
     rendezvous = launcher._rendezvous
 
-    def watched(port: int) -> dist.TCPStore:
-        made.append(rendezvous(port))
-        return made[0]
-
-    def forge() -> None:
-        while not made:
-            time.sleep(0.01)
-        keys = dist.PrefixStore("manyhands/0", dist.TCPStore("127.0.0.1", made[0].port))
+    def forged(port: int) -> dist.TCPStore:
+        store = rendezvous(port)
+        keys = dist.PrefixStore("manyhands/0", dist.TCPStore("127.0.0.1", store.port))
         keys.set("error/0", '{"kind": "TaskError", "text": "forged", "time": 0, "ours": true}')
+        return store
 
-    monkeypatch.setattr(launcher, "_rendezvous", watched)
-    thread = threading.Thread(target=forge)
-    thread.start()
+    monkeypatch.setattr(launcher, "_rendezvous", forged)
     found = launcher.launch(Job(1, cloudpickle.dumps(lambda: {"trained": 1})))
-    thread.join()
     assert found == {"trained": 1}

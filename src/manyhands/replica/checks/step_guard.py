@@ -41,8 +41,9 @@ def merged_steps() -> Iterator[None]:
 
 
 class UserCode:
-    """In here runs the user's code, called by a training loop of ours; a class, because every
-    forward pass enters it."""
+    """Context in which a training loop of ours calls the user's code: steps in it are refused.
+
+    A class, not a generator: every forward pass enters it."""
 
     def __enter__(self) -> None:
         self._token = _merging.set(False)
@@ -52,7 +53,8 @@ class UserCode:
 
 
 class StepGuard:
-    """Guard of one process among `ranks`. What it knows of the script's run is set from outside."""
+    """Pre-hook on optimizer steps and clipping in one process of `ranks`. The run sets what it
+    prepared or trains."""
 
     def __init__(self, ranks: int):
         self.ranks, self.joined = ranks, False
@@ -106,9 +108,9 @@ class StepGuard:
     def _check_clipped(self, tensors: Any, *_: Any, **__: Any) -> None:
         if _merging.get() or (self.prepared is None and not self.trained):
             return
-        if len(tensors) == 0 or (len(tensors) == 1 and isinstance(tensors[0], list | tuple)):
-            if len(tensors) and len(tensors[0]):
-                return
+        # clip_grad_value_ gives a list of lists
+        grads = tensors[0] if len(tensors) and isinstance(tensors[0], list | tuple) else tensors
+        if not len(grads):
             raise TaskError(
                 "a gradient was to be clipped, but there is none outside of the step: backward, "
                 "exchange and optimizer step are one; clip by the plan: clip=1.0"
