@@ -72,8 +72,10 @@ class ServerStore:
         self._last_stats: dict[str, float] = {}
         self._heartbeat: Heartbeat | None = None
         prove = lambda: self._proof("control")
-        self._control = Connection(
-            root, token, prove, timeout_s=timeout_s, transport="tcp", tls=tls
+        # two: a tick may wait for other ranks, and a lost server must be found meanwhile
+        self._control, self._maps = (
+            Connection(root, token, prove, timeout_s=timeout_s, transport="tcp", tls=tls)
+            for _ in range(2)
         )
 
         def connect(where: m.ShardAddress, sender: RequestSender) -> Connection:
@@ -97,12 +99,14 @@ class ServerStore:
             self._sender = RequestSender(
                 SlotMap.of(entered),
                 connect,
-                self._control,
+                self._maps,
                 code=code,
                 kkt=kkt,
                 timeout_s=timeout_s,
                 version=entered.version,
+                recovers=any(len(chain.members) > 1 for chain in entered.chains),
             )
+            self._control.patient = self._maps.patient = entered.recovers
         except BaseException:
             self._close_control()
             raise
@@ -323,6 +327,7 @@ class ServerStore:
 
     def _close_control(self) -> None:
         self._control.close()
+        self._maps.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
 

@@ -17,9 +17,20 @@ from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
-from manyhands.server.protocol.arrays import pack, unpack
-from manyhands.server.protocol.frame import Channel, Closed, Cursor, Malformed, encode
+from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol.arrays import pack
+from manyhands.server.protocol.frame import (
+    Channel,
+    Closed,
+    Cursor,
+    Malformed,
+    encode,
+    encode_body,
+)
 from manyhands.server.protocol.key_lists import KeyLists
+from manyhands.server.protocol.kinds import KIND_OF
+from manyhands.server.replication.follower import change_table
+from manyhands.server.replication.replicator import NotLeading
 from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
@@ -75,6 +86,8 @@ class RequestLoop:
             except _UnknownKeys:
                 self._keys = KeyLists()  # as the worker does when it gets this
                 self._ask_to_resend(head.number, m.Resend("keys"))
+            except NotLeading:
+                self._ask_to_resend(head.number, m.Resend("epoch", self._status.epoch))
             except StoreError as e:
                 channel.send(
                     m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
@@ -102,28 +115,32 @@ class RequestLoop:
         match message:
             case m.Exchange():
                 self._exchange(number, message, memory)
-            case m.CreateTable():
-                arrays = unpack(message.arrays, memory)
-                state = {
-                    name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
-                }
-                self._endpoint.create(
-                    message.table, message.span, arrays.get("values"), state or None
-                )
-                self._channel.send(m.Done(), number)
+            case m.CreateTable() | m.RestoreTable():
+                self._change_table(number, message, memory)
             case m.DumpTable():
                 content = self._shard.dump(message.name)
                 described, parts = pack(content)
                 self._channel.send(m.TableContent(described), number, parts)
-            case m.RestoreTable():
-                if message.clear:
-                    self._shard.clear(message.name)
-                self._shard.load(message.name, unpack(message.arrays, memory))
-                self._channel.send(m.Done(), number)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
+
+    def _change_table(self, number: int, message: Any, memory: np.ndarray) -> None:
+        forward = lambda n: r.ForwardTable(n, KIND_OF[type(message)], encode_body(message))
+        outcome = self._submit(
+            forward, lambda: [memory], lambda: change_table(self._shard, message, memory)
+        )
+        self._channel.send(m.Done(outcome or 0), number)
+
+    def _submit(self, message: Any, parts: Any, apply: Any) -> Any:
+        """Apply a change on all servers of the chain; what `apply` returned here."""
+        replicator = self._endpoint.replicator
+        change, outcome = replicator.submit(message, parts, apply)
+        replicator.wait(change)
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
 
     # -- push and pull --
 
@@ -138,22 +155,62 @@ class RequestLoop:
         cursor = Cursor(memory)
         parts = [self._update(request, x.codec, cursor) for request in x.push]
         pulls = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
-        for version, members in x.commits:
-            self._shard.commit(version, members)
         applied = True
-        if x.options is not None:
-            applied = self._shard.push(
-                self._worker, self._incarnation, x.sequence, parts, x.options
+        if x.options is not None or x.commits:
+            applied = self._submit(
+                lambda change: self._forward(change, x, parts),
+                lambda: [array for part in parts for array in part[1:] if array is not None],
+                lambda: self._apply(x, parts),
             )
         if not pulls:
             self._channel.send(m.RowsReply(0, applied), number)
         else:
             self._send_rows(number, x, pulls, applied, answer)
 
+    def _apply(self, x: m.Exchange, parts: list[TableUpdate]) -> bool:
+        for version, members in x.commits:
+            self._shard.commit(version, members)
+        if x.options is None:
+            return True
+        return self._shard.push(self._worker, self._incarnation, x.sequence, parts, x.options)
+
+    def _forward(self, change: int, x: m.Exchange, parts: list[TableUpdate]) -> r.Forward:
+        """The same for the next server, with ids and updates as they are."""
+        requests = [
+            m.TableRequest(
+                part.table,
+                part.updates.size if part.ids is None else part.ids.size,
+                m.DENSE if part.ids is None else m.IDS_SENT,
+            )
+            for part in parts
+        ]
+        pulled = {}
+        if x.options is not None and x.options.adapt:
+            versions = self._shard.pulled
+            keys = [(self._worker, part.table) for part in parts]
+            pulled = {key[1]: versions[key] for key in keys if key in versions}
+        who = self._worker, self._incarnation
+        return r.Forward(change, *who, x.sequence, requests, x.options, x.commits, pulled, [])
+
+    def _pull(self, x: m.Exchange, pulls: list[TablePull], outs: list[np.ndarray]) -> int:
+        if x.remember:  # a change: of what the shard remembers
+            tables, who = [pull.table for pull in pulls], (self._worker, self._incarnation)
+            version: int = self._submit(
+                lambda n: r.Forward(n, *who, x.sequence, [], None, [], {}, tables),
+                lambda: [],
+                lambda: self._shard.pull(self._worker, pulls, outs, remember=True),
+            )
+            return version
+        version = self._shard.pull(self._worker, pulls, outs)
+        replicator = self._endpoint.replicator
+        replicator.wait(replicator.applied)  # what is read must not be lost
+        return version
+
     def _spec(self, name: str) -> tuple[Table, int]:
         found = self._endpoint.specs.get(name)
-        # for an unknown table the shard raises
-        return (self._shard.spec(name), 0) if found is None else found
+        if found is None:
+            found = self._endpoint.specs[name] = self._shard.layout(name)
+        return found
 
     def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
         if request.mode == m.DENSE:
@@ -238,7 +295,7 @@ class RequestLoop:
             ]
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
-        version = self._shard.pull(self._worker, pulls, outs, remember=x.remember)
+        version = self._pull(x, pulls, outs)
         if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
@@ -254,7 +311,7 @@ class RequestLoop:
         if self._chunk.size == 0:
             self._chunk = np.empty(2 * CHUNK_BYTES, np.uint8)
         total = sum(arena.aligned(count * dtype.itemsize) for dtype, count, _, _ in shapes)
-        begun = False
+        begun, replicator = False, self._endpoint.replicator
         for pull, (dtype, count, width, shape) in zip(pulls, shapes, strict=True):
             row_bytes = width * dtype.itemsize
             step = max(1, CHUNK_BYTES // row_bytes) if pull.ids is not None else shape[0]
@@ -267,7 +324,8 @@ class RequestLoop:
                 out = raw.view(dtype).reshape((n, width) if ids is not None else (n,))
                 try:
                     version = self._shard.pull(self._worker, [TablePull(pull.table, ids)], [out])
-                except StoreError as e:
+                    replicator.wait(replicator.applied)
+                except (StoreError, NotLeading) as e:
                     if begun:  # too late for an error message: the frame has begun
                         raise Closed(str(e)) from e
                     raise

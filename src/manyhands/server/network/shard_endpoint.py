@@ -6,12 +6,11 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from manyhands.core import Table
 from manyhands.server.network.request_loop import RequestLoop
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Proof
+from manyhands.server.replication.replicator import Replicator
 from manyhands.server.shard import Shard
 
 
@@ -20,14 +19,16 @@ class ServerStatus:
     """What the shards of a server share: the epoch of its slot map, and its refused connections."""
 
     epoch: int = 0
+    first: int = -1  # the first of its shards, which tells the counters of the server
     refused: Counter[str] = field(default_factory=Counter)  # by reason
 
 
 class ShardEndpoint:
     """Serves the connections of one shard."""
 
-    def __init__(self, status: ServerStatus, shard: Shard):
+    def __init__(self, status: ServerStatus, shard: Shard, replicator: Replicator | None = None):
         self.status, self.shard = status, shard
+        self.replicator = Replicator.alone() if replicator is None else replicator
         # by table: its spec, and how many elements of a dense one are stored here
         self.specs: dict[str, tuple[Table, int]] = {}
         self._lock = threading.Lock()
@@ -46,17 +47,6 @@ class ShardEndpoint:
                 self._loops.remove(loop)
                 self._ended.update(loop.counters())
 
-    def create(
-        self,
-        table: Table,
-        span: tuple[int, int] | None,
-        values: np.ndarray | None,
-        state: dict[str, np.ndarray] | None,
-    ) -> None:
-        self.shard.create(table, span, values, state)
-        stored = span[1] - span[0] if span is not None else table.length or 0
-        self.specs[table.name] = table, stored
-
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()
         with self._lock:
@@ -65,6 +55,6 @@ class ShardEndpoint:
                 counted.update(loop.counters())
             found |= counted
             found["now/queue"] = max(0, sum(loop.busy for loop in self._loops) - 1)
-        if self.shard.index == 0:
+        if self.status.first == self.shard.index:
             found |= {f"refused/{reason}": n for reason, n in list(self.status.refused.items())}
         return found

@@ -4,11 +4,13 @@
     worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
                             RestoreTable, GetStats, Attach (shared memory), Resume
     shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend
-    server -> coordinator   Register, Ready
+    server -> coordinator   Register, Ready, Copied, Ping
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
+    server -> server        Follow, then Forward, ForwardTable, CopyState (see `replication`)
     worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, TableCreated,
                             AwaitTable, GetSlotMap, GetStats, Ping, Leave
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
+    operator -> coordinator GetStatus, Drain, Rebalance
 
 Frames of a connection are numbered. A shard that cannot serve request n as it came (it does not
 know the key list, or has another slot map) answers Resend and ignores all that follows until
@@ -44,8 +46,8 @@ class Proof(Message):
     """Who connects, and a code that only someone with the token can make."""
 
     nonce: bytes
-    role: Literal["data", "control", "heartbeat", "server"]
-    shard: int  # of this server
+    role: Literal["data", "control", "heartbeat", "server", "replica", "operator"]
+    shard: int  # of the run
     worker: int
     incarnation: int
     code: bytes
@@ -199,9 +201,9 @@ class Attach(Message):
 
 
 class ShardAddress(Message):
-    """How to reach a shard: the address of its server, and its number among the server's shards."""
+    """How to reach a shard: the address of its server, and the shard's number in the run."""
 
-    host: str
+    host: str  # "": no server has this shard any more
     port: int
     shard: int = 0
     local: str = ""  # a unix socket
@@ -212,7 +214,29 @@ class ShardAddress(Message):
 
 
 class Register(Message):
-    shards: list[ShardAddress]
+    """A server, or one that lost its connection to the coordinator and comes back."""
+
+    where: ShardAddress
+    shards: int  # that it can be the first to hold
+    instance: int  # a random number of the process
+    pid: int = 0
+    memory_bytes: int | None = None  # of each shard
+
+
+class ServerEntry(Message):
+    number: int  # never given twice
+    where: ShardAddress
+
+
+class ShardChain(Message):
+    """The servers that hold one shard, by number. The first serves workers and hands every change
+    on; the last acknowledges it. Counts as another chain (`version`) when its members change."""
+
+    version: int
+    members: list[int]  # []: the shard is lost
+    learner: int = -1  # gets a copy from the last member, and will then be one
+    leaving: int = -1  # stays until the learner is a member
+    life: int = 0  # how often the content was lost
 
 
 class Ready(Message):
@@ -226,11 +250,17 @@ class AssignSlots(Message):
 
     epoch: int
     owner: bytes  # uint16 per slot
-    shards: list[ShardAddress]
+    shards: list[ShardAddress]  # where workers reach each
+    servers: list[ServerEntry] = []
+    chains: list[ShardChain] = []
+    ack: Literal["all", "primary"] = "all"  # who has a push when it is acknowledged
+    you: int = -1  # the number of the server that gets this
+    memory_bytes: int | None = None  # of each shard
     incarnation: int = 0  # this and what follows: for a worker that joins
     clock: int = 0
     version: int = 0  # commits so far
     lease_s: float = 10.0
+    recovers: bool = False  # a coordinator that is gone will be back
 
 
 class Join(Message):
@@ -291,15 +321,3 @@ class Leave(Message):
 
 class GetSlotMap(Message):
     pass
-
-
-_MESSAGES: list[type[Message]] = [
-    *(Hello, Proof, Welcome, Refused),
-    *(Done, Failed, Resend, Resume, RowsReply),
-    *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
-    *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
-    *(RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
-]
-# The kind of a frame is the number of its message here: append, do not reorder.
-KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))
-KIND_OF: dict[type[Message], int] = {kind: number for number, kind in KINDS.items()}
