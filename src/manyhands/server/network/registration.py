@@ -52,11 +52,14 @@ class Registration:
         self._thread.start()
         threading.Thread(target=self._ping, name="manyhands-ping", daemon=True).start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closing.set()
         with self._lock:
             if self._channel is not None:
                 self._channel.stop()
+
+    def close(self) -> None:
+        self.stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
