@@ -35,6 +35,7 @@ class Keeper(ABC):
         self._pid = 0  # of the process that claimed: a fork of it holds nothing
         self._closed = False
         self._lock = threading.RLock()
+        self._losing = threading.Lock()  # not _lock: a save may be waiting for an answer under it
 
     @property
     @abstractmethod
@@ -111,7 +112,7 @@ class Keeper(ABC):
     def _save(self, state: bytes) -> None: ...
 
     def _lose(self, why: str) -> None:
-        with self._lock:
+        with self._losing:
             if not self.lost.is_set():
                 self._why_lost = (
                     f"this process (term {self.term}) no longer coordinates run {self.run!r}: "
