@@ -76,12 +76,14 @@ class Etcd:
 class Proxy:
     """Hands requests on to `port`. `lose`: how many next saves it carries out and never answers.
 
-    `delay`: how many next saves it keeps until `release`, and only then carries out.
+    `delay`: how many next saves it keeps until `released`, and only then carries out. `which`: what
+    is in the text of a save, and of no other request; or of a claim.
     """
 
     def __init__(self, port: int):
         proxy = self
         self.lose = self.delay = 0
+        self.which = b'"MOD"'
         self.released = threading.Event()
         self.carried_out = threading.Event()  # all that were delayed
 
@@ -96,7 +98,7 @@ class Proxy:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                saves = b'"MOD"' in body
+                saves = proxy.which in body
                 if saves and proxy.delay:
                     proxy.delay -= 1
                     proxy.released.wait(30)

@@ -104,7 +104,8 @@ class Gateway:
 
     def probe(self, limit_s: float) -> None:
         """See whether etcd answers, is new enough, and is one cluster; raise within `limit_s`."""
-        each_s, faults, clusters = limit_s / len(self.endpoints), [], {}
+        each_s, faults = limit_s / len(self.endpoints), []
+        clusters: dict[str, str] = {}
         for i, endpoint in enumerate(self.endpoints):
             deadline = time.monotonic() + each_s
             try:
@@ -112,8 +113,8 @@ class Gateway:
                 _check_version(self._exchange(i, "GET", "/version", b"", deadline))
                 body = json.dumps({"key": text(b"/manyhands")}).encode()
                 answer = self._exchange(i, "POST", "/v3/kv/range", body, deadline)
+                self._best = self._best if clusters else i
                 clusters[str(endpoint)] = _cluster(answer)
-                self._best = i
             except _Fault as e:
                 faults.append(f"{endpoint} {e}")
         self._drop()
@@ -155,7 +156,7 @@ class Gateway:
     def _exchange(
         self, i: int, verb: str, path: str, body: bytes, deadline: float
     ) -> dict[str, Any]:
-        """The answer of endpoint `i`. Raises _Fault, or EtcdRefused where others would refuse too."""
+        """The answer of endpoint `i`. Raises _Fault, or EtcdRefused, as any member would refuse."""
         kept = self._connection is not None
         try:
             status, raw = self._once(i, verb, path, body, deadline)

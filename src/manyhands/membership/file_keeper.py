@@ -49,7 +49,8 @@ class FileKeeper(Keeper):
 
     def load(self) -> bytes | None:
         try:
-            content = self._state.read()
+            with self._lock:
+                content = self._state.read()
         except OSError as e:
             raise self._unusable(e) from e
         return content.state if content is not None else None

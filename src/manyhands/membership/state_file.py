@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,8 @@ _CRC = struct.Struct("<I")
 _HEADER = _FIELDS.size + _CRC.size
 _MAGIC = b"mhstate1"
 _NOTHING = 2**64 - 1  # as length: no state was ever saved
-_READS = 20  # of a reader without a claim, while a writer changes both slots under it
+_READS = 20  # of a reader, while a writer may be changing the slots under it
+_PAUSE_S = 0.001
 
 
 class Content(NamedTuple):
@@ -73,20 +75,24 @@ class StateFile:
                 self._create(slot)
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT
         self._handles = [os.open(slot, flags, 0o600) for slot in self.slots]
-        content, self._newest = self._read()
+        content, self._newest = self._newest_of(self._whole())
         self._counter = content.counter
         return content
 
     def read(self) -> Content | None:
-        """The newest state, also while another process writes; None where there is no file."""
+        """The newest state, also while another process writes; None where there is no file.
+
+        A slot that is torn may be one that is being written, and the other one then be outdated
+        by the time that it is read; so one good slot alone is believed only when it stays so.
+        """
         for _ in range(_READS):
             if not any(slot.exists() for slot in self.slots):
                 return None
-            try:
-                return self._read()[0]
-            except MembershipError as e:  # a writer may have been in one slot, then in the other
-                error = e
-        raise error
+            found = self._whole()
+            if len(found) == len(self.slots):
+                break
+            time.sleep(_PAUSE_S)
+        return self._newest_of(found)[0]
 
     def write(self, term: int, state: bytes | None) -> None:
         slot = 1 - self._newest
@@ -104,7 +110,8 @@ class StateFile:
             os.close(handle)
         self._handles = []
 
-    def _read(self) -> tuple[Content, int]:
+    def _whole(self) -> list[tuple[Content, int]]:
+        """The slots that are neither torn nor damaged."""
         found = []
         for i, slot in enumerate(self.slots):
             try:
@@ -113,6 +120,9 @@ class StateFile:
                 content = None
             if content is not None:
                 found.append((content, i))
+        return found
+
+    def _newest_of(self, found: list[tuple[Content, int]]) -> tuple[Content, int]:
         if not found:
             raise MembershipError(
                 f"both slots of the saved state are damaged: {self.slots[0]} and "
