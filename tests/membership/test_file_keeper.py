@@ -157,10 +157,10 @@ def test_a_holder_whose_claim_file_was_deleted_is_fenced(tmp_path: Path) -> None
 def test_kills_at_any_moment_lose_no_acknowledged_save_and_yield_no_garbage(
     tmp_path: Path,
 ) -> None:
-    chance, last = random.Random(0), 0
+    chance = random.Random(0)
     for term in range(1, KILLS + 1):
         process, ours = start(save_numbers, (str(tmp_path),))
-        ours.recv()
+        last = ours.recv()
         time.sleep(chance.uniform(0, 0.02))
         process.kill()
         process.join()
