@@ -162,7 +162,7 @@ def test_rows_loaded_meanwhile_end_the_snapshot() -> None:
     cut = TableCut(table)
     cut.begin()
     load_piece(table, read_piece(table))
-    assert "meanwhile" in cut.failure and table.cut is None
+    assert "meanwhile" in str(cut.failure) and table.cut is None
 
 
 def test_erased_ids_are_told_from_any_position_that_is_remembered() -> None:

@@ -25,7 +25,6 @@ from manyhands.server.snapshots.row_pieces import (
     read_piece,
     time_range,
 )
-from manyhands.server.tables.hashing import hash_ids
 from manyhands.server.tables.index_kernels import MAX_COUNT, find_rows
 from manyhands.server.tables.row_kernels import NOWHERE
 from manyhands.server.tables.sparse import SparseTable
@@ -70,14 +69,14 @@ class TableCut:
         self.step, self.rows = table.optimizer.step, table.rows
         self.time_base = table.storage.time_base
         self.copied = 0  # upper hash bits below this are copied
-        self.failure = ""
+        self.failure: StoreError | None = None  # why the cut can no longer be had
         self._spill, self._most = spill, side_bytes
         self._side: list[RowPiece] = []
         self.side_bytes = self.peak_bytes = 0  # now, and at most so far
 
     @property
     def done(self) -> bool:
-        return self.copied >= END or bool(self.failure)
+        return self.copied >= END or self.failure is not None
 
     def begin(self) -> None:
         if self.table.storage.time_shift:
@@ -91,9 +90,12 @@ class TableCut:
         if self.table.cut is self:
             self.table.cut = None
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str | StoreError) -> None:
         """Give up: the state of the cut can no longer be had."""
-        self.failure = self.failure or f"table {self.table.spec.name!r}: {why}"
+        if self.failure is None:
+            name = self.table.spec.name
+            said = StoreError(f"table {name!r}: {why}") if isinstance(why, str) else why
+            self.failure = said
         self.side_bytes, self._side = 0, []
         self.end()
 
@@ -120,7 +122,8 @@ class TableCut:
             return self.fail("too many pushes came while it was copied; use a faster disk")
         for start in range(0, ids.size, ROWS):
             part = slice(start, start + ROWS)
-            self._keep(ids[part], hashes[part], oldest, newest)
+            if self.failure is None:
+                self._keep(ids[part], hashes[part], oldest, newest)
 
     def _keep(self, ids: np.ndarray, hashes: np.ndarray, oldest: int, newest: int) -> None:
         storage, n = self.table.storage, ids.size
@@ -139,8 +142,13 @@ class TableCut:
         kept = copy_rows(self.table, rows[chosen])
         piece = RowPiece(ids[chosen], kept, meta[:, 0], times, 0, END)
         if self._side and self.side_bytes + piece.nbytes > self._most:
-            for old in self.take_side():
-                self._spill(old)
+            try:
+                for old in self.take_side():
+                    self._spill(old)
+            except StoreError as e:  # of the snapshot: the push itself is fine
+                return self.fail(e)
+            except OSError as e:
+                return self.fail(f"its old rows cannot be written ({e})")
         self._side.append(piece)
         self.side_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.side_bytes)
@@ -174,9 +182,3 @@ class ErasedIds:
         """Forget what was erased before a position."""
         while self._parts and self.first + self._parts[0].size <= position:
             self.first += self._parts.pop(0).size
-
-
-def hashes_of(table: SparseTable, ids: np.ndarray) -> np.ndarray:
-    hashes = np.empty(ids.size, np.uint64)
-    hash_ids(ids, table.storage.seeds[0], hashes)
-    return hashes

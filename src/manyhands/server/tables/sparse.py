@@ -53,15 +53,15 @@ class SparseTable:
         self.optimizer = TableOptimizer(table, modules)
         self.dtype, self.dim = np.dtype(table.dtype), table.dim
         state = self.optimizer.state
-        self._widths = {name: self.dim if x == "full" else 1 for name, x in state.items()}
-        self.stride = self.dim + sum(self._widths.values())
+        self.widths = {name: self.dim if x == "full" else 1 for name, x in state.items()}
+        self.stride = self.dim + sum(self.widths.values())
         self._wide = self.dim * sum(x == "full" for x in state.values())
         self._narrow = self.stride - self.dim - self._wide
         self.version = 0  # pushes applied
         self.cut: TableCut | None = None  # of a snapshot that is being copied
         self.erased: ErasedIds | None = None  # None: nobody needs to know
         first = self.optimizer.starts
-        blank = [np.full(n, first.get(name, 0), self.dtype) for name, n in self._widths.items()]
+        blank = [np.full(n, first.get(name, 0), self.dtype) for name, n in self.widths.items()]
         blank.append(np.empty(0, self.dtype))
         self.storage = RowStorage(table, self.stride, np.concatenate(blank), memory_bytes, huge)
         self.row_bytes = self.storage.row_bytes
@@ -222,7 +222,7 @@ class SparseTable:
     def views(self, block: np.ndarray) -> tuple[np.ndarray, State]:
         """Views of values and state in rows."""
         at, state = self.dim, {}
-        for name, width in self._widths.items():
+        for name, width in self.widths.items():
             state[name] = block[:, at : at + width]
             at += width
         return block[:, : self.dim], state
@@ -298,7 +298,7 @@ class SparseTable:
         """Put rows back as `items` returned them, without admission; existing rows are replaced."""
         storage, ids = self.storage, self._check_ids(ids)
         self._check_block(values, ids.size, "values")
-        needed = [*self._widths, *(["step"] if self.optimizer.kind.counts_pushes else [])]
+        needed = [*self.widths, *(["step"] if self.optimizer.kind.counts_pushes else [])]
         if sorted(state) != sorted(needed):
             raise StoreError(
                 f"table {self.spec.name!r}: state {sorted(state)} was given, optimizer "
@@ -314,10 +314,10 @@ class SparseTable:
         matrix = storage.matrix()
         matrix[rows, : self.dim] = values
         at = self.dim
-        for name, width in self._widths.items():
+        for name, width in self.widths.items():
             matrix[rows, at : at + width] = state[name].reshape(ids.size, width)
             at += width
-        if "step" in needed and "step" not in self._widths and ids.size > 0:
+        if "step" in needed and "step" not in self.widths and ids.size > 0:
             self.optimizer.step = max(self.optimizer.step, int(state["step"].max()))
         if meta is not None and ids.size > 0:
             self._load_meta(ids, meta)
