@@ -79,13 +79,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             np.testing.assert_array_equal(found[name][key], x, err_msg=f"{name} {key}")
 
 
-def read(layers: list[tuple[Path, list[Any]]]) -> dict[str, TableReader]:
+def read(layers: list[tuple[Path, dict[str, Any]]]) -> dict[str, TableReader]:
     """Readers of all tables from the folders and files of snapshots, oldest first."""
     return {
-        name: TableReader(
-            [[folder / f.name for f in files[t :: len(NAMES)]] for folder, files in layers]
-        )
-        for t, name in enumerate(NAMES)
+        name: TableReader([[folder / f.name for f in files[name]] for folder, files in layers])
+        for name in NAMES
     }
 
 
@@ -127,7 +125,7 @@ def test_a_snapshot_is_the_state_at_the_cut_while_threads_push(
     assert_same({name: reader.whole() for name, reader in readers.items()}, expected)
     assert_same(restored(readers), expected)
     assert readers[ROWS.name].head["marks"] == [0, 0, 12, 0]
-    assert len(PieceFile(tmp_path / files[0].name).pieces) > 20
+    assert len(PieceFile(tmp_path / files[ROWS.name][0].name).pieces) > 20
 
 
 def test_a_chain_of_increments_is_the_live_state(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_a_chain_of_increments_is_the_live_state(tmp_path: Path) -> None:
         readers = read(layers)
         assert_same({name: reader.whole() for name, reader in readers.items()}, expected)
         assert_same(restored(readers), expected)
-    sizes = [sum(f.nbytes for f in files if "users" in f.name) for _, files in layers]
+    sizes = [files[ROWS.name][0].nbytes for _, files in layers]
     assert max(sizes[1:]) < sizes[0] / 3, "an increment holds what changed"
     erased = readers[EXPIRES.name].erased_after("cut-1")
     assert erased.size and not np.isin(erased, shard.dump(EXPIRES.name)["ids"]).all()
@@ -193,7 +191,7 @@ def test_a_changed_table_needs_a_full_snapshot(tmp_path: Path) -> None:
 def test_a_table_emptied_meanwhile_fails_the_snapshot(tmp_path: Path) -> None:
     shard, _ = filled(3)
     snapshots = ShardSnapshots(shard)
-    snapshot = StoreSnapshot([snapshots], tmp_path, "cut-0", "")
+    snapshot = StoreSnapshot([snapshots], [ROWS.name], tmp_path, "cut-0", "")
     table = shard._table(ROWS.name)
     request = SnapshotRequest("cut-0", [ROWS.name])
     begun = threading.Event()
@@ -237,9 +235,9 @@ def test_a_row_that_is_not_finite_is_named_and_not_saved(tmp_path: Path) -> None
 def test_a_flipped_bit_and_a_torn_file_are_refused_by_name(tmp_path: Path) -> None:
     shard, _ = filled(5)
     files = StoreSnapshot.begin([ShardSnapshots(shard)], NAMES, tmp_path, "cut-0").finish()
-    path = tmp_path / files[0].name
+    path = tmp_path / files[ROWS.name][0].name
     good = path.read_bytes()
-    assert len(good) == files[0].nbytes
+    assert len(good) == files[ROWS.name][0].nbytes
     for at in range(8, len(good) - 20, len(good) // 40):
         bad = bytearray(good)
         bad[at] ^= 4

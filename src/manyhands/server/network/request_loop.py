@@ -20,6 +20,8 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.protocol.frame import Channel, Closed, Cursor, Malformed, encode
 from manyhands.server.protocol.key_lists import KeyLists
+from manyhands.server.snapshots.snapshot_requests import answer_snapshot
+from manyhands.server.snapshots.table_pieces import ArrayParts, dump_piece
 from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class RequestLoop:
         self._status = endpoint.status
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
-        self._keys = KeyLists()
+        self._keys, self._parts = KeyLists(), ArrayParts()
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
@@ -112,14 +114,20 @@ class RequestLoop:
                 )
                 self._channel.send(m.Done(), number)
             case m.DumpTable():
-                content = self._shard.dump(message.name)
+                content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
                 described, parts = pack(content)
-                self._channel.send(m.TableContent(described), number, parts)
+                self._channel.send(m.TableContent(described, stop), number, parts)
             case m.RestoreTable():
                 if message.clear:
                     self._shard.clear(message.name)
-                self._shard.load(message.name, unpack(message.arrays, memory))
+                    self._parts.clear(message.name)
+                arrays = unpack(message.arrays, memory)
+                if (whole := self._parts.add(message.name, arrays, message.more)) is not None:
+                    self._shard.load(message.name, whole)
                 self._channel.send(m.Done(), number)
+            case m.BeginSnapshot() | m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
+                reply, payload = answer_snapshot(self._endpoint.snapshots, message)
+                self._channel.send(reply, number, payload)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:

@@ -13,6 +13,7 @@ from manyhands.server.network.request_loop import RequestLoop
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Proof
 from manyhands.server.shard import Shard
+from manyhands.server.snapshots.shard_snapshot import ShardSnapshots
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ShardEndpoint:
 
     def __init__(self, status: ServerStatus, shard: Shard):
         self.status, self.shard = status, shard
+        self.snapshots = ShardSnapshots(shard)
         # by table: its spec, and how many elements of a dense one are stored here
         self.specs: dict[str, tuple[Table, int]] = {}
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -37,8 +37,17 @@ class SnapshotPort(Protocol):
 class StoreSnapshot:
     """A snapshot under way. `base`: the tag it adds to; "" where it is a full one."""
 
-    def __init__(self, shards: Sequence[SnapshotPort], folder: Path, tag: str, base: str):
-        self.folder, self.tag, self.base = folder, tag, base
+    def __init__(
+        self,
+        shards: Sequence[SnapshotPort],
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str,
+        closing: Sequence[Callable[[], None]] = (),
+    ):
+        self.names, self.folder, self.tag, self.base = list(names), folder, tag, base
+        self._closing = closing
         self._shards, self._direct = list(shards), [True] * len(shards)
 
     @classmethod
@@ -50,13 +59,15 @@ class StoreSnapshot:
         tag: str,
         base: str = "",
         incremental: bool = False,
+        *,
+        closing: Sequence[Callable[[], None]] = (),
     ) -> StoreSnapshot:
         """Make the cut on all shards; nobody pushes during this call. Where one of them cannot add
         to `base`, the snapshot is a full one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PROBE).write_text(tag)
-        snapshot = cls(shards, folder, tag, base)
+        snapshot = cls(shards, names, folder, tag, base, closing)
         try:
             for s, shard in enumerate(snapshot._shards):
                 request = SnapshotRequest(
@@ -65,21 +76,23 @@ class StoreSnapshot:
                 )
                 snapshot._direct[s], why = shard.begin(request)
                 if why and base:
-                    snapshot.end(good=False)
-                    return cls.begin(shards, names, folder, tag, "", incremental)
+                    snapshot._end(good=False)
+                    more = {"incremental": incremental, "closing": closing}
+                    return cls.begin(shards, names, folder, tag, "", **more)  # type: ignore
                 if why:
                     raise StoreError(why)
         except BaseException:
-            snapshot.end(good=False)
+            snapshot._end(good=False)
             raise
         return snapshot
 
-    def finish(self) -> list[WrittenFile]:
-        """Wait until all files are in the folder. Raises NotFinite where a row is not finite, and
-        StoreError where a shard could not write; ServerLost where it is gone.
+    def finish(self) -> dict[str, list[WrittenFile]]:
+        """Wait until all files are in the folder; by table, one a shard. Raises NotFinite where a
+        row is not finite, StoreError where a shard could not write, ServerLost where it is gone.
         """
         try:
-            return [file for s in range(len(self._shards)) for file in self._files(s)]
+            shards = [self._files(s) for s in range(len(self._shards))]
+            return {name: [files[i] for files in shards] for i, name in enumerate(self.names)}
         finally:
             (self.folder / PROBE).unlink(missing_ok=True)
 
@@ -114,6 +127,11 @@ class StoreSnapshot:
 
     def end(self, good: bool) -> None:
         """Let the shards forget it, or, where it is `good`, take it for the base of the next."""
+        self._end(good)
+        for close in self._closing:
+            close()
+
+    def _end(self, good: bool) -> None:
         for shard in self._shards:
             with contextlib.suppress(ManyhandsError):  # it is gone: nothing to forget
                 shard.end(self.tag, good)
