@@ -121,9 +121,7 @@ def work(store: ServerStore, ledger: Ledger, stop: threading.Event) -> None:
         ledger.errors.append(e)
 
 
-def run(
-    started: Any, kills: int, seed: int = 0, workers: int = 2, pause_s: float = 0.3
-) -> Ledger:
+def run(started: Any, kills: int, seed: int = 0, workers: int = 2, pause_s: float = 0.3) -> Ledger:
     """Kill servers one after the other; raises where a sum is wrong."""
     root, servers = started
     ledger, stop, chance = Ledger(), threading.Event(), random.Random(seed)
@@ -171,7 +169,10 @@ def check(stores: list[ServerStore], ledger: Ledger) -> None:
 
 
 if __name__ == "__main__":
-    kills, count, replicas = (int(x) for x in (sys.argv[1:] + ["20", "3", "2"][len(sys.argv) - 1 :]))
+    given = [int(x) for x in sys.argv[1:]]
+    kills, count, replicas = [*given, *[20, 3, 2][len(given) :]]
+        int(x) for x in (sys.argv[1:] + ["20", "3", "2"][len(sys.argv) - 1 :])
+    )
     with processes(count, replicas, 2) as started:
         found = run(started, kills)
     times = found.recoveries()

@@ -106,19 +106,19 @@ class Shard:
 
     def spec(self, name: str) -> Table:
         with self.lock:
-            return self._table(name).spec
+            return self.table(name).spec
 
     def layout(self, name: str) -> tuple[Table, int]:
         """Spec of a table, and how many elements of a dense one are stored here."""
         with self.lock:
-            table = self._table(name)
+            table = self.table(name)
             return table.spec, table.values.size if isinstance(table, DenseTable) else 0
 
     def tables(self) -> list[str]:
         with self.lock:
             return list(self.contents)
 
-    def _table(self, name: str) -> SparseTable | DenseTable:
+    def table(self, name: str) -> SparseTable | DenseTable:
         if name not in self.contents:
             raise unknown_table(name, self.contents)
         return self.contents[name]
@@ -135,7 +135,7 @@ class Shard:
     ) -> int:
         """Write rows to `outs`; returns how many pushes had been applied here."""
         with self.lock:
-            tables = [self._table(pull.table) for pull in pulls]
+            tables = [self.table(pull.table) for pull in pulls]
             self._share_memory()
             for pull, table, out in zip(pulls, tables, outs, strict=True):
                 check_fits(table, pull.ids, out, "is pulled into")
@@ -195,7 +195,7 @@ class Shard:
         """As a pull with `remember` that reads nothing."""
         with self.lock:
             for name in tables:
-                table = self._table(name)
+                table = self.table(name)
                 if isinstance(table, DenseTable):
                     self.compensation.remember(worker, name, table.values)
                     self.pulled[worker, name] = table.version
@@ -203,7 +203,7 @@ class Shard:
     def _check(
         self, worker: int, parts: Sequence[TableUpdate], push: PushMessage
     ) -> list[SparseTable | DenseTable]:
-        tables = [self._table(part.table) for part in parts]
+        tables = [self.table(part.table) for part in parts]
         if len({part.table for part in parts}) < len(parts):
             names = [part.table for part in parts]
             raise StoreError(
@@ -354,14 +354,14 @@ class Shard:
         `state/<name>`, `version` (with the optimizer's step) and `marks` (dedup marks).
         """
         with self.lock:
-            table = self._table(name)
+            table = self.table(name)
             found = dump_table(table, self.compensation.state(name), slot, slots)
             return found | {"marks": self.dedup.dump()}
 
     def clear(self, name: str) -> None:
         """Empty a sparse table, before other content is loaded."""
         with self.lock:
-            table = self._table(name)
+            table = self.table(name)
             if isinstance(table, SparseTable):
                 self.contents[name] = SparseTable(
                     table.spec, self.memory_bytes, modules=self.modules
@@ -372,7 +372,7 @@ class Shard:
         dedup marks only where they are given.
         """
         with self.lock:
-            table = self._table(name)
+            table = self.table(name)
             state = state_in(content)
             if isinstance(table, DenseTable):
                 state = self.compensation.take_state(name, state)

@@ -18,7 +18,7 @@ from manyhands.errors import NotFinite, StoreError
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
-from manyhands.server.protocol.arrays import pack
+from manyhands.server.protocol.arrays import joined, pack, unpack
 from manyhands.server.protocol.frame import (
     Channel,
     Closed,
@@ -31,6 +31,8 @@ from manyhands.server.protocol.key_lists import KeyLists
 from manyhands.server.protocol.kinds import KIND_OF
 from manyhands.server.replication.follower import change_table
 from manyhands.server.replication.replicator import NotLeading
+from manyhands.server.snapshots.snapshot_requests import answer_snapshot
+from manyhands.server.snapshots.table_pieces import ArrayParts, dump_piece
 from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class RequestLoop:
         self._status = endpoint.status
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
-        self._keys = KeyLists()
+        self._keys, self._parts = KeyLists(), ArrayParts()
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
@@ -118,18 +120,32 @@ class RequestLoop:
             case m.CreateTable() | m.RestoreTable():
                 self._change_table(number, message, memory)
             case m.DumpTable():
-                content = self._shard.dump(message.name)
+                content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
                 described, parts = pack(content)
-                self._channel.send(m.TableContent(described), number, parts)
+                self._channel.send(m.TableContent(described, stop), number, parts)
+            case m.BeginSnapshot() | m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
+                reply, payload = answer_snapshot(self._endpoint.snapshots, message)
+                self._channel.send(reply, number, payload)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
 
     def _change_table(self, number: int, message: Any, memory: np.ndarray) -> None:
-        forward = lambda n: r.ForwardTable(n, KIND_OF[type(message)], encode_body(message))
+        parts = [memory]
+        if isinstance(message, m.RestoreTable):
+            if message.clear:
+                self._parts.clear(message.name)
+            whole = self._parts.add(message.name, unpack(message.arrays, memory), message.more)
+            if whole is None:
+                self._channel.send(m.Done(), number)
+                return
+            described, parts = pack(whole)
+            message = m.RestoreTable(message.name, message.clear, described)
         outcome = self._submit(
-            forward, lambda: [memory], lambda: change_table(self._shard, message, memory)
+            lambda n: r.ForwardTable(n, KIND_OF[type(message)], encode_body(message)),
+            lambda: parts,
+            lambda: change_table(self._shard, message, joined(parts)),
         )
         self._channel.send(m.Done(outcome or 0), number)
 

@@ -12,6 +12,7 @@ from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Proof
 from manyhands.server.replication.replicator import Replicator
 from manyhands.server.shard import Shard
+from manyhands.server.snapshots.shard_snapshot import ShardSnapshots
 
 
 @dataclass
@@ -29,6 +30,7 @@ class ShardEndpoint:
     def __init__(self, status: ServerStatus, shard: Shard, replicator: Replicator | None = None):
         self.status, self.shard = status, shard
         self.replicator = Replicator.alone() if replicator is None else replicator
+        self.snapshots = ShardSnapshots(shard)
         # by table: its spec, and how many elements of a dense one are stored here
         self.specs: dict[str, tuple[Table, int]] = {}
         self._lock = threading.Lock()

@@ -13,6 +13,8 @@ _MESSAGES: list[type[m.Message]] = [
     *(m.Register, m.Ready, m.AssignSlots, m.Join, m.TickClock, m.ClockTicked),
     *(m.ClaimStep, m.StepClaimed, m.RequestSync, m.TableCreated, m.AwaitTable),
     *(m.Ping, m.Leave, m.GetSlotMap),
+    *(m.BeginSnapshot, m.GetSnapshot, m.SnapshotState),
+    *(m.FetchSnapshot, m.SnapshotPart, m.EndSnapshot),
     *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part),
     *(r.GetStatus, r.ServerStatusReply, r.Drain, r.Rebalance),
 ]

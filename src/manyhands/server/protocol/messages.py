@@ -2,8 +2,10 @@
 
     handshake               Hello, Proof, Welcome or Refused                     (see `handshake`)
     worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
-                            RestoreTable, GetStats, Attach (shared memory), Resume
-    shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend
+                            RestoreTable, GetStats, Attach (shared memory), Resume; BeginSnapshot,
+                            GetSnapshot, FetchSnapshot, EndSnapshot
+    shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend; SnapshotState,
+                            SnapshotPart
     server -> coordinator   Register, Ready, Copied, Ping
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
     server -> server        Follow, then Forward, ForwardTable, CopyState (see `replication`)
@@ -169,16 +171,20 @@ class CreateTable(Message):
 
 class DumpTable(Message):
     name: str
+    start: int = 0  # where this piece of it begins: 0, then what the piece before said
+    nbytes: int = 1 << 22  # of a piece, about
 
 
 class TableContent(Message):
     arrays: list[ArraySpec]
+    stop: int = -1  # where the next piece begins; -1: there is none
 
 
 class RestoreTable(Message):
     name: str
     clear: bool  # empty the table first
     arrays: list[ArraySpec]
+    more: bool = False  # parts of long arrays: others follow, and only then the table is loaded
 
 
 class GetStats(Message):
@@ -321,3 +327,47 @@ class Leave(Message):
 
 class GetSlotMap(Message):
     pass
+
+
+class BeginSnapshot(Message):
+    """Begin to save tables as they are now; see `snapshots.shard_snapshot`."""
+
+    tag: str
+    names: list[str]
+    folder: str
+    base: str
+    incremental: bool
+    shard: int
+    shards: int
+
+
+class GetSnapshot(Message):
+    tag: str
+
+
+class SnapshotState(Message):
+    """How far a snapshot is."""
+
+    direct: bool = True  # the shard sees the folder
+    done: bool = False
+    failure: str = ""  # why it was not begun, or failed
+    not_finite: bool = False
+    files: list[tuple[str, int, str]] = []  # name, bytes, sha256; msgspec copies it
+
+
+class FetchSnapshot(Message):
+    tag: str
+    name: str
+    at: int
+    nbytes: int
+
+
+class SnapshotPart(Message):
+    """Bytes of a file; they are the payload."""
+
+    nbytes: int
+
+
+class EndSnapshot(Message):
+    tag: str
+    good: bool
