@@ -89,14 +89,17 @@ def threads(count: int, replicas: int, workers: int) -> Iterator[tuple[Server, S
         yield root, Servers(spawn, count)
 
 
-def settled(root: Server, timeout_s: float = 30.0) -> None:
-    """Wait until every shard has all its copies again."""
+def settled(root: Server, losses: int, timeout_s: float = 30.0) -> None:
+    """Wait until the coordinator knows of the losses and every shard has all its copies again."""
     assert root.coordinator is not None
     registry, until = root.coordinator.registry, time.monotonic() + timeout_s
     while time.monotonic() < until:
         status = registry.status()
         assert not status["lost_shards"], status
-        whole = all(len(chain) == status["replicas"] for chain in status["chains"])
+        whole = len(status["losses"]) == losses and all(
+            server["connected"] for server in status["servers"]
+        )
+        whole = whole and all(len(chain) == status["replicas"] for chain in status["chains"])
         if whole and not any(server["learns"] for server in status["servers"]):
             return
         time.sleep(0.01)
@@ -146,11 +149,11 @@ def run(started: Any, kills: int, seed: int = 0, workers: int = 2, pause_s: floa
         for thread in at_work:
             thread.start()
         for _ in range(kills):
-            settled(root)
+            settled(root, len(ledger.kills))
             time.sleep(chance.random() * pause_s)
             ledger.kills.append(time.monotonic())
             servers.kill_one(chance)
-        settled(root)
+        settled(root, len(ledger.kills))
         stop.set()
         for thread in at_work:
             thread.join()
@@ -171,8 +174,6 @@ def check(stores: list[ServerStore], ledger: Ledger) -> None:
 if __name__ == "__main__":
     given = [int(x) for x in sys.argv[1:]]
     kills, count, replicas = [*given, *[20, 3, 2][len(given) :]]
-        int(x) for x in (sys.argv[1:] + ["20", "3", "2"][len(sys.argv) - 1 :])
-    )
     with processes(count, replicas, 2) as started:
         found = run(started, kills)
     times = found.recoveries()

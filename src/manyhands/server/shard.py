@@ -367,6 +367,14 @@ class Shard:
                     table.spec, self.memory_bytes, modules=self.modules
                 )
 
+    def erase(self, name: str, ids: np.ndarray) -> int:
+        """Erase rows with their optimizer state; returns how many there were."""
+        with self.lock:
+            table = self.table(name)
+            if not isinstance(table, SparseTable):
+                raise StoreError(f"table {name!r} is dense: it has no rows to erase")
+            return table.erase(ids)
+
     def load(self, name: str, content: Mapping[str, np.ndarray]) -> None:
         """Put what `dump` returned (of a sparse table, a part of it) in place of what is there;
         dedup marks only where they are given.

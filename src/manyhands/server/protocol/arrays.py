@@ -7,7 +7,7 @@ import numpy as np
 from manyhands.server.protocol.frame import Cursor, Malformed, aligned
 from manyhands.server.protocol.messages import ArraySpec
 
-DTYPES = ("<f4", "<f8", "<i8", "<i4", "<u8", "|u1")
+DTYPES = ("<f4", "<f8", "<i8", "<i4", "<u8", "<u2", "|u1")
 
 
 def pack(arrays: dict[str, np.ndarray]) -> tuple[list[ArraySpec], list[np.ndarray]]:

@@ -45,6 +45,13 @@ class ForwardTable(Message):
     body: bytes
 
 
+class EraseRows(Message):
+    """Erase rows of a table; their ids are the payload."""
+
+    name: str
+    arrays: list[ArraySpec]
+
+
 class CopyState(Message):
     """Ends a copy: all that is not rows. The copy has the changes up to `number`."""
 

@@ -1,7 +1,7 @@
 """State of a shard beside its rows: what a copy needs to go on exactly as the original.
 
 Dedup marks (a push that is sent again must be known), pending pushes, commits, what workers pulled
-and remember, and the versions of tables.
+and remember, the versions of tables, and how often admission has seen ids.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from manyhands.server.pending import PendingPush
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol.arrays import pack
 from manyhands.server.shard import Shard
+from manyhands.server.tables.sparse import SparseTable
 
 Arrays = dict[str, np.ndarray]
 
@@ -37,6 +38,9 @@ def give_state(shard: Shard, number: int) -> tuple[r.CopyState, list[np.ndarray]
     arrays["pending"] = np.frombuffer(json.dumps(pending).encode(), np.uint8)
     for (worker, name), seen in shard.compensation.seen.items():
         arrays[f"seen/{worker}/{name}"] = seen
+    for name, table in shard.contents.items():
+        if isinstance(table, SparseTable):
+            arrays[f"sketch/{name}"], arrays[f"counts/{name}"] = table.storage.admission()
     described, parts = pack(arrays)
     versions = {
         name: [table.version, table.optimizer.step] for name, table in shard.contents.items()
@@ -53,6 +57,9 @@ def take_state(shard: Shard, message: r.CopyState, arrays: Arrays) -> None:
         for name, (version, step) in message.tables.items():
             table = shard.contents[name]
             table.version, table.optimizer.step = version, step
+            if isinstance(table, SparseTable):
+                table.storage.set_time(version)
+                table.storage.admit_as(arrays[f"sketch/{name}"], arrays[f"counts/{name}"])
         shard.pulled = {(worker, name): version for worker, name, version in message.pulled}
         shard.pending.replace(_pending(arrays))
         shard.compensation.seen = {}

@@ -11,7 +11,9 @@ The learner then is the last member of the chain, by the coordinator's word.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
@@ -21,7 +23,37 @@ from manyhands.server.protocol.kinds import KIND_OF
 from manyhands.server.replication.copied_state import give_state
 from manyhands.server.replication.replicator import Link, Replicator
 from manyhands.server.shard import Shard
+from manyhands.server.snapshots.row_pieces import END, read_piece
 from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.dump import STATE
+from manyhands.server.tables.sparse import SparseTable
+
+PASSES = 8  # over what changed meanwhile, at most, before nothing may change
+FEW_PUSHES = 8  # that came during a pass: the rest can be sent while nothing changes
+
+
+class _Watched:
+    """A table that is being copied, and the ids that were erased since they were last sent."""
+
+    def __init__(self, table: SparseTable):
+        self.table, self.loads = table, table.loads
+        self._erased: list[np.ndarray] = []
+        table.on_erase.append(self._add)
+
+    def _add(self, ids: np.ndarray) -> None:
+        self._erased.append(ids.copy())
+
+    def same(self, table: SparseTable) -> bool:
+        """Whether only pushes and erasures have changed it."""
+        return table is self.table and table.loads == self.loads
+
+    def take(self) -> np.ndarray:
+        erased, self._erased = self._erased, []
+        return np.concatenate([np.empty(0, np.int64), *erased])
+
+    def end(self) -> None:
+        if self._add in self.table.on_erase:
+            self.table.on_erase.remove(self._add)
 
 
 class Copy:
@@ -37,18 +69,30 @@ class Copy:
     ):
         self._shard, self._replicator = shard, replicator
         self._learner, self._channel, self._done = learner, channel, done
+        self._watched: dict[str, _Watched] = {}
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            with self._shard.lock:
+                for watched in self._watched.values():
+                    watched.end()
+
+    def _run(self) -> None:
         replicator, channel, begun = self._replicator, self._channel, time.monotonic()
         channel.send(r.Follow(replicator.member.me, replicator.member.version, True))
-        _, answer = channel.receive()
-        if not isinstance(answer, m.Done):
-            raise Malformed("garbage", "the learner does not follow")
-        with replicator.order:
-            self._send_all()
-            message, parts = give_state(self._shard, replicator.applied)
-            channel.send(message, 0, parts)
+        self._answered()
+        seen = self._send_rows({})
+        for _ in range(PASSES):
+            before, seen = seen, self._send_rows(seen)
+            if sum(seen.values()) - sum(before.values()) < FEW_PUSHES:
+                break
+        with replicator.order:  # nothing changes from here on
+            self._send_rows(seen, last=True)
             number = replicator.applied
+            message, parts = give_state(self._shard, number)
+            channel.send(message, 0, parts)
             with replicator.state:
                 link = Link(self._learner, channel)
                 replicator.member.teach(self._learner)
@@ -61,16 +105,74 @@ class Copy:
                 return
         self._done(replicator.shard, self._learner, time.monotonic() - begun, channel.sent_bytes)
 
-    def _send_all(self) -> None:
-        for name in self._shard.tables():
-            table = self._shard.contents[name]
-            span = (table.start, table.stop) if isinstance(table, DenseTable) else None
-            self._send(m.CreateTable(table.spec, span, []), [])
-            content = self._shard.dump(name)
-            del content["marks"]
-            described, parts = pack(content)
-            self._send(m.RestoreTable(name, False, described), parts)
+    def _answered(self) -> None:
+        """Wait until the learner has applied what was sent: it must not lag behind when workers
+        wait for it too."""
+        _, answer = self._channel.receive()
+        if not isinstance(answer, m.Done):
+            raise Malformed("garbage", "the learner does not follow")
 
-    def _send(self, message: m.Message, parts: list) -> None:
+    def _send_rows(self, since: Mapping[str, int], last: bool = False) -> dict[str, int]:
+        """Rows that were pushed after these versions of their tables (all rows of a new table), and
+        the erased ones; the versions up to which everything is sent then."""
+        seen = {}
+        for name in self._shard.tables():
+            with self._shard.lock:
+                table = self._shard.table(name)
+                seen[name] = table.version
+                if isinstance(table, SparseTable):
+                    erased = self._watch(name, table)
+            if isinstance(table, DenseTable):
+                if last:
+                    self._send_dense(name, table)
+            elif erased is None:
+                self._send(m.CreateTable(table.spec, None, []), [])
+                self._send(m.RestoreTable(name, True, []), [])
+                self._send_changed(name, table, -1)
+            else:
+                if erased.size:
+                    described, parts = pack({"ids": erased})
+                    self._send(r.EraseRows(name, described), parts)
+                self._send_changed(name, table, since.get(name, -1))
+        if not last:
+            self._channel.send(m.Ping())
+            self._answered()
+        return seen
+
+    def _watch(self, name: str, table: SparseTable) -> np.ndarray | None:
+        """The ids erased since the pass before; None: all rows have to be sent."""
+        watched = self._watched.get(name)
+        if watched is not None and watched.same(table):
+            return watched.take()
+        if watched is not None:
+            watched.end()
+        self._watched[name] = _Watched(table)
+        return None
+
+    def _send_changed(self, name: str, table: SparseTable, since: int) -> None:
+        lo = 0
+        while lo < END:
+            with self._shard.lock:
+                piece = read_piece(table, lo, since=since)
+            lo = piece.stop
+            if piece.ids.size:
+                values, state = table.views(piece.rows)
+                arrays = {"ids": piece.ids, "values": values}
+                arrays["meta"] = np.stack([piece.counts, piece.times], 1)
+                arrays |= {f"{STATE}{key}": x for key, x in state.items()}
+                if table.optimizer.kind.counts_pushes:
+                    steps = np.full((piece.ids.size, 1), table.optimizer.step, np.int64)
+                    arrays[f"{STATE}step"] = steps
+                described, parts = pack(arrays)
+                self._send(m.RestoreTable(name, False, described), parts)
+
+    def _send_dense(self, name: str, table: DenseTable) -> None:
+        self._send(m.CreateTable(table.spec, (table.start, table.stop), []), [])
+        content = self._shard.dump(name)
+        del content["marks"]
+        described, parts = pack(content)
+        self._send(m.RestoreTable(name, False, described), parts)
+
+    def _send(self, message: m.Message, parts: Sequence[np.ndarray]) -> None:
         kind = KIND_OF[type(message)]
         self._channel.send(r.ForwardTable(0, kind, encode_body(message)), 0, parts)

@@ -72,6 +72,8 @@ class Follower:
                 replicator.apply(lambda: apply_table(self._shard, message, memory))
             elif isinstance(message, r.Forward | r.ForwardTable):
                 self._apply(message, memory)
+            elif isinstance(message, m.Ping):  # has everything up to here been applied?
+                self._link.channel.send(m.Done())
             else:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a follower")
         if replicator.member.acknowledged >= replicator.applied:
@@ -167,7 +169,10 @@ def change_table(shard: Shard, message: Any, memory: np.ndarray) -> Any:
     elif isinstance(message, m.RestoreTable):
         if message.clear:
             shard.clear(message.name)
-        shard.load(message.name, arrays)
+        if arrays:
+            shard.load(message.name, arrays)
+    elif isinstance(message, r.EraseRows):
+        return shard.erase(message.name, arrays["ids"])
     else:
         raise Malformed("garbage", f"a {type(message).__name__} does not change tables")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class SparseTable:
         self.version = 0  # pushes applied
         self.cut: TableCut | None = None  # of a snapshot that is being copied
         self.erased: ErasedIds | None = None  # None: nobody needs to know
+        self.on_erase: list[Callable[[np.ndarray], None]] = []
+        self.loads = 0  # how often rows were loaded
         first = self.optimizer.starts
         blank = [np.full(n, first.get(name, 0), self.dtype) for name, n in self.widths.items()]
         blank.append(np.empty(0, self.dtype))
@@ -240,6 +242,8 @@ class SparseTable:
             self.cut.keep(ids, self._hashes[: ids.size])
         if self.erased is not None:
             self.erased.add(ids)
+        for tell in self.on_erase:
+            tell(ids)
         return self.storage.erase(ids)
 
     def expire(self) -> int:
@@ -307,6 +311,7 @@ class SparseTable:
         self._check_room(ids)
         if self.cut is not None:
             self.cut.fail("rows were loaded into it meanwhile")
+        self.loads += 1
         self.erased = None  # loaded rows may have been pushed long ago: what changed is not known
         rows, hashes = np.empty(ids.size, np.int64), np.empty(ids.size, np.uint64)
         hash_ids(ids, storage.seeds[0], hashes)
