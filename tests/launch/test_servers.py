@@ -18,7 +18,7 @@ import torch.distributed as dist
 from manyhands.core import ProcessInfo, Table
 from manyhands.errors import LaunchError
 from manyhands.exchange import segments
-from manyhands.launch import servers
+from manyhands.launch import server_child, servers
 from manyhands.launch.environment import ServedBy
 from manyhands.launch.servers import Servers, start
 from manyhands.server.client.server_store import ServerStore
@@ -132,7 +132,7 @@ def test_servers_end_only_when_no_rank_needs_them_any_more() -> None:
 def test_a_child_that_cannot_serve_is_an_error_with_its_last_words(
     monkeypatch: pytest.MonkeyPatch, module: str, says: str
 ) -> None:
-    monkeypatch.setattr(servers, "MODULE", module)
+    monkeypatch.setattr(server_child, "MODULE", module)
     with (
         pytest.raises(LaunchError, match=f"(?s)a parameter server could not start: .*{says}"),
         started(1),
@@ -143,7 +143,7 @@ def test_a_child_that_cannot_serve_is_an_error_with_its_last_words(
 def test_all_ranks_hear_why_the_server_of_one_could_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servers, "MODULE", "manyhands.no_such_module")
+    monkeypatch.setattr(server_child, "MODULE", "manyhands.no_such_module")
     store = dist.HashStore()
     places = [ProcessInfo(r, 3, host="here") for r in range(3)]
 

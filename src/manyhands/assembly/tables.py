@@ -8,6 +8,8 @@ all of it.
 from __future__ import annotations
 
 import functools
+import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +37,7 @@ from manyhands.server.shard import Shard
 
 PREFIX = "table/"  # of tables in a snapshot's state
 EVENT_EVERY_S = 1.0
+SERVERS_FILE = "servers.json"
 
 Ids = Callable[[Any], Mapping[str, Any]]  # of a batch: the ids that its tables will look up
 
@@ -236,15 +239,18 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
     if not plan.servers:
         return LocalStore(0, 1, [Shard(modules=_modules(module))])
     process = context.process
+    options = _server_options(context, plan, module)
     started = processes.start(
         plan.servers,
         process,
         context.store,
         workers=process.size,
         timeout_s=plan.timeout_s,
-        options=_server_options(context, plan, module),
+        options=options,
     )
     context.to_close.append(started.close)
+    if process.rank == 0 and started.children:
+        _leave_address(context, started, options)
     context.server_failures = started.fate
     payload: Any = plan.compress if plan.compress in SERVER_CODECS else "none"
     store = ServerStore(
@@ -259,6 +265,24 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
     return ObservedStore(store, context.group, payload)
+
+
+def _leave_address(
+    context: RankContext, started: processes.Servers, options: processes.ServerOptions
+) -> None:
+    """Leave a file in the run directory by which `manyhands servers` finds the servers; only its
+    owner can read it."""
+    file = context.directory / SERVERS_FILE
+    told = {
+        "coordinator": started.coordinator,
+        "token": started.token,
+        "modules": options.modules,
+        "memory_bytes": options.memory_bytes,
+    }
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out:
+        json.dump(told, out)
+    context.to_close.append(lambda: file.unlink(missing_ok=True))
 
 
 def _server_options(context: RankContext, plan: Plan, module: nn.Module) -> processes.ServerOptions:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from manyhands.cli import fault_commands
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 
 app = typer.Typer(
@@ -369,6 +370,9 @@ def bench(
     from manyhands.cli.bench import bench as verb
 
     verb(name, json, quick, only)
+
+
+fault_commands.add_to(app)
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ class ServerSupervisor:
     def _watch(self) -> None:
         while not self._closing.wait(LOOK_S):
             for at, child in enumerate(list(self._children)):
-                if not child.alive and not self._closing.is_set():
+                # one that ended by itself was drained
+                if child.process.poll() and not self._closing.is_set():
                     if not self._allowed():
                         return
                     self._children[at] = self._again(child)

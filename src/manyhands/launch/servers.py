@@ -160,8 +160,11 @@ def start(
     )
 
 
-def join(served: ServedBy, count: int, workers: int, options: ServerOptions) -> Servers:
+def join(
+    served: ServedBy, count: int, workers: int, options: ServerOptions | None = None
+) -> Servers:
     """The servers that the environment names, where they agree with the plan."""
+    options = ServerOptions() if options is None else options
     for word in ("replicas", "shards", "memory_bytes", "membership"):
         if getattr(options, word) != getattr(ServerOptions, word):
             said = word.replace("memory_bytes", "memory")

@@ -167,6 +167,8 @@ class Coordinator:
             registry.confirm(server, message.epoch)
         elif isinstance(message, r.Copied):
             registry.copied(server, message.shard, message.learner, message.seconds, message.nbytes)
+        elif isinstance(message, r.Loads):
+            registry.loads |= message.rates
         elif isinstance(message, r.Part):
             registry.part(server, message.shard, message.server)
 

@@ -64,7 +64,8 @@ class Server:
     and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
     coordinator without tables. `advertise` (HOST or HOST:PORT) is the address that others get,
     where it is not the one listened on. `keeper` keeps the coordinator's state for the next one;
-    a server whose coordinator has one waits `patience_s` for it to come back.
+    a server whose coordinator has one waits `patience_s` for it to come back. `extra`: the
+    coordinator was not started for this server; it takes its part of what the others hold.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Server:
         lease_s: float = LEASE_S,
         keeper: membership.Keeper | None = None,
         patience_s: float = 0.0,
+        extra: bool = False,
     ):
         if shards < (1 if coordinator is not None else 0):
             raise StoreError(f"shards={shards}; a server that does not coordinate needs at least 1")
@@ -95,7 +97,8 @@ class Server:
         self._status = ServerStatus()
         self._closing, self._ready = threading.Event(), threading.Event()
         self._failed: str | None = None
-        self._token, self._client_tls, self._shards = token, client_tls, shards
+        self._token, self._client_tls = token, client_tls
+        self._shards, self._extra = shards, extra
         self._instance = secrets.randbits(62)
         held = shards * (replicas if coordinator is None else 1)
         self._memory_bytes = None if memory_bytes is None or not shards else memory_bytes // held
@@ -129,6 +132,7 @@ class Server:
                 tls=client_tls,
                 assign=self._assign,
                 again=self.hosting.tell_again,
+                ping=self.hosting.loads,
                 closing=self._closing,
                 patience_s=patience_s,
             )
@@ -174,7 +178,8 @@ class Server:
 
     def _register(self) -> Register:
         where = ShardAddress(self.host, self.port, 0, self._listener.local, handshake.machine())
-        return Register(where, self._shards, self._instance, os.getpid(), self._memory_bytes)
+        memory_bytes, instance = self._memory_bytes, self._instance
+        return Register(where, self._shards, instance, os.getpid(), memory_bytes, self._extra)
 
     # -- start and close --
 
@@ -185,6 +190,7 @@ class Server:
         elif self.coordinator is not None:
             self.coordinator.registry.watch()
             if self._shards:
+                self.coordinator.registry.loads_here = lambda: self.hosting.loads().rates
                 self.coordinator.register_here(self._register(), self._assign)
             else:
                 self._ready.set()
@@ -302,6 +308,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         lease_s=config.get("lease_s") or LEASE_S,
         keeper=keeper,
         patience_s=config.get("patience_s") or 0.0,
+        extra=bool(config.get("extra")),
     )
     try:
         server.start()
@@ -350,11 +357,13 @@ def main() -> int:
         lifeline.read()
         stop.set()
 
-    threading.Thread(target=follow, name="lifeline", daemon=True).start()
+    config = json.loads(line)
+    if not config.get("detached"):  # else it ends with its run
+        threading.Thread(target=follow, name="lifeline", daemon=True).start()
     torch.set_num_threads(1)
     try:
         serve(
-            json.loads(line),
+            config,
             lambda address: print(json.dumps({"address": address}), flush=True),
             stop,
         )

@@ -29,7 +29,7 @@ from manyhands.server.replication import placement
 from manyhands.server.slots import SlotMap, even, heads
 
 GRACE_S = 0.5  # for a server whose connection broke to come back
-LOOK_S = 0.05  # between two looks at leases
+LOOK_S = 0.1  # between two looks at leases
 Send = Callable[[m.Message], None]
 
 
@@ -43,6 +43,15 @@ class RegisteredServer:
     epoch: int = 0  # of the map it uses
     heard: float = field(default_factory=time.monotonic)  # when it last sent something
     draining: bool = False
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "server": self.number,
+            "address": str(self.entry.where),
+            "pid": self.entry.pid,
+            "connected": self.send is not None,
+            "draining": self.draining,
+        }
 
 
 class ServerRegistry:
@@ -62,6 +71,9 @@ class ServerRegistry:
         self.slots: SlotMap | None = None
         self.recovers = False
         self.losses: list[tuple[int, str]] = []  # servers that were lost, and why
+        self.loads: dict[int, float] = {}  # rows a second, by shard
+        self.loads_here: Callable[[], dict[int, float]] = dict  # of a server in this process
+        self._balancing = False
         self.copies: list[tuple[int, int, float, int]] = []  # shard, learner, seconds, bytes
         self._changed, self.changed = threading.Condition(), changed
         self._servers: dict[int, RegisteredServer] = {}
@@ -78,9 +90,7 @@ class ServerRegistry:
     def register(self, entry: m.Register, send: Send) -> RegisteredServer:
         """A new server, or one that comes back (the same process) after its connection broke."""
         with self._changed:
-            found = next(
-                (s for s in self._servers.values() if s.entry.instance == entry.instance), None
-            )
+            found = next((s for s in self._all if s.entry.instance == entry.instance), None)
             if found is not None:
                 found.send, found.heard, found.epoch = send, time.monotonic(), 0
                 found.entry = entry
@@ -99,7 +109,7 @@ class ServerRegistry:
         if self.slots is None or not entry.shards:
             return
         lost = any(not chain.members for chain in self.slots.chains)
-        if not lost and not self.recovers:
+        if not lost and not self.recovers and not entry.extra:
             raise StoreError(
                 f"all {self.num_servers} servers have registered; start the coordinator with "
                 "more, or this server for another run"
@@ -145,14 +155,12 @@ class ServerRegistry:
         if self.slots is None:
             if len(self._servers) < self.num_servers:
                 return
-            chains = placement.start(
-                {s.number: s.entry.shards for s in self._servers.values()}, self.replicas
-            )
+            chains = placement.start({s.number: s.entry.shards for s in self._all}, self.replicas)
             where = self._where()
             self.slots = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
             self.changed()
             return
-        draining = [s.number for s in self._servers.values() if s.draining]
+        draining = [s.number for s in self._all if s.draining]
         chains = self._adopt_lost(list(self.slots.chains))
         self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
 
@@ -161,7 +169,7 @@ class ServerRegistry:
         with self._changed:
             assert self.slots is not None
             used = {x for c in self.slots.chains for x in (*c.members, c.learner)}
-            free = [s for s in self._servers.values() if s.draining and s.number not in used]
+            free = [s for s in self._all if s.draining and s.number not in used]
             for server in free:
                 del self._servers[server.number]
             if free:
@@ -193,7 +201,7 @@ class ServerRegistry:
         self.changed()
 
     def _where(self) -> dict[int, m.ShardAddress]:
-        return {s.number: s.entry.where for s in self._servers.values()}
+        return {s.number: s.entry.where for s in self._all}
 
     def assign(self, slots: SlotMap) -> None:
         """Send all servers another map, of a later epoch."""
@@ -214,12 +222,8 @@ class ServerRegistry:
             self._changed.notify_all()
             if slots is None:
                 return
-            todo = [
-                (s, s.send)
-                for s in self._servers.values()
-                if s.send is not None and s.epoch < slots.epoch
-            ]
-            limits = [s.entry.memory_bytes for s in self._servers.values()]
+            todo = [(s, s.send) for s in self._all if s.send is not None and s.epoch < slots.epoch]
+            limits = [s.entry.memory_bytes for s in self._all]
         message = slots.message()
         message.ack = self.ack
         message.memory_bytes = min((x for x in limits if x is not None), default=None)
@@ -242,9 +246,10 @@ class ServerRegistry:
                 return
             chains[shard] = placement.learned(chain)
             self.copies.append((shard, learner, *cost))
-            draining = [s.number for s in self._servers.values() if s.draining]
+            draining = [s.number for s in self._all if s.draining]
             self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
             self._let_go()
+            self._move_one()
         self.publish()
 
     def part(self, server: RegisteredServer, shard: int, other: int) -> None:
@@ -268,9 +273,7 @@ class ServerRegistry:
 
         def ready() -> bool:
             epoch = self.slots.epoch if self.slots is not None else 0
-            return self._closing or (
-                epoch > 0 and all(s.epoch >= epoch for s in self._servers.values())
-            )
+            return self._closing or (epoch > 0 and all(s.epoch >= epoch for s in self._all))
 
         with self._changed:
             if not self._changed.wait_for(ready, timeout_s) or self.slots is None:
@@ -286,7 +289,7 @@ class ServerRegistry:
         """Move everything away from a server."""
         with self._changed:
             server = self._servers.get(number)
-            others = [s for s in self._servers.values() if s.number != number and not s.draining]
+            others = [s for s in self._all if s.number != number and not s.draining]
             if server is None:
                 raise StoreError(
                     f"server {number} is not there; servers are {sorted(self._servers)}"
@@ -300,47 +303,50 @@ class ServerRegistry:
             self._settle()
         self.publish()
 
-    def rebalance(self, loads: Sequence[float] | None = None) -> bool:
-        """Move one shard to the server with the least load; False: nothing would get better."""
+    def rebalance(self) -> bool:
+        """Move shards, one after the other, from the servers with the most load to those with the
+        least; False: nothing would get better."""
         with self._changed:
-            if self.slots is None:
-                return False
-            given = [1.0] * len(self.slots.chains) if loads is None else loads
-            live = [s.number for s in self._servers.values() if not s.draining]
-            chains = placement.move(self.slots.chains, live, given)
-            if chains is None:
-                return False
-            self._use(chains)
+            self._balancing = True
+            self._move_one()
+            moving = self._balancing
         self.publish()
-        return True
+        return moving
+
+    def _move_one(self) -> None:
+        """Begin the next move; the caller holds the lock."""
+        if not self._balancing or self.slots is None:
+            return
+        if any(c.learner >= 0 or c.leaving >= 0 for c in self.slots.chains):
+            return
+        count = len(self.slots.chains)
+        loads = [self.loads.get(k, 0.0) for k in range(count)]
+        if not sum(loads):
+            loads = [1.0] * count
+        live = [s.number for s in self._all if not s.draining]
+        chains = placement.move(self.slots.chains, live, loads)
+        self._balancing = chains is not None
+        if chains is not None:
+            self._use(chains)
 
     def status(self) -> dict[str, Any]:
-        """For operators: the servers, and what each holds."""
+        """For operators: the servers, what each holds, and what has happened."""
         with self._changed:
-            slots = self.slots
-            chains = [] if slots is None else list(slots.chains)
-            servers = [
-                {
-                    "server": s.number,
-                    "address": str(s.entry.where),
-                    "pid": s.entry.pid,
-                    "connected": s.send is not None,
-                    "draining": s.draining,
-                    "leads": [k for k, c in enumerate(chains) if c.members[:1] == [s.number]],
-                    "holds": [k for k, c in enumerate(chains) if s.number in c.members],
-                    "learns": [k for k, c in enumerate(chains) if c.learner == s.number],
-                }
-                for s in self._servers.values()
-            ]
+            chains = [] if self.slots is None else list(self.slots.chains)
             return {
-                "epoch": 0 if slots is None else slots.epoch,
+                "epoch": 0 if self.slots is None else self.slots.epoch,
                 "replicas": self.replicas,
-                "servers": servers,
+                "servers": [s.status() | placement.held(s.number, chains) for s in self._all],
                 "chains": [list(c.members) for c in chains],
+                "loads": [self.loads.get(k, 0.0) for k in range(len(chains))],
                 "lost_shards": [k for k, c in enumerate(chains) if not c.members],
                 "losses": [list(loss) for loss in self.losses],
                 "copies": [list(copy) for copy in self.copies],
             }
+
+    @property
+    def _all(self) -> list[RegisteredServer]:
+        return list(self._servers.values())
 
     # -- watching, state, end --
 
@@ -353,12 +359,13 @@ class ServerRegistry:
         while not self._closing:
             time.sleep(LOOK_S)
             now = time.monotonic()
+            self.loads |= self.loads_here()
             with self._changed:
                 late = [
                     (s, "it did not come back")
                     if s.send is None
                     else (s, f"it sent no ping for {self.lease_s:g} s")
-                    for s in self._servers.values()
+                    for s in self._all
                     if now - s.heard > (self.lease_s if s.send is not None else GRACE_S)
                     # without copies nothing would be won by giving up a server that hangs
                     and (self.recovers or s.send is None)
@@ -372,10 +379,7 @@ class ServerRegistry:
         return {
             "next": self._next,
             "slots": None if slots is None else msgspec.msgpack.encode(slots.message()),
-            "servers": [
-                [s.number, msgspec.msgpack.encode(s.entry), s.draining]
-                for s in self._servers.values()
-            ],
+            "servers": [[s.number, msgspec.msgpack.encode(s.entry), s.draining] for s in self._all],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -392,7 +396,7 @@ class ServerRegistry:
     def close(self) -> None:
         with self._changed:
             self._closing = True
-            todo = [s.send for s in self._servers.values() if s.send is not None]
+            todo = [s.send for s in self._all if s.send is not None]
             self._changed.notify_all()
         for send in todo:
             send(m.Leave())

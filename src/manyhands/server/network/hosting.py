@@ -21,6 +21,7 @@ from manyhands.server.replication.replicator import BROKEN, Link, Replicator
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SlotMap
 
+SMOOTH = 0.2  # weight of the newest measurement of a load
 FOLLOW_S = 5.0  # for the slot map that makes a server follow to arrive, after another's came
 
 
@@ -43,6 +44,7 @@ class Hosting:
         self.me = -1
         self._slots: SlotMap | None = None
         self._memory_bytes: int | None = None
+        self._rates: dict[int, tuple[float, float, float]] = {}  # shard: rows, time, rows a second
         self._copying: set[tuple[int, int]] = set()  # (shard, learner)
         self._changed = threading.Condition()
         self._closed = False
@@ -163,6 +165,23 @@ class Hosting:
 
     def _copied(self, shard: int, learner: int, seconds: float, nbytes: int) -> None:
         self._tell(r.Copied(shard, learner, seconds, nbytes))
+
+    def loads(self) -> r.Loads:
+        """Rows a second that workers ask for, by shard; smoothed over some calls."""
+        now = time.monotonic()
+        with self._changed:
+            endpoints = dict(self.endpoints)
+        found = {}
+        for shard, endpoint in endpoints.items():
+            if not endpoint.replicator.member.leads:
+                continue
+            total = float(endpoint.shard.slot_loads().sum())
+            before, at, rate = self._rates.get(shard, (total, now, 0.0))
+            if now > at:
+                rate += SMOOTH * (max(0.0, total - before) / (now - at) - rate)
+            self._rates[shard] = total, now, rate
+            found[shard] = rate
+        return r.Loads(found)
 
     def tell_again(self) -> None:
         """After the connection to the coordinator was lost: what it may not have heard."""

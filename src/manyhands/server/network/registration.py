@@ -37,12 +37,13 @@ class Registration:
         tls: ssl.SSLContext | None,
         assign: Callable[[m.AssignSlots], None],
         again: Callable[[], None],
+        ping: Callable[[], m.Message],
         closing: threading.Event,
         patience_s: float = 0.0,
     ):
         self._coordinator, self._register = coordinator, register
         self._token, self._tls, self._assign, self._closing = token, tls, assign, closing
-        self._again, self._patience_s = again, patience_s
+        self._again, self._ping_message, self._patience_s = again, ping, patience_s
         self.lost: str | None = None
         self._channel: Channel | None = None
         self._lock = threading.Lock()
@@ -74,7 +75,7 @@ class Registration:
 
     def _ping(self) -> None:
         while not self._closing.wait(PING_S):
-            self.tell(m.Ping())
+            self.tell(self._ping_message())
 
     def _run(self) -> None:
         wait_s, times = REGISTER_S, 0

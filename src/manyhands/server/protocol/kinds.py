@@ -15,7 +15,7 @@ _MESSAGES: list[type[m.Message]] = [
     *(m.Ping, m.Leave, m.GetSlotMap),
     *(m.BeginSnapshot, m.GetSnapshot, m.SnapshotState),
     *(m.FetchSnapshot, m.SnapshotPart, m.EndSnapshot),
-    *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part, r.EraseRows),
+    *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part, r.EraseRows, r.Loads),
     *(r.GetStatus, r.ServerStatusReply, r.Drain, r.Rebalance),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.

@@ -227,6 +227,7 @@ class Register(Message):
     instance: int  # a random number of the process
     pid: int = 0
     memory_bytes: int | None = None  # of each shard
+    extra: bool = False  # beside those that the coordinator was started for
 
 
 class ServerEntry(Message):

@@ -79,6 +79,12 @@ class Part(Message):
     server: int
 
 
+class Loads(Message):
+    """From a server, now and then: rows a second that workers ask for, by shard."""
+
+    rates: dict[int, float]
+
+
 # -- operators --
 
 

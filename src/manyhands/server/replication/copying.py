@@ -29,7 +29,7 @@ from manyhands.server.tables.dump import STATE
 from manyhands.server.tables.sparse import SparseTable
 
 PASSES = 8  # over what changed meanwhile, at most, before nothing may change
-FEW_PUSHES = 8  # that came during a pass: the rest can be sent while nothing changes
+FEW_ROWS = 16384  # of a pass: the rest can be sent while nothing changes
 
 
 class _Watched:
@@ -70,6 +70,7 @@ class Copy:
         self._shard, self._replicator = shard, replicator
         self._learner, self._channel, self._done = learner, channel, done
         self._watched: dict[str, _Watched] = {}
+        self._sent = 0  # rows, in this pass
 
     def run(self) -> None:
         try:
@@ -85,8 +86,11 @@ class Copy:
         self._answered()
         seen = self._send_rows({})
         for _ in range(PASSES):
-            before, seen = seen, self._send_rows(seen)
-            if sum(seen.values()) - sum(before.values()) < FEW_PUSHES:
+            before, self._sent = self._sent, 0
+            seen = self._send_rows(seen)
+            if (
+                self._sent <= FEW_ROWS or self._sent > before // 2
+            ):  # few are left, or always as many
                 break
         with replicator.order:  # nothing changes from here on
             self._send_rows(seen, last=True)
@@ -155,6 +159,7 @@ class Copy:
             with self._shard.lock:
                 piece = read_piece(table, lo, since=since)
             lo = piece.stop
+            self._sent += piece.ids.size
             if piece.ids.size:
                 values, state = table.views(piece.rows)
                 arrays = {"ids": piece.ids, "values": values}

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from manyhands.server.protocol.messages import ShardChain
 
 NOBODY = -1
+UNEVEN = 0.25  # of the mean load: smaller differences are not worth a move
 
 
 def start(shards: Mapping[int, int], replicas: int) -> list[ShardChain]:
@@ -98,6 +99,8 @@ def move(
     most = max(total, key=lambda server: (total[server], -server))
     least = min(total, key=lambda server: (total[server], server))
     gap = total[most] - total[least]
+    if gap <= UNEVEN * sum(total.values()) / len(total):
+        return None
     can = [
         shard
         for shard, chain in enumerate(chains)
@@ -109,3 +112,14 @@ def move(
     found = list(chains)
     found[shard] = replace(found[shard], learner=least, leaving=most)
     return found
+
+
+def held(server: int, chains: Sequence[ShardChain]) -> dict[str, list[int]]:
+    """The shards that a server serves to workers, holds, gets a copy of, and gives away."""
+    shards = list(enumerate(chains))
+    return {
+        "leads": [k for k, c in shards if c.members[:1] == [server]],
+        "holds": [k for k, c in shards if server in c.members],
+        "learns": [k for k, c in shards if c.learner == server],
+        "gives": [k for k, c in shards if c.leaving == server],
+    }
