@@ -10,10 +10,11 @@ from torch import Tensor
 
 from manyhands.core import Table, Tensors
 from manyhands.errors import StoreError
+from manyhands.server.tables.dump import VALUES_ONLY
 from manyhands.server.validate import vector_of
 
 Arrays = dict[str, np.ndarray]
-COMMON = ("version", "time_base")  # of the whole table, not of its rows
+COMMON = ("version", "time_base", VALUES_ONLY)  # of the whole table, not of its rows
 
 
 def first_values(table: Table, values: Tensor | None, state: Tensors | None) -> Tensor | None:
