@@ -242,13 +242,15 @@ def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn
     return model
 
 
-def saved_table(directory: str | Path, name: str, best: str | None = None) -> TableReader:
+def saved_table(
+    directory: str | Path, name: str, best: str | None = None, *, check: bool = False
+) -> TableReader:
     """Open the rows of an `Embedding` in a run's newest checkpoint, or its best by a metric.
 
-    `rows(ids)` finds rows by memory map: (values, found). Nothing is loaded before.
+    `rows(ids)` finds rows by memory map: (values, found). Nothing is loaded before; `check`
+    compares all files with their checksums first, which reads all of them.
     """
-    # the pieces that are read are checked then
-    return _reader(find(Path(directory), best, NOTHING, check=False)[0], name)
+    return _reader(find(Path(directory), best, NOTHING, check)[0], name)
 
 
 def changed_rows(directory: str | Path, name: str, since_round: int) -> ChangedRows:

@@ -94,7 +94,9 @@ class TableReader:
         version = np.array([self.version, self.step], np.int64)
         base = np.array([max(x.file.head["time_base"] for x in self._layers[-1])], np.int64)
         common = {"version": version, "time_base": base}
-        yield {**self._arrays(self._no_rows()), **common}
+        rows = max(sum(lookup.file.rows for lookup in layer) for layer in self._layers)
+        expect = {"expect": np.array([rows + rows // 20], np.int64)}
+        yield {**self._arrays(self._no_rows()), **common, **expect}
         for layer in self._layers:
             for lookup in layer:
                 gone = lookup.file.erased()
@@ -229,7 +231,8 @@ class RowIndex:
 
 
 class _Lookup:
-    """Finds ids in one file. Pieces are checked when they are first read."""
+    """Finds ids in one file. Of pieces it checks the headers only: to check all of a piece for one
+    row would be to read all of the file for a few thousand."""
 
     def __init__(self, file: PieceFile):
         self.file = file
@@ -267,14 +270,14 @@ class _Lookup:
 
     def _piece(self, number: int) -> RowPiece:
         if number not in self._pieces:
-            self._pieces[number] = self.file.row_piece(self._ordered[number])
+            self._pieces[number] = self.file.row_piece(self._ordered[number], check=False)
         return self._pieces[number]
 
     def _aside_index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of rows that pushes kept: ids in order, the piece of each and its place there."""
         if self._aside is None:
             entries = [entry for entry in self.file.pieces if entry.kind == ASIDE]
-            self._aside_pieces = [self.file.row_piece(entry) for entry in entries]
+            self._aside_pieces = [self.file.row_piece(entry, check=False) for entry in entries]
             none = np.empty(0, np.int64)
             ids = np.concatenate([none, *(p.ids for p in self._aside_pieces)])
             sizes = [p.ids.size for p in self._aside_pieces]

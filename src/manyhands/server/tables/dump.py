@@ -6,6 +6,7 @@ state/NAME      optimizer state, and what delay compensation keeps
 version         pushes applied, and the optimizer's step
 erased          instead of rows, where increments are restored: ids whose rows are gone
 time_base       where versions of rows are counted from (see `row_storage`)
+expect          about how many rows will come, where they come in pieces
 values_only     with it rows come without state, which starts as that of new rows
 """
 
@@ -50,6 +51,8 @@ def restore_table(
 ) -> None:
     if isinstance(table, SparseTable) and "time_base" in content and not table.rows:
         table.storage.time_base = int(content["time_base"][0])
+    if isinstance(table, SparseTable) and "expect" in content:
+        table.storage.expect(int(content["expect"][0]))
     try:
         if isinstance(table, SparseTable) and "erased" in content:
             table.erase(np.ascontiguousarray(content["erased"]))
