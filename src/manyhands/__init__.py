@@ -1,6 +1,6 @@
 """Train a plain PyTorch task on many processors, with the result of one. Many hands, light work."""
 
-from manyhands.api import join, load, train
+from manyhands.api import changed_rows, join, load, saved_table, train
 from manyhands.assembly.tables import rows_of_this_process
 from manyhands.core import Result
 from manyhands.embedding.modules import Embedding, EmbeddingBag, keep_rows_in
@@ -50,7 +50,9 @@ __all__ = [
     "Task",
     "TaskError",
     "accuracy",
+    "changed_rows",
     "join",
     "load",
+    "saved_table",
     "train",
 ]

@@ -11,11 +11,12 @@ import functools
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from manyhands.assembly.rank_context import Options, open_rank_context
-from manyhands.assembly.tables import PREFIX
+from manyhands.assembly.tables import PREFIX, saved_readers
 from manyhands.assembly.trainer import RUN_VALUES
 from manyhands.core import Plan, Result, Snapshot, Tensors
 from manyhands.embedding.saved_rows import load_own_rows, load_rows
@@ -29,15 +30,17 @@ from manyhands.entry import (
     with_saved_words,
     work,
 )
-from manyhands.errors import PlanError, TaskError
+from manyhands.errors import CheckpointError, PlanError, TaskError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, opened, script_text
 from manyhands.plan import arguments
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
-from manyhands.recover.checkpoint import pick
+from manyhands.recover.checkpoint import NOTHING, find, read_manifest
+from manyhands.recover.table_files import TABLES
 from manyhands.replica.state import load_model
+from manyhands.server.snapshots.table_reader import ChangedRows, TableReader
 from manyhands.task import Callback, Task, check_callbacks
 
 SEEDED = 1 << 32  # torch seeds itself with 64 random bits; people give smaller numbers
@@ -133,11 +136,11 @@ def _bring_back(task: MakeTask, result: Result) -> None:
     if not elsewhere and not rows:
         return
     if alone and result.checkpoint is not None:
-        saved = pick(Path(result.directory))
+        path, saved = find(Path(result.directory))
         if elsewhere:
             load_model(model, saved.params)
         if rows:
-            load_own_rows(model, _rows(saved))
+            load_own_rows(model, _rows(saved), saved_readers(path))
         return
     if elsewhere:
         said = (
@@ -233,12 +236,60 @@ def load(directory: str | Path, model: nn.Module, best: str | None = None) -> nn
     Rows of `Embedding` tables come too; in one process, models whose embeddings have one name share
     them, except a model that a run has trained: its rows are its own.
     """
-    saved = pick(Path(directory), best)
+    path, saved = find(Path(directory), best)
     load_model(model, saved.params)
-    load_rows(model, _rows(saved))
+    load_rows(model, _rows(saved), saved_readers(path))
     return model
 
 
+def saved_table(
+    directory: str | Path, name: str, best: str | None = None, *, check: bool = False
+) -> TableReader:
+    """Open the rows of an `Embedding` in a run's newest checkpoint, or its best by a metric.
+
+    `rows(ids)` finds rows by memory map: (values, found). Nothing is loaded before; `check`
+    compares all files with their checksums first, which reads all of them.
+    """
+    return _reader(find(Path(directory), best, NOTHING, check)[0], name)
+
+
+def changed_rows(directory: str | Path, name: str, since_round: int) -> ChangedRows:
+    """Rows of an `Embedding` that changed between the checkpoint of a round and the newest one.
+
+    That checkpoint must still be there, or the newest must be an increment that adds to it
+    (`save_tables=incremental`).
+    """
+    path, saved = find(Path(directory), None, NOTHING, check=False)
+    reader, round = _reader(path, name), saved.round
+    layers = read_manifest(path)[TABLES][name]
+    rounds = [layer["round"] for layer in layers]
+    if since_round in rounds:
+        at = len(rounds) - rounds[::-1].index(since_round)
+        ids, values = reader.changed_rows(reader.version_of(layers[at - 1]["tag"]))
+        erased = reader.erased_after(layers[at - 1]["tag"])
+        return ChangedRows(round, ids, values, np.setdiff1d(erased, reader.index().ids))
+    before = path.with_name(f"step-{since_round:08d}")
+    if not before.is_dir():
+        raise CheckpointError(
+            f"the checkpoint of round {since_round} is gone, and the newest, of round {round}, "
+            f"adds to rounds {', '.join(map(str, rounds))}; give one of them, or take all rows"
+        )
+    older = _reader(before, name)
+    ids, values = reader.changed_rows(older.version)
+    return ChangedRows(round, ids, values, np.setdiff1d(older.index().ids, reader.index().ids))
+
+
+def _reader(checkpoint: Path, name: str) -> TableReader:
+    readers = saved_readers(checkpoint)
+    if name not in readers:
+        there = ", ".join(readers) or "no table files"
+        raise CheckpointError(
+            f"checkpoint {checkpoint} has no table {name!r}; it has {there} (a run of an older "
+            "version: resume it and save once)"
+        )
+    return readers[name]
+
+
 def _rows(saved: Snapshot) -> Tensors:
-    """The rows of embeddings in a checkpoint, by "<table>/<part>"."""
+    """The rows of embeddings in a checkpoint of format 2, by "<table>/<part>"."""
     return {k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)}

@@ -214,6 +214,10 @@ class Plan:
     save: str = "epoch"
     keep: int = 3
     best: str | None = None
+    # rows of embeddings in a checkpoint: all, or those that changed since the one before
+    save_tables: Literal["full", "incremental"] = "full"
+    # of rows that resume under another server optimizer: drop keeps their values alone
+    table_state: Literal["keep", "drop"] = "keep"
     timeout_s: float = 600.0
     # without a heartbeat for so long, a worker is taken for dead; None: timeout_s
     lease_s: float | None = None

@@ -31,6 +31,7 @@ from manyhands.recover.checkpoint import Checkpoints
 from manyhands.split.data import SPLITS
 from support.commands import CLI, ENDLESS, command, descendants, wait_until_gone
 from support.pooled import start
+from support.saved_tables import saved_rows
 
 SIZE, BATCH, EPOCHS, ROW_LR = 3, 4, 2, 0.5
 N = 8 * SIZE * BATCH - 10  # eight steps an epoch; in the last one rank 2 has no sample
@@ -233,15 +234,8 @@ def test_a_row_learns_what_the_mean_over_the_samples_of_a_step_says(
     of its step: those of all ranks, or of one rank's batch, times the part of a step that such a
     batch is.
     """
-    found = Checkpoints(served(name in NEAR_ROWS) / "rows" / name / "checkpoints").latest()
-    assert found is not None
-    rows = dict(
-        zip(
-            found.state["table/rows/ids"].tolist(),
-            found.state["table/rows/values"].view(-1).tolist(),
-            strict=True,
-        )
-    )
+    found = saved_rows(served(name in NEAR_ROWS) / "rows" / name)["rows"]
+    rows = dict(zip(found["ids"].tolist(), found["values"].reshape(-1).tolist(), strict=True))
     share = {"downpour": 1.0, "async_easgd": 1 / SIZE}.get(name)
     together = BATCH if share is not None else SIZE * BATCH
     order = SPLITS["shuffled"](N, 0, 0).tolist()

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,7 +22,7 @@ from manyhands.assembly.tables import RunTables
 from manyhands.core import Plan, Snapshot, Tensors
 from manyhands.data.batches import BatchIterator
 from manyhands.embedding import server_optimizer
-from manyhands.errors import CheckpointError
+from manyhands.errors import CheckpointError, Diverged, StoreError
 from manyhands.parallel.reshard.rank_state import RankState
 from manyhands.parallel.reshard.resharding import Resharding
 from manyhands.plan import words
@@ -35,6 +36,7 @@ from manyhands.recover.given_values import (
     other_data,
     saved_values,
 )
+from manyhands.recover.table_files import SavingTables
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
@@ -63,6 +65,8 @@ class Checkpointing:
         )
         self._given = self._present_values()
         self._not_saved: list[str] = []
+        self._saving: SavingTables | None = None  # the tables of the snapshot taken last
+        self._no_tables: Exception | None = None  # why there are none
         if self.resharding is not None and self.plan.save != "off":
             folder = self.context.checkpoints.folder
             sharded_file.check_common(folder, self.context.group, self.context.device)
@@ -86,8 +90,8 @@ class Checkpointing:
             snapshot = self._take_whole(round, active, metrics)
         else:
             snapshot = self._take_slices(self.resharding, round, active, metrics)
-        if self.tables is not None:  # nobody pushes before rank 0 has all of the tables
-            self.context.group.barrier()
+        if self.tables is not None:
+            self._agree_on_tables()
         return snapshot
 
     def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> str:
@@ -96,8 +100,10 @@ class Checkpointing:
         checkpoints = self.context.checkpoints
         if isinstance(snapshot, RankSnapshot):
             checkpoints.save_together(snapshot, metrics, self.context.group, self.context.device)
+        elif self.context.rank == 0 and self._no_tables is not None:
+            checkpoints.refuse(snapshot.round, self._no_tables)
         elif self.context.rank == 0:
-            checkpoints.save(snapshot, metrics)
+            checkpoints.save(snapshot, metrics, self._saving)
         return str(checkpoints.path(snapshot.round))
 
     def last_good(self) -> str | None:
@@ -126,20 +132,44 @@ class Checkpointing:
         )
         if context.rank != 0:
             return empty
-        rows: Tensors = {}
+        served: Tensors = {}
         if self.tables is not None:
-            rows, moments = self.tables.dump(active.strategy)
+            moments = self.tables.dense_state(active.strategy)
             flat = self.replica.flat
             if moments and isinstance(flat, FlatParameters):
                 tensors = server_optimizer.named_state(flat, self.replica.optimizer, moments)
-                rows |= server_optimizer.named_compensation(flat, moments)
+                served = server_optimizer.named_compensation(flat, moments)
         meta = self._meta(active, metrics, optimizer_meta)
         meta["codec_kept"] = any("/codec/" in name for name in own)
         with self.replica.flat.holding(model):
             params = state.model_state(self.module)
         merge_state = {k: v.detach().to("cpu", copy=True) for k, v in active.state.items()}
         position = self.batches.position
-        return Snapshot(round, params, tensors, rows | merge_state, position, rng, meta, own)
+        self._begin_tables(round)
+        return Snapshot(round, params, tensors, served | merge_state, position, rng, meta, own)
+
+    def _begin_tables(self, round: int) -> None:
+        """Let the servers begin to write their rows. What a disk refuses fails the save, and not
+        the training."""
+        self._saving, self._no_tables = None, None
+        self.context.checkpoints.wait()
+        try:
+            if self.tables is not None and not self.context.checkpoints.not_finite:
+                self.context.keep_directory()
+                self._saving = self.tables.begin_snapshot(round)
+        except (OSError, StoreError) as e:
+            self._no_tables = e
+
+    def _agree_on_tables(self) -> None:
+        """All ranks go on when the servers know what to save: nobody pushes before. Rows that are
+        NaN or infinite, which the last save has met, end the run: they are never saved."""
+        why, device = self.context.checkpoints.not_finite, self.context.device
+        bad = torch.tensor([float(bool(why))], device=device)
+        self.context.group.all_reduce({"bad": bad}, op="max").wait()
+        if float(bad) > 0:
+            good = self.last_good()
+            last = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+            raise Diverged(f"{why or 'rows of a table became NaN or infinite'}; {last}")
 
     def _take_slices(
         self,

@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,12 +29,16 @@ from manyhands.exchange.compression import SERVER_CODECS
 from manyhands.launch import servers as processes
 from manyhands.observe.server_events import server_event
 from manyhands.plan.checks import parse_bytes
+from manyhands.recover.checkpoint import read_manifest
+from manyhands.recover.table_files import SavingTables, TableFiles, table_layers
 from manyhands.replica.flat import FlatParameters
 from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.local_store import LocalStore
 from manyhands.server.shard import Shard
+from manyhands.server.snapshots.saved_tables import check_saved, without_state
+from manyhands.server.snapshots.table_reader import TableReader
 
 PREFIX = "table/"  # of tables in a snapshot's state
 EVENT_EVERY_S = 1.0
@@ -55,6 +60,7 @@ class RunTables:
         self.context, self.plan, self.store = context, plan, store
         self.embeddings = embeddings
         self.dense: list[Table] = []
+        self._files = TableFiles(plan.save_tables == "incremental")
         self._reported = time.monotonic()
 
     @property
@@ -119,25 +125,40 @@ class RunTables:
 
     # -- checkpoints --
 
-    def dump(self, strategy: Strategy[Any, Any]) -> tuple[Tensors, dict[str, Tensors]]:
-        """Rows of embeddings, by "table/<name>/<part>"; and the server optimizer's state of the
-        dense vectors, by vector."""
-        rows: Tensors = {}
-        for table in self.sparse:
-            content = self.store.dump(table.name)
-            rows |= {f"{PREFIX}{table.name}/{k}": v for k, v in content.items()}
+    def begin_snapshot(self, round: int) -> SavingTables | None:
+        """Begin to save the rows of embeddings as they are now: the servers write them themselves,
+        while training goes on. Rank 0 calls it, and nobody pushes meanwhile."""
+        if not self.sparse:
+            return None
+        folder = self.context.checkpoints.room_for_tables(round)
+        return self._files.begin(self.store, [t.name for t in self.sparse], folder, round)
+
+    def dense_state(self, strategy: Strategy[Any, Any]) -> dict[str, Tensors]:
+        """The server optimizer's state of the dense vectors, by vector."""
         if strategy.on_server != "optimizer":
-            return rows, {}
-        return rows, {t.name: _state(self.store.dump(t.name)) for t in self.dense}
+            return {}
+        return {t.name: _state(self.store.dump(t.name)) for t in self.dense}
 
     def restore(self, saved: Snapshot) -> None:
         """Rank 0 restores the rows of a checkpoint; all ranks wait until they are applied."""
         contents = saved_tables(
             {k.removeprefix(PREFIX): v for k, v in saved.state.items() if k.startswith(PREFIX)}
         )
+        files = saved_readers(self.context.checkpoints.last_good)
         for table in self.sparse:
             content = contents.get(table.name)
-            if content and self.context.rank == 0:
+            if table.name in files:
+                reader, drop = files[table.name], self.plan.table_state == "drop"
+                drops = check_saved(reader, table, drop)  # on every rank: all of them refuse it
+                if drops:
+                    self.context.notice(
+                        f"the embedding {table.name!r} keeps its values; the state of "
+                        f"{reader.table['optimizer']} is dropped, {table.optimizer} starts anew"
+                    )
+                if self.context.rank == 0:
+                    pieces = without_state(reader) if drops else reader.contents()
+                    self.store.restore_pieces(table.name, pieces)
+            elif content and self.context.rank == 0:
                 self.store.restore(table.name, content)
             elif not content:
                 self.context.notice(
@@ -145,6 +166,14 @@ class RunTables:
                 )
         self.flush()
         self.context.group.barrier()
+
+
+def saved_readers(checkpoint: Path | None) -> dict[str, TableReader]:
+    """The tables of a checkpoint that servers wrote, by name."""
+    if checkpoint is None:
+        return {}
+    layers = table_layers(checkpoint, read_manifest(checkpoint))
+    return {name: TableReader(files) for name, files in layers.items()}
 
 
 def _state(content: Tensors) -> Tensors:
@@ -193,6 +222,12 @@ def _check(
             "ranks and the model has no mh.Embedding; add staleness=0 (synchronous), staleness=4 "
             "or merge=downpour to keep the model on the servers"
         )
+    for word in ("save_tables", "table_state"):
+        value = getattr(plan, word)
+        if not embedded and value != Plan.__dataclass_fields__[word].default:
+            raise PlanError(
+                f"{word}={value} has no effect: the model has no mh.Embedding; leave it out"
+            )
     if plan.embeddings == "sync" and not embedded:
         raise PlanError(
             "embeddings=sync has no effect: the model has no mh.Embedding; leave it out"

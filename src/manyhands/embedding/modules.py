@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
@@ -70,6 +70,10 @@ class RowSource(Protocol):
 
     def replace_rows(self, table: Table, content: Tensors) -> None:
         """Give the table these rows in place of those it has."""
+        ...
+
+    def replace_pieces(self, table: Table, contents: Iterable[Mapping[str, Any]]) -> None:
+        """As `replace_rows`, with rows that come in pieces."""
         ...
 
 

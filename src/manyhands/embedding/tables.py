@@ -279,6 +279,11 @@ class EmbeddingTables:
         self._add(table, create=True)
         self.store.restore(table.name, content)
 
+    def replace_pieces(self, table: Table, contents: Iterable[Mapping[str, Any]]) -> None:
+        """As `replace_rows`, with rows that come in pieces."""
+        self._add(table, create=True)
+        self.store.restore_pieces(table.name, contents)
+
     def restore(self, content: Tensors) -> None:
         self.flush()
         self._prefetched.clear()

@@ -141,6 +141,10 @@ def _check_limits(plan: Plan) -> None:
         )
     if plan.save not in ("epoch", "off") and not (plan.save.isdigit() and int(plan.save) > 0):
         raise PlanError(f"save={plan.save}: epoch, off or a number of rounds is needed")
+    if plan.save == "off" and plan.save_tables != "full":
+        raise PlanError(
+            f"save_tables={plan.save_tables} has no effect with save=off; leave one of them out"
+        )
 
 
 def _check_strategy(plan: Plan, word: str, strategy: Strategy[Any, Any]) -> None:

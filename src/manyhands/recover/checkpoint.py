@@ -1,7 +1,8 @@
 """Checkpoints: one folder each, complete or absent, checked when read, free of code and of layout.
 
     checkpoints/step-00000120/tensors.safetensors     every tensor by name
-                              manifest.json           its sha256 and size, round, position, metrics
+                              tables/                 rows that servers wrote (see `table_files`)
+                              manifest.json           their sha256 and size, round, metrics, ...
 
 A background thread writes into a hidden folder, syncs and renames it: a crash at any moment leaves
 the previous checkpoint and at worst a hidden folder, which the next save removes. A round that is
@@ -20,9 +21,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -35,16 +37,19 @@ from manyhands.core import (
     Snapshot,
     Tensors,
 )
-from manyhands.errors import CheckpointError
+from manyhands.errors import CheckpointError, NotFinite
 from manyhands.recover import sharded_file
+from manyhands.recover.checked_files import check_file, digest_of, sync
+from manyhands.recover.table_files import FILES, TABLES, SavingTables
 
-FORMAT = 2
+FORMAT, PLAIN_FORMAT = 3, 2  # with table files, and without
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
 NEW = ".new"  # ends the name of a second checkpoint of a round; sorts after the first one's
 
 Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
 Only = Callable[[str], bool]  # which tensors to read, by their names in the file
 EVERYTHING: Only = lambda name: True
+NOTHING: Only = lambda name: False
 
 
 @dataclass
@@ -69,18 +74,35 @@ class Checkpoints:
         self.folder, self.keep, self.best, self.report = folder, keep, best, report
         self.last_good: Path | None = None
         self.failure = ""  # why the last save failed; "": it did not
+        self.not_finite = ""  # the same, where it failed since something is NaN or infinite
         self._thread: threading.Thread | None = None
 
     # -- writing --
 
-    def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+    def save(
+        self,
+        snapshot: Snapshot,
+        metrics: dict[str, float],
+        tables: SavingTables | None = None,
+    ) -> None:
         """Save in the background: the snapshot's tensors must not change any more. One save at a
-        time."""
+        time. `tables` are being written by servers."""
         self.wait()
         self._thread = threading.Thread(
-            target=self._save, args=(snapshot, metrics), name="checkpoint"
+            target=self._save, args=(snapshot, metrics, tables), name="checkpoint"
         )
         self._thread.start()
+
+    def refuse(self, round: int, why: Exception) -> None:
+        """There is nothing to save: report it as a save that failed."""
+        self.wait()
+        self._failed(round, None, time.perf_counter(), why)
+
+    def room_for_tables(self, round: int) -> Path:
+        """A hidden folder for the tables of the next checkpoint, when the one before is saved."""
+        self.wait()
+        self._sweep()
+        return self.folder / f"{HIDDEN}{round}-{os.getpid()}-tables"
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -108,35 +130,49 @@ class Checkpoints:
             )
             self._thread.start()
 
-    def _save(self, snapshot: Snapshot, metrics: dict[str, float]) -> None:
+    def _save(
+        self, snapshot: Snapshot, metrics: dict[str, float], tables: SavingTables | None = None
+    ) -> None:
         start, hidden = time.perf_counter(), self.folder / f"{HIDDEN}{snapshot.round}-{os.getpid()}"
+        saved: Path | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self._sweep(None if tables is None else tables.folder)
             _write(snapshot, hidden)
+            more = {} if tables is None else tables.finish(hidden)
         except Exception as e:  # a full disk must not stop training: the last good one stays
-            return self._failed(snapshot.round, hidden, start, e)
-        self._finish(snapshot, metrics, hidden, start)
+            self._failed(snapshot.round, hidden, start, e)
+        else:
+            saved = self._finish(snapshot, metrics, hidden, start, more)
+        if tables is not None:
+            tables.end(saved)
 
     def _finish(
-        self, snapshot: Snapshot, metrics: dict[str, float], hidden: Path, start: float
-    ) -> None:
-        """Write the manifest beside the tensors and give the folder its name."""
+        self,
+        snapshot: Snapshot,
+        metrics: dict[str, float],
+        hidden: Path,
+        start: float,
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Path | None:
+        """Write the manifest beside the tensors and give the folder its name; None: it failed."""
         try:
             path = self.path(snapshot.round)
-            nbytes = _seal(snapshot, metrics, hidden)
+            nbytes = _seal(snapshot, metrics, hidden, more)
             if path.exists():  # a resumed run came to this round again
                 os.rename(hidden, new := path.with_name(f"{path.name}{NEW}"))
-                _sync(self.folder)  # before the old one goes
+                sync(self.folder)  # before the old one goes
                 self._take_place(new)
             else:
                 os.rename(hidden, path)
-            _sync(self.folder)
-            self.last_good, self.failure = path, ""
+            sync(self.folder)
+            self.last_good, self.failure, self.not_finite = path, "", ""
             self._forget(path)
             self.report("checkpoint", time.perf_counter() - start, nbytes, str(path))
+            return path
         except Exception as e:
             self._failed(snapshot.round, hidden, start, e)
+            return None
 
     def _failed(self, round: int, hidden: Path | None, start: float, error: Exception) -> None:
         if hidden is not None:
@@ -146,13 +182,16 @@ class Checkpoints:
             if self.last_good
             else "there is no earlier one"
         )
-        self.failure = str(error) or type(error).__name__
+        self.failure, self.not_finite = str(error) or type(error).__name__, ""
+        if isinstance(error, NotFinite):
+            self.not_finite = self.failure
         said = f"checkpoint at round {round} failed: {error}; training goes on, {kept}"
         self.report("checkpoint_failed", time.perf_counter() - start, 0, said)
 
-    def _sweep(self) -> None:
+    def _sweep(self, keep: Path | None = None) -> None:
         for old in self.folder.glob(f"{HIDDEN}*"):
-            shutil.rmtree(old, ignore_errors=True)
+            if old != keep:
+                shutil.rmtree(old, ignore_errors=True)
         for new in self.folder.glob(f"step-*{NEW}"):
             self._take_place(new)
 
@@ -195,12 +234,12 @@ class Checkpoints:
                     scored.append((sign * value, path))
         return max(scored)[1] if scored else None
 
-    def latest(self, only: Only = EVERYTHING) -> Snapshot | None:
+    def latest(self, only: Only = EVERYTHING, check: bool = True) -> Snapshot | None:
         """The newest undamaged checkpoint, with `only` these tensors; damaged ones are reported."""
         found = self.all()
         for path in reversed(found):
             try:
-                snapshot = load(path, only)
+                snapshot = load(path, only, check)
             except CheckpointError as e:
                 self.report("warning", 0.0, 0, f"{e}; using the one before it")
                 continue
@@ -232,8 +271,11 @@ def pick(run: Path, best: str | None = None) -> Snapshot:
     return find(run, best)[1]
 
 
-def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[Path, Snapshot]:
-    """As `pick`, with `only` these tensors; and the checkpoint's folder."""
+def find(
+    run: Path, best: str | None = None, only: Only = EVERYTHING, check: bool = True
+) -> tuple[Path, Snapshot]:
+    """As `pick`, with `only` these tensors; and the checkpoint's folder. Without `check`, files
+    are compared with their sizes only."""
     if best == "loss":
         raise CheckpointError("best=loss is the largest loss; give -loss, with a minus")
     folder = Checkpoints(run / "checkpoints", best=best)
@@ -243,8 +285,8 @@ def find(run: Path, best: str | None = None, only: Only = EVERYTHING) -> tuple[P
                 f"no checkpoint of {run} knows the metric {best!r}; "
                 "leave best out to take the newest"
             )
-        return path, load(path, only)
-    if (snapshot := folder.latest(only)) is None or folder.last_good is None:
+        return path, load(path, only, check)
+    if (snapshot := folder.latest(only, check)) is None or folder.last_good is None:
         raise CheckpointError(
             f"{run} holds no checkpoint; a run directory that has saved at least once is needed"
         )
@@ -258,22 +300,9 @@ def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
     """
     manifest = read_manifest(path)
     file = path / TENSORS
-    try:
-        size = file.stat().st_size
-    except OSError as e:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {TENSORS} cannot be read ({e})"
-        ) from e
-    if size != manifest["bytes"]:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {TENSORS} has {size} bytes, "
-            f"the manifest says {manifest['bytes']}"
-        )
-    if check and (digest := _digest(file)) != manifest["sha256"]:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged: {TENSORS} has checksum {digest[:12]}..., "
-            f"the manifest says {manifest['sha256'][:12]}..."
-        )
+    check_file(path, TENSORS, manifest, check)
+    for name, saved in manifest.get(FILES, {}).items():
+        check_file(path, name, saved, check)
     kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}, "ranks": {}}
     try:
         with safetensors.safe_open(file, framework="pt") as tensors:
@@ -334,37 +363,29 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
     )
 
 
-def _seal(snapshot: Snapshot, metrics: dict[str, float], folder: Path) -> int:
-    """Write the manifest with the checksum of the tensors, and sync both; returns their bytes."""
+def _seal(
+    snapshot: Snapshot, metrics: dict[str, float], folder: Path, more: Mapping[str, Any]
+) -> int:
+    """Write the manifest with the checksum of the tensors and `more`, and sync both; returns the
+    bytes of all files."""
     file = folder / TENSORS
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT if more else PLAIN_FORMAT,
         "round": snapshot.round,
         "position": asdict(snapshot.position),
         "metrics": metrics,
         "meta": snapshot.meta,
-        "sha256": _digest(file),
+        "sha256": digest_of(file),
         "bytes": file.stat().st_size,
+        **more,
     }
     manifest["manifest_sha256"] = _manifest_digest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (file, folder / MANIFEST, folder):
-        _sync(path)
-    return file.stat().st_size
+    tables = [folder / TABLES] if more else []  # the files in it were synced when written
+    for path in (file, folder / MANIFEST, *tables, folder):
+        sync(path)
+    return file.stat().st_size + sum(x["bytes"] for x in more.get(FILES, {}).values())
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

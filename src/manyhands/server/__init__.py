@@ -15,5 +15,5 @@ The way of one push:
 
 `process` runs shards, and in one server of a run the `coordinator`: membership, the slot map
 (`slots`), the workers' `clock` and their `step_counter`. `local_store` and `inproc_store` use
-shards and clock without servers.
+shards and clock without servers. `snapshots/` saves tables to files while pushes go on.
 """

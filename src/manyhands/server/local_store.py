@@ -252,7 +252,8 @@ class LocalStore:
             ids = content["ids"] if "ids" in content else content["erased"]
             owner = self._owner[slot_of(ids, seed_of(name), self._owner.size)]
             for s, shard in enumerate(self.shards):
-                shard.load(name, rows_of(content, owner == s))
+                share = float(np.mean(self._owner == s))
+                shard.load(name, rows_of(content, owner == s, share))
 
     def snapshot(
         self,

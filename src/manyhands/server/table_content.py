@@ -10,10 +10,11 @@ from torch import Tensor
 
 from manyhands.core import Table, Tensors
 from manyhands.errors import StoreError
+from manyhands.server.tables.dump import VALUES_ONLY
 from manyhands.server.validate import vector_of
 
 Arrays = dict[str, np.ndarray]
-COMMON = ("version", "time_base")  # of the whole table, not of its rows
+COMMON = ("version", "time_base", "expect", VALUES_ONLY)  # of the whole table, not of its rows
 
 
 def first_values(table: Table, values: Tensor | None, state: Tensors | None) -> Tensor | None:
@@ -61,9 +62,13 @@ def join(table: Table, shards: list[Arrays]) -> Tensors:
     return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in joined.items()}
 
 
-def rows_of(content: Mapping[str, np.ndarray], which: np.ndarray) -> Arrays:
-    """Some rows of a sparse table's content, by their numbers or a mask."""
-    return {k: x if k in COMMON else np.ascontiguousarray(x[which]) for k, x in content.items()}
+def rows_of(content: Mapping[str, np.ndarray], which: np.ndarray, share: float) -> Arrays:
+    """Some rows of a sparse table's content, by their numbers or a mask, for a shard that owns this
+    share of all slots."""
+    mine = {k: x if k in COMMON else np.ascontiguousarray(x[which]) for k, x in content.items()}
+    if "expect" in mine:
+        mine["expect"] = np.ceil(mine["expect"] * share).astype(np.int64)
+    return mine
 
 
 def arrays_of(table: Table, content: Tensors) -> Arrays:

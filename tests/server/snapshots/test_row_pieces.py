@@ -112,6 +112,19 @@ def test_pieces_bring_another_table_to_the_same_rows() -> None:
     assert content(copy) == content(table)
 
 
+def test_an_index_that_expects_rows_need_not_grow_for_them() -> None:
+    table, copy, dice = make(), make(), np.random.default_rng(4)
+    push(table, np.arange(20_000), dice)
+    push(copy, np.arange(-50, 0), dice)
+    copy.storage.expect(20_050)
+    moves = copy.storage.moves
+    for piece in read_pieces(table):
+        load_piece(copy, piece)
+    assert copy.storage.moves == moves and copy.rows == 20_050
+    expected = content(table)
+    assert {i: row for i, row in content(copy).items() if i >= 0} == expected
+
+
 def test_coarse_times_give_a_superset() -> None:
     table, dice = make(expire_after=2**22), np.random.default_rng(2)
     assert table.storage.time_shift > 0

@@ -80,9 +80,9 @@ def restore_rows(
         size = max(1, sum(x.nbytes for k, x in content.items() if k not in COMMON))
         step = max(1, ids.size * _frame_bytes() // size)
         for s, connection in enumerate(connections):
-            mine = np.flatnonzero(owner == s)
+            mine, share = np.flatnonzero(owner == s), float(np.mean(slots.owner == s))
             for at in range(0, max(1, mine.size), step):
-                some = rows_of(content, mine[at : at + step])
+                some = rows_of(content, mine[at : at + step], share)
                 _load(connection, table.name, number == 0 and at == 0, some)
 
 

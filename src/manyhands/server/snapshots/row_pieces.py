@@ -6,7 +6,8 @@
 
 The index is nearly in the order of the hashes, so a range of hashes is a range of buckets and what
 overflowed behind it. A range means the same rows after the index has grown: pieces may be read one
-by one, with other pushes between them (the caller holds the shard's lock for each piece).
+by one, with other pushes between them (the caller holds the shard's lock for each piece). Before
+pieces are loaded into a new table, tell it how many rows will come (`table.storage.expect`).
 """
 
 from __future__ import annotations

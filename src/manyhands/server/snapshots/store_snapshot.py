@@ -22,7 +22,7 @@ from manyhands.server.snapshots.piece_file import WrittenFile
 from manyhands.server.snapshots.shard_snapshot import PROBE, SnapshotRequest, SnapshotStatus
 
 FETCH_BYTES = 4 << 20
-POLL_S = 0.02
+POLL_S, LONGEST_S = 0.02, 0.5  # between two questions whether a shard is done
 
 
 class SnapshotPort(Protocol):
@@ -98,8 +98,10 @@ class StoreSnapshot:
 
     def _files(self, s: int) -> list[WrittenFile]:
         shard = self._shards[s]
+        pause = POLL_S
         while not (status := shard.status(self.tag)).done:
-            time.sleep(POLL_S)
+            time.sleep(pause)
+            pause = min(1.2 * pause, LONGEST_S)
         if status.failure:
             raise (NotFinite if status.not_finite else StoreError)(status.failure)
         if not self._direct[s]:

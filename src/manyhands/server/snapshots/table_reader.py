@@ -9,8 +9,9 @@ reader.contents()                     all of it in bounded pieces, to restore: a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,15 @@ from manyhands.server.snapshots.row_pieces import RowPiece
 from manyhands.server.tables.hashing import hash_ids, seed_of
 
 Arrays = dict[str, np.ndarray]
+
+
+class ChangedRows(NamedTuple):
+    """Rows of a table that changed up to the checkpoint of `round`."""
+
+    round: int
+    ids: np.ndarray
+    values: np.ndarray  # [n, dim]
+    erased: np.ndarray  # ids whose rows are gone
 
 
 class TableReader:
@@ -84,7 +94,9 @@ class TableReader:
         version = np.array([self.version, self.step], np.int64)
         base = np.array([max(x.file.head["time_base"] for x in self._layers[-1])], np.int64)
         common = {"version": version, "time_base": base}
-        yield {**self._arrays(self._no_rows()), **common}
+        rows = max(sum(lookup.file.rows for lookup in layer) for layer in self._layers)
+        expect = {"expect": np.array([rows + rows // 20], np.int64)}
+        yield {**self._arrays(self._no_rows()), **common, **expect}
         for layer in self._layers:
             for lookup in layer:
                 gone = lookup.file.erased()
@@ -117,14 +129,48 @@ class TableReader:
         version = np.array([self.version, self.step], np.int64)
         return {**self._arrays(together), "version": version}
 
-    def changed(self, since: int) -> Iterator[RowPiece]:
-        """Rows whose last push came after a version. The same id may come again, later and newer:
-        the last one counts."""
-        for layer in self._layers:
-            for lookup in layer:
-                if int(lookup.file.head["version"]) > since:
-                    for piece in lookup.file.row_pieces():
-                        yield _only(piece, piece.times > since)
+    def index(self) -> RowIndex:
+        """Where each row is, in the order of ids: to read values in parts."""
+        newer = np.empty(0, np.int64)
+        pieces: list[RowPiece] = []
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = [(newer, newer, newer)]
+        for layer in reversed(self._layers):
+            mine = [piece for lookup in layer for piece in lookup.file.row_pieces()]
+            for piece in mine:
+                rows = np.flatnonzero(~np.isin(piece.ids, newer))
+                found.append((piece.ids[rows], np.full(rows.size, len(pieces)), rows))
+                pieces.append(piece)
+            gone = [lookup.file.erased() for lookup in layer]
+            newer = np.concatenate([newer, *gone, *(piece.ids for piece in mine)])
+        ids, piece_of, row_of = (np.concatenate([x[i] for x in found]) for i in range(3))
+        order = np.argsort(ids)
+        places = piece_of[order].astype(np.int32), row_of[order].astype(np.int32)
+        return RowIndex(ids[order], *places, pieces, self.dim, self.dtype)
+
+    def changed_rows(self, since: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and values of the rows whose last push came after a version."""
+        newer, ids = np.empty(0, np.int64), [np.empty(0, np.int64)]
+        values = [np.empty((0, self.dim), self.dtype)]
+        for layer in reversed(self._layers):
+            if all(int(lookup.file.head["version"]) <= since for lookup in layer):
+                break
+            pieces = [piece for lookup in layer for piece in lookup.file.row_pieces()]
+            for piece in pieces:
+                mine = (piece.times > since) & ~np.isin(piece.ids, newer)
+                ids.append(piece.ids[mine])
+                values.append(piece.rows[mine, : self.dim])
+            gone = [lookup.file.erased() for lookup in layer]
+            newer = np.concatenate([newer, *gone, *(piece.ids for piece in pieces)])
+        return np.concatenate(ids), np.concatenate(values)
+
+    def version_of(self, tag: str) -> int:
+        """The version of the table at the snapshot of this tag, which is one of the layers."""
+        return max(
+            int(lookup.file.head["version"])
+            for layer in self._layers
+            for lookup in layer
+            if lookup.file.head["tag"] == tag
+        )
 
     def erased_after(self, tag: str) -> np.ndarray:
         """Ids erased after the snapshot of this tag, which is one of the layers."""
@@ -162,8 +208,31 @@ class TableReader:
         return {**joined, "version": np.array([self.version, self.step], np.int64)}
 
 
+@dataclass
+class RowIndex:
+    """The rows of a saved table by their ids, in order; values stay in the files."""
+
+    ids: np.ndarray
+    _piece_of: np.ndarray
+    _row_of: np.ndarray
+    _pieces: list[RowPiece]  # views of the files
+    _dim: int
+    _dtype: np.dtype
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        """Values of the rows of ids[start:stop]."""
+        pieces, rows = self._piece_of[start:stop], self._row_of[start:stop]
+        out = np.empty((pieces.size, self._dim), self._dtype)
+        order = np.argsort(pieces, kind="stable")
+        cuts = np.flatnonzero(np.diff(pieces[order])) + 1
+        for some in np.split(order, cuts) if order.size else []:
+            out[some] = self._pieces[pieces[some[0]]].rows[rows[some], : self._dim]
+        return out
+
+
 class _Lookup:
-    """Finds ids in one file. Pieces are checked when they are first read."""
+    """Finds ids in one file. Of pieces it checks the headers only: to check all of a piece for one
+    row would be to read all of the file for a few thousand."""
 
     def __init__(self, file: PieceFile):
         self.file = file
@@ -201,14 +270,14 @@ class _Lookup:
 
     def _piece(self, number: int) -> RowPiece:
         if number not in self._pieces:
-            self._pieces[number] = self.file.row_piece(self._ordered[number])
+            self._pieces[number] = self.file.row_piece(self._ordered[number], check=False)
         return self._pieces[number]
 
     def _aside_index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of rows that pushes kept: ids in order, the piece of each and its place there."""
         if self._aside is None:
             entries = [entry for entry in self.file.pieces if entry.kind == ASIDE]
-            self._aside_pieces = [self.file.row_piece(entry) for entry in entries]
+            self._aside_pieces = [self.file.row_piece(entry, check=False) for entry in entries]
             none = np.empty(0, np.int64)
             ids = np.concatenate([none, *(p.ids for p in self._aside_pieces)])
             sizes = [p.ids.size for p in self._aside_pieces]

@@ -6,6 +6,8 @@ state/NAME      optimizer state, and what delay compensation keeps
 version         pushes applied, and the optimizer's step
 erased          instead of rows, where increments are restored: ids whose rows are gone
 time_base       where versions of rows are counted from (see `row_storage`)
+expect          about how many rows will come, where they come in pieces
+values_only     with it rows come without state, which starts as that of new rows
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from manyhands.errors import StoreError
 from manyhands.server.tables.dense import DenseTable
 from manyhands.server.tables.sparse import SparseTable
 
-STATE = "state/"
+STATE, VALUES_ONLY = "state/", "values_only"
 
 
 def state_in(content: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -49,11 +51,14 @@ def restore_table(
 ) -> None:
     if isinstance(table, SparseTable) and "time_base" in content and not table.rows:
         table.storage.time_base = int(content["time_base"][0])
+    if isinstance(table, SparseTable) and "expect" in content:
+        table.storage.expect(int(content["expect"][0]))
     try:
         if isinstance(table, SparseTable) and "erased" in content:
             table.erase(np.ascontiguousarray(content["erased"]))
         elif isinstance(table, SparseTable):
-            table.load(content["ids"], content["values"], state, content.get("meta"))
+            kept = None if VALUES_ONLY in content else state
+            table.load(content["ids"], content["values"], kept, content.get("meta"))
         else:
             table.load(content["values"], state)
     except KeyError as e:

@@ -136,6 +136,16 @@ class RowStorage:
         self.moves += 1
         rebuild(old, self.entries, self.seeds[0])
 
+    def expect(self, rows: int) -> None:
+        """Make the index large enough for so many rows. Rows that come in the order of their hashes
+        would crowd the first buckets of a smaller one, and every insert would pass them all.
+        """
+        old, rows = self.entries, min(rows, int(self.head[MAX_ROWS]))
+        if (buckets := int(rows / (4 * FULLEST)) + 8) > old.size // 8:
+            self._empty_index(min(buckets, 2**32 - 1))
+            self.moves += 1
+            rebuild(old, self.entries, self.seeds[0])
+
     def _grow_slab(self) -> None:
         """Reserve room for all rows that this machine's memory could hold. Where so much cannot be
         reserved, reserve less; rows are copied when it is used up.

@@ -296,14 +296,16 @@ class SparseTable:
         self,
         ids: np.ndarray,
         values: np.ndarray,
-        state: Mapping[str, np.ndarray],
+        state: Mapping[str, np.ndarray] | None,
         meta: np.ndarray | None = None,
     ) -> None:
-        """Put rows back as `items` returned them, without admission; existing rows are replaced."""
+        """Put rows back as `items` returned them, without admission; existing rows are replaced.
+        Without `state` (None), new rows start with that of a new row, others keep theirs.
+        """
         storage, ids = self.storage, self._check_ids(ids)
         self._check_block(values, ids.size, "values")
         needed = [*self.widths, *(["step"] if self.optimizer.kind.counts_pushes else [])]
-        if sorted(state) != sorted(needed):
+        if state is not None and sorted(state) != sorted(needed):
             raise StoreError(
                 f"table {self.spec.name!r}: state {sorted(state)} was given, optimizer "
                 f"{self.spec.optimizer!r} keeps {sorted(needed)}; give what items() returned"
@@ -320,9 +322,11 @@ class SparseTable:
         matrix[rows, : self.dim] = values
         at = self.dim
         for name, width in self.widths.items():
-            matrix[rows, at : at + width] = state[name].reshape(ids.size, width)
+            if state is not None:
+                matrix[rows, at : at + width] = state[name].reshape(ids.size, width)
             at += width
-        if "step" in needed and "step" not in self.widths and ids.size > 0:
+        counted = "step" in needed and "step" not in self.widths
+        if state is not None and counted and ids.size > 0:
             self.optimizer.step = max(self.optimizer.step, int(state["step"].max()))
         if meta is not None and ids.size > 0:
             self._load_meta(ids, meta)
