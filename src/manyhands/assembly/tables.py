@@ -30,6 +30,7 @@ from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.local_store import LocalStore
+from manyhands.server.namespaces.namespaced_store import NamespacedStore
 from manyhands.server.shard import Shard
 
 PREFIX = "table/"  # of tables in a snapshot's state
@@ -255,9 +256,11 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         lease_s=plan.lease_s or plan.timeout_s,
         payload=payload,
         tls=started.tls,
+        namespace=started.namespace,
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
-    return ObservedStore(store, context.group, payload)
+    named = NamespacedStore(store, started.namespace) if started.namespace else store
+    return ObservedStore(named, context.group, payload)
 
 
 def _modules(module: nn.Module) -> list[str]:

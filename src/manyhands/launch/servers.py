@@ -82,6 +82,7 @@ class Servers:
     addresses: tuple[str, ...] = ()  # by index; (): started by hand, ask the coordinator
     children: list[Child] = field(default_factory=list)
     tls: ssl.SSLContext | None = None  # to connect with
+    namespace: str = ""  # of this run there
     leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
 
     def alive(self) -> bool:
@@ -107,7 +108,7 @@ def start(
     process: ProcessInfo,
     store: dist.Store,
     *,
-    workers: int,
+    workers: int | None,
     timeout_s: float,
     token: str | None = None,
     memory_bytes: int | None = None,
@@ -118,8 +119,8 @@ def start(
     """Start or join the servers of a run. Every rank calls it; it returns on all of them when all
     servers are up, or raises on all of them what went wrong.
 
-    `workers` is how many will join, `memory_bytes` the limit of each server, `modules` those of
-    custom optimizers that servers may import.
+    `workers` is how many will join (None: as many as the first says), `memory_bytes` the limit of
+    each server, `modules` those of custom optimizers that servers may import.
     """
     served = environment.served(env) if served is None else served
     if served.coordinator:
@@ -163,7 +164,7 @@ def start(
     )
 
 
-def join(served: ServedBy, count: int, workers: int) -> Servers:
+def join(served: ServedBy, count: int, workers: int | None) -> Servers:
     """The servers that the environment names, where they agree with the plan."""
     if served.role not in (None, "worker"):
         raise LaunchError(
@@ -186,7 +187,7 @@ def join(served: ServedBy, count: int, workers: int) -> Servers:
             f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); "
             "give the servers' --tls-ca, PEM"
         ) from e
-    return Servers(served.coordinator, served.secret(), tls=tls)
+    return Servers(served.coordinator, served.secret(), tls=tls, namespace=served.namespace)
 
 
 # -- one child --
@@ -195,7 +196,7 @@ def join(served: ServedBy, count: int, workers: int) -> Servers:
 def _request(
     index: int,
     count: int,
-    workers: int,
+    workers: int | None,
     address: str,
     token: str,
     coordinator: str,

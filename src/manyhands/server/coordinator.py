@@ -6,7 +6,8 @@
                connection carries heartbeats, and a worker whose heartbeats stop for `lease_s` or
                whose connection closes is evicted, so that the others' clocks move on
 
-`Clock` decides; this class receives the requests. It stores no rows.
+`Clock` decides; this class receives the requests. It stores no rows. Runs of several namespaces
+have a clock each, and clients without a rank have none (`namespaces.run_registry`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from manyhands.errors import PeerLost, StoreError
 from manyhands.server.clock import Clock
+from manyhands.server.namespaces.run_registry import RunRegistry
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.slots import SlotMap
@@ -34,11 +36,14 @@ class _ServerState:
 
 
 class Coordinator:
-    """`workers`: how many will join; None: as many as the first one says."""
+    """`workers`: how many will join; None: as many as the first one says. `keep`: go on when they
+    have left, for the next run."""
 
-    def __init__(self, servers: int, workers: int | None = None, lease_s: float = 10.0):
+    def __init__(
+        self, servers: int, workers: int | None = None, lease_s: float = 10.0, keep: bool = False
+    ):
         self.num_servers, self.lease_s = servers, lease_s
-        self.clock = Clock(workers) if workers is not None else None
+        self.runs = RunRegistry(workers, keep)
         self.slots: SlotMap | None = None
         self.evicted: list[int] = []
         self._servers: list[_ServerState] = []
@@ -66,15 +71,17 @@ class Coordinator:
             servers = [each for each in self._servers if not each.gone]
         for each in servers:
             each.send(None)
-        if self.clock is not None:
-            self.clock.close()
+        self.runs.close()
+
+    @property
+    def clock(self) -> Clock | None:
+        """Of the run without a namespace."""
+        return self.runs.clock_of("")
 
     @property
     def over(self) -> bool:
         """Whether all workers have joined, and all have left."""
-        with self._changed:
-            clock, joined = self.clock, len(self._incarnations)
-        return clock is not None and joined == clock.size and not clock.alive()
+        return self.runs.over
 
     # -- servers --
 
@@ -192,6 +199,7 @@ class Coordinator:
             lease_s = self._leases.get(proof.worker, self.lease_s)
             self._heartbeats[who] = self._heartbeats.get(who, 0) + 1
             self._changed.notify_all()
+        self.runs.came_back(proof.worker)
         try:
             channel.limit(lease_s)
             while True:
@@ -212,23 +220,24 @@ class Coordinator:
                     self._heartbeats.pop(who, None)
                 if dead:
                     self.evicted.append(proof.worker)
-            if dead and self.clock is not None:
-                self.clock.evict(
+            if dead:
+                self.runs.evict(
                     proof.worker,
                     f"it {why}, so the coordinator removed it (lease_s={lease_s:g}). Look at its "
                     "log; if it was only paused, raise lease_s and resume the run",
                 )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
-        incarnation = proof.incarnation
+        worker, incarnation = proof.worker, proof.incarnation
         while True:
             head, message = channel.receive()
             try:
                 if isinstance(message, m.Join):
-                    answer: m.Message = self._join(proof.worker, message)
-                    incarnation = self._incarnations[proof.worker]
+                    entered = self._join(proof.worker, message)
+                    answer: m.Message = entered
+                    worker, incarnation = entered.worker, entered.incarnation
                 else:
-                    answer = self._answer(proof.worker, incarnation, message, head.number)
+                    answer = self._answer(worker, incarnation, message, head.number)
             except StoreError as e:
                 answer = m.Failed("store", str(e))
             except PeerLost as e:
@@ -237,18 +246,11 @@ class Coordinator:
             if isinstance(message, m.Leave):
                 return
 
-    def _join(self, worker: int, message: m.Join) -> m.AssignSlots:
+    def _join(self, rank: int, message: m.Join) -> m.AssignSlots:
         slots = self._slot_map()
-        with self._changed:
-            if self.clock is None:
-                self.clock = Clock(message.size)
-            clock = self.clock
-        if message.size != clock.size:
-            raise StoreError(
-                f"worker {worker} expects {message.size} workers, but the coordinator was started "
-                f"for {clock.size}; give both the same number"
-            )
-        joined = clock.join(worker, message.incarnation)
+        if self.runs.keep and not message.guest:
+            self._refuse_busy(rank, message.namespace)
+        worker, joined = self.runs.join(rank, message)
         with self._changed:
             self._incarnations[worker] = joined.incarnation
             if message.lease_s is not None:
@@ -258,12 +260,24 @@ class Coordinator:
             }
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
-        answer.lease_s = message.lease_s or self.lease_s
+        answer.lease_s, answer.worker = message.lease_s or self.lease_s, worker
         return answer
 
+    def _refuse_busy(self, rank: int, namespace: str) -> None:
+        """Where runs come and go, a second run must not take the place of one that is running. Of a
+        worker that died, the heartbeat connection ends at once."""
+        number = self.runs.number_of(namespace, rank)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not any(worker == number for worker, _ in self._heartbeats), 2 * GRACE_S
+            ):
+                raise StoreError(
+                    f"rank {rank} of a run is here already, in namespace {namespace!r}; give this "
+                    "run a namespace of its own: MANYHANDS_NAMESPACE=NAME"
+                )
+
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:
-        clock = self.clock
-        if clock is None or self._incarnations.get(worker) is None:
+        if self._incarnations.get(worker) is None:
             raise StoreError(f"worker {worker} sent a request before it joined")
         if incarnation != self._incarnations[worker]:
             raise StoreError(
@@ -271,33 +285,53 @@ class Coordinator:
                 f"{self._incarnations[worker]}; this is incarnation {incarnation}"
             )
         match x:
-            case m.TickClock():
-                tick = clock.tick(
-                    worker, x.clock, x.staleness, x.quorum, x.late, x.delay, x.pending, x.timeout_s
-                )
-                commits = clock.commits_since(x.version)
-                return m.ClockTicked(
-                    tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
-                )
-            case m.ClaimStep():
-                return m.StepClaimed(clock.claim(worker, x.limit, x.shared, number))
-            case m.RequestSync():
-                clock.request_sync(worker)
-            case m.TableCreated():
-                clock.table_created(x.name)
-            case m.AwaitTable():
-                clock.wait_for_table(x.name, x.timeout_s)
             case m.GetSlotMap():
                 return self._slot_map().message()
             case m.GetStats():
-                return m.Stats(clock.stats())
+                return m.Stats(self._stats(worker))
             case m.Ping():
                 pass
             case m.Leave():
                 with self._changed:
                     self._left.add((worker, incarnation))
                     self._changed.notify_all()
-                clock.evict(worker)
+                self.runs.evict(worker)
+            case _:
+                return self._answer_of_run(worker, x, number)
+        return m.Done()
+
+    def _stats(self, worker: int) -> dict[str, float]:
+        run, _ = self.runs.run_of(worker)
+        if run is not None:
+            return run.clock.stats()
+        clock = self.runs.clock_of(self.runs.namespace_of(worker))
+        return ({} if clock is None else clock.stats()) | {"now/guests": float(self.runs.guests())}
+
+    def _answer_of_run(self, worker: int, x: Any, number: int) -> m.Message:
+        """To what only ranks of a run ask: clocks, steps, and tables that rank 0 creates."""
+        run, rank = self.runs.run_of(worker)
+        if run is None:
+            raise StoreError(
+                f"a {type(x).__name__} of a client that is no rank of a run; clocks and steps are "
+                "for ranks: join with a rank and a size"
+            )
+        clock = run.clock
+        match x:
+            case m.TickClock():
+                tick, commits = run.tick(rank, x)
+                return m.ClockTicked(
+                    tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
+                )
+            case m.ClaimStep():
+                return m.StepClaimed(clock.claim(rank, x.limit, x.shared, number))
+            case m.RequestSync():
+                clock.request_sync(rank)
+            case m.StartTable():
+                return m.Done(1 if clock.has_table(x.name) else 2 * (x.name in run.left_tables))
+            case m.TableCreated():
+                clock.table_created(x.name)
+            case m.AwaitTable():
+                clock.wait_for_table(x.name, x.timeout_s)
             case _:
                 raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
         return m.Done()

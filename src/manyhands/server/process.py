@@ -54,7 +54,8 @@ class Server:
     """Shards behind one listener, and in one server of a run the coordinator.
 
     `coordinator` is the coordinator's address. None: this server coordinates, for `servers` servers
-    and `workers` workers; then `shards` may be 0, for a coordinator without tables. `advertise`
+    and `workers` workers; then `shards` may be 0, for a coordinator without tables, and `keep` says
+    that it goes on when a run is over, for other runs and for `mh.Store`. `advertise`
     (HOST or HOST:PORT) is the address that others get, where it is not the one listened on.
     """
 
@@ -67,6 +68,7 @@ class Server:
         coordinator: str | None = None,
         servers: int = 1,
         workers: int | None = None,
+        keep: bool = False,
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
@@ -101,7 +103,7 @@ class Server:
         self.coordinator: Coordinator | None = None
         self._registration: Registration | None = None
         if self._root is None:
-            self.coordinator = Coordinator(servers, workers, lease_s)
+            self.coordinator = Coordinator(servers, workers, lease_s, keep)
         else:
             self._registration = Registration(
                 self._root,
@@ -210,6 +212,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         coordinator=config.get("coordinator"),
         servers=config.get("servers") or 1,
         workers=config.get("workers"),
+        keep=bool(config.get("keep")),
         memory_bytes=config.get("memory_bytes"),
         modules=config.get("modules") or (),
         tls=tls,

@@ -22,6 +22,7 @@ from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.server.counters import ShardCounters
 from manyhands.server.dedup import DedupMarks
+from manyhands.server.namespaces.table_service import TableService
 from manyhands.server.pending import (
     PendingPush,
     PendingPushes,
@@ -29,7 +30,7 @@ from manyhands.server.pending import (
     merge_dense,
     merge_rows,
 )
-from manyhands.server.protocol.messages import PushMessage
+from manyhands.server.protocol.messages import RUN_BITS, PushMessage
 from manyhands.server.slots import SLOTS
 from manyhands.server.table_updates import (
     TablePull,
@@ -49,7 +50,7 @@ from manyhands.server.validate import not_finite, unknown_table
 EXPIRE_EVERY = 1024  # pushes between two expiries, where the table's options do not tell
 
 
-class Shard:
+class Shard(TableService):
     """Thread-safe: one lock for all tables. `warn` gets a text when a table reaches its limit."""
 
     def __init__(
@@ -60,8 +61,9 @@ class Shard:
         modules: Sequence[str] = (),
         warn: Callable[[str], None] = warnings.warn,
     ):
+        super().__init__()
         self.index, self.memory_bytes, self.modules = index, memory_bytes, tuple(modules)
-        self.committed = 0  # the last commit applied
+        self.committed: dict[int, int] = {}  # run -> the last commit applied
         self.version = 0  # pushes applied; a commit counts as one
         self._dedup = DedupMarks()
         self._warn = warn
@@ -82,15 +84,14 @@ class Shard:
         span: tuple[int, int] | None = None,
         values: np.ndarray | None = None,
         state: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """Create a table, or refuse one that exists with another spec.
+    ) -> bool:
+        """Create a table, or refuse one that exists with another spec; False: it was there.
 
         `span` is the range of a dense table that is stored here; `values` and `state` (zeros where
         None) are what it starts from, by the names that `dump` uses.
         """
         with self._lock:
-            old = self._tables.get(table.name)
-            if old is not None:
+            if (old := self._tables.get(table.name)) is not None:
                 check_same(old, table, span)
             elif table.length is None:
                 self._tables[table.name] = SparseTable(
@@ -102,6 +103,7 @@ class Shard:
                 self._tables[table.name] = DenseTable(
                     table, start, stop, values, own, modules=self.modules
                 )
+            return old is None
 
     def spec(self, name: str) -> Table:
         with self._lock:
@@ -291,9 +293,10 @@ class Shard:
         stay pending. A version that was applied before is ignored.
         """
         with self._lock:
-            if version <= self.committed:
+            run = members[0][0] >> RUN_BITS if members else 0
+            if version <= self.committed.get(run, 0):
                 return
-            self.committed = version
+            self.committed[run] = version
             pushes = self._pending.take(members)
             if not pushes:
                 return

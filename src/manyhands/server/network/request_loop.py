@@ -42,6 +42,7 @@ class RequestLoop:
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
         self._keys = KeyLists()
+        self._used: dict[str, tuple[Table, int]] = {}  # tables as the worker knows them
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
@@ -107,10 +108,11 @@ class RequestLoop:
                 state = {
                     name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
                 }
-                self._endpoint.create(
+                made = self._endpoint.create(
                     message.table, message.span, arrays.get("values"), state or None
                 )
-                self._channel.send(m.Done(), number)
+                self._used.pop(message.table.name, None)
+                self._channel.send(m.Done(int(made)), number)
             case m.DumpTable():
                 content = self._shard.dump(message.name)
                 described, parts = pack(content)
@@ -122,8 +124,24 @@ class RequestLoop:
                 self._channel.send(m.Done(), number)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
+            case m.ListTables():
+                self._used.clear()  # the worker now knows the tables as they are
+                self._channel.send(m.TableList(self._shard.stored()), number)
+            case m.DeleteRows():
+                self._delete(number, message, memory)
+            case m.DropTable():
+                who = self._worker, self._incarnation, message.sequence
+                self._channel.send(m.Done(self._endpoint.drop(*who, message.table)), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
+
+    def _delete(self, number: int, x: m.DeleteRows, memory: np.ndarray) -> None:
+        if x.epoch != self._status.epoch:
+            self._ask_to_resend(number, m.Resend("epoch", self._status.epoch))
+            return
+        ids = Cursor(memory).take(x.count, np.int64)
+        who = self._worker, self._incarnation, x.sequence
+        self._channel.send(m.Done(self._shard.delete_rows(*who, x.table, ids)), number)
 
     # -- push and pull --
 
@@ -152,8 +170,21 @@ class RequestLoop:
 
     def _spec(self, name: str) -> tuple[Table, int]:
         found = self._endpoint.specs.get(name)
+        if found is not None and found is not self._used.setdefault(name, found):
+            self._check_remade(name, found)
         # for an unknown table the shard raises
         return (self._shard.spec(name), 0) if found is None else found
+
+    def _check_remade(self, name: str, found: tuple[Table, int]) -> None:
+        """Another client may have dropped a table and made it anew; a request of another shape must
+        not be read as if it had the new one."""
+        old, new = self._used[name][0], found[0]
+        if (old.dim, old.length, old.dtype) != (new.dim, new.length, new.dtype):
+            raise StoreError(
+                f"table {name!r} was dropped and made anew, with {_shape(new)}; it had "
+                f"{_shape(old)} when this client first used it: call tables() to use it as it is"
+            )
+        self._used[name] = found
 
     def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
         if request.mode == m.DENSE:
@@ -313,3 +344,7 @@ class RequestLoop:
         if at < 0 or nbytes < 0 or at + nbytes > segment.memory.size or at % arena.ALIGN:
             raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {segment.memory.size}")
         return segment.memory[at : at + nbytes]
+
+
+def _shape(table: Table) -> str:
+    return f"dim={table.dim}, length={table.length}, dtype={table.dtype}"

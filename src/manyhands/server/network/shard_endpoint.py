@@ -52,10 +52,17 @@ class ShardEndpoint:
         span: tuple[int, int] | None,
         values: np.ndarray | None,
         state: dict[str, np.ndarray] | None,
-    ) -> None:
-        self.shard.create(table, span, values, state)
+    ) -> bool:
+        made = self.shard.create(table, span, values, state)
         stored = span[1] - span[0] if span is not None else table.length or 0
         self.specs[table.name] = table, stored
+        return made
+
+    def drop(self, worker: int, incarnation: int, sequence: int, name: str) -> int:
+        there = self.shard.drop(worker, incarnation, sequence, name)
+        if name not in self.shard.tables():  # else the request came again, and it was made anew
+            self.specs.pop(name, None)
+        return there
 
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()

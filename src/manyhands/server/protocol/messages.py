@@ -2,11 +2,12 @@
 
     handshake               Hello, Proof, Welcome or Refused                     (see `handshake`)
     worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
-                            RestoreTable, GetStats, Attach (shared memory), Resume
-    shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend
+                            RestoreTable, ListTables, DeleteRows, DropTable, GetStats,
+                            Attach (shared memory), Resume
+    shard -> worker         RowsReply, TableContent, TableList, Stats, Done, Failed, Resend
     server -> coordinator   Register, Ready
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
-    worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, TableCreated,
+    worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, StartTable, TableCreated,
                             AwaitTable, GetSlotMap, GetStats, Ping, Leave
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
 
@@ -27,6 +28,7 @@ RowCodec = Literal["none", "bf16", "fp16", "int8"]  # how a frame encodes rows a
 # Where the ids of a table are: it is dense and has none; in the payload; the shard has kept them
 # under their hash.
 DENSE, IDS_SENT, IDS_KNOWN = 0, 1, 2
+RUN_BITS = 20  # of a worker's number, that are its rank; those above are the number of its run
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -231,12 +233,15 @@ class AssignSlots(Message):
     clock: int = 0
     version: int = 0  # commits so far
     lease_s: float = 10.0
+    worker: int = 0  # its number among the workers of all runs on the servers
 
 
 class Join(Message):
     size: int
     incarnation: int | None  # None: a new process; else the one that was assigned before
     lease_s: float | None = None  # None: as the coordinator was started
+    namespace: str = ""
+    guest: bool = False  # no rank of a run: nobody waits for it
 
 
 class TickClock(Message):
@@ -293,12 +298,55 @@ class GetSlotMap(Message):
     pass
 
 
+# -- tables of clients that come and go --
+
+
+class ListTables(Message):
+    pass
+
+
+class StoredPart(Message):
+    """A table, and what of it one shard stores."""
+
+    table: Table
+    rows: int  # elements of a dense one
+    nbytes: int
+
+
+class TableList(Message):
+    tables: list[StoredPart]
+
+
+class DeleteRows(Message):
+    """Delete rows with their optimizer state, exactly once; their ids follow."""
+
+    table: str
+    epoch: int
+    sequence: int  # of the same count as pushes
+    count: int
+
+
+class DropTable(Message):
+    """Delete a whole table, exactly once."""
+
+    table: str
+    sequence: int
+
+
+class StartTable(Message):
+    """Answered with 1 where this run has the table already, with 2 where a run before it in the
+    namespace left it on the servers, else with 0."""
+
+    name: str
+
+
 _MESSAGES: list[type[Message]] = [
     *(Hello, Proof, Welcome, Refused),
     *(Done, Failed, Resend, Resume, RowsReply),
     *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
     *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
     *(RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
+    *(ListTables, TableList, DeleteRows, DropTable, StartTable),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.
 KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))

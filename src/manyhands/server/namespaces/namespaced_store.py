@@ -1,0 +1,165 @@
+"""Namespaced store: a store around a store that puts a namespace before the names of tables.
+
+    table "users" in namespace "team-a"   is "team-a::users" to the servers, in their errors too
+
+Runs and stores of different namespaces can so use one server without knowing of each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Protocol, Unpack
+
+from torch import Tensor
+
+from manyhands.core import Late, PushOptions, Reply, Rows, Table, TableStore, Tensors, Tick, Work
+from manyhands.errors import StoreError
+from manyhands.server.protocol.messages import StoredPart
+from manyhands.server.validate import NAMESPACE_END, check_namespace
+
+
+class ClientStore(TableStore, Protocol):
+    """A store as `mh.Store` uses it: beside rows, tables that come and go."""
+
+    def stored(self) -> list[StoredPart]:
+        """All tables that are there, whoever made them; the store can use them from now on."""
+        ...
+
+    def delete(self, name: str, ids: Tensor) -> int: ...
+    def drop(self, name: str) -> bool: ...
+
+
+class NamespacedStore:
+    """`store` is not used by anybody else."""
+
+    def __init__(self, store: TableStore, namespace: str):
+        check_namespace(namespace)
+        self.store, self.rank, self.size = store, store.rank, store.size
+        self.background = store.background
+        self._prefix = namespace + NAMESPACE_END
+
+    def _long(self, name: str) -> str:
+        if NAMESPACE_END in name:
+            raise StoreError(
+                f"table {name!r}; a name without {NAMESPACE_END} is needed, which divides "
+                "namespaces from names"
+            )
+        return self._prefix + name
+
+    def _rows(self, rows: Rows) -> Rows:
+        return {self._long(name): ids for name, ids in rows.items()}
+
+    def _tensors(self, given: Tensors) -> Tensors:
+        return {self._long(name): x for name, x in given.items()}
+
+    def short(self, found: Tensors) -> Tensors:
+        return {name.removeprefix(self._prefix): x for name, x in found.items()}
+
+    # -- rows --
+
+    def pull(self, rows: Rows, into: Tensors | None = None, *, remember: bool = False) -> Tensors:
+        return self.pull_async(rows, into, remember=remember).result()
+
+    def pull_async(
+        self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
+    ) -> Reply:
+        where = None if into is None else self._tensors(into)
+        return _NamedReply(self, self.store.pull_async(self._rows(rows), where, remember=remember))
+
+    def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
+        return self.store.push(self._rows(rows), self._tensors(updates), **options)
+
+    def exchange(
+        self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
+    ) -> Reply:
+        given, wanted = self._tensors(updates), self._rows(wants)
+        return _NamedReply(
+            self, self.store.exchange(self._rows(rows), given, wants=wanted, **options)
+        )
+
+    def flush(self) -> None:
+        self.store.flush()
+
+    # -- clocks and steps --
+
+    def tick(
+        self,
+        staleness: float = math.inf,
+        quorum: int | None = None,
+        *,
+        late: Late = "drop",
+        delay: int | None = None,
+    ) -> Tick:
+        return self.store.tick(staleness, quorum, late=late, delay=delay)
+
+    def claim_step(self, limit: int, shared: bool) -> int | None:
+        return self.store.claim_step(limit, shared)
+
+    def request_sync(self) -> None:
+        self.store.request_sync()
+
+    # -- tables --
+
+    def create(
+        self, table: Table, values: Tensor | None = None, state: Tensors | None = None
+    ) -> None:
+        named = dataclasses.replace(table, name=self._long(table.name))
+        self.store.create(named, values, state)
+
+    def dump(self, name: str) -> Tensors:
+        return self.store.dump(self._long(name))
+
+    def restore(self, name: str, content: Tensors) -> None:
+        self.store.restore(self._long(name), content)
+
+    def stats(self) -> dict[str, float]:
+        """Hot rows of this namespace only; other counters are of the servers as a whole."""
+        hot = f"hot/{self._prefix}"
+        return {
+            key.replace(self._prefix, "", 1): n
+            for key, n in self.store.stats().items()
+            if not key.startswith("hot/") or key.startswith(hot)
+        }
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class NamespacedClient(NamespacedStore):
+    """The same around a store whose tables come and go."""
+
+    store: ClientStore
+
+    def __init__(self, store: ClientStore, namespace: str):
+        super().__init__(store, namespace)
+
+    def stored(self) -> list[StoredPart]:
+        return [
+            StoredPart(
+                dataclasses.replace(part.table, name=part.table.name.removeprefix(self._prefix)),
+                part.rows,
+                part.nbytes,
+            )
+            for part in self.store.stored()
+            if part.table.name.startswith(self._prefix)
+        ]
+
+    def delete(self, name: str, ids: Tensor) -> int:
+        return self.store.delete(self._long(name), ids)
+
+    def drop(self, name: str) -> bool:
+        return self.store.drop(self._long(name))
+
+
+class _NamedReply:
+    """Rows on their way, under the names that the caller knows."""
+
+    def __init__(self, store: NamespacedStore, reply: Reply):
+        self._store, self._reply = store, reply
+
+    def result(self) -> Tensors:
+        return self._store.short(self._reply.result())
+
+    def wait(self) -> None:
+        self.result()
