@@ -18,6 +18,8 @@ from manyhands.core import Table
 from manyhands.errors import CheckpointError
 from manyhands.server.validate import NAMESPACE_END
 from support.commands import CLI, Command, command
+from support.docs import code_blocks
+from support.paths import REPOSITORY
 
 
 @contextmanager
@@ -239,6 +241,18 @@ def test_folders_that_are_somebody_elses_are_left_alone(tmp_path: Path) -> None:
             store.save(tmp_path / "mine")
         with pytest.raises(CheckpointError, match="holds no tables that can be read"):
             store.load(tmp_path / "mine")
+
+
+def test_the_page_shows_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "store.md"
+    names: dict[str, Any] = {}
+    for code in code_blocks(page, "python")[:3]:
+        exec(code, names)
+    assert capsys.readouterr().out.strip() in page.read_text()
+    assert repr(names["store"]) == "mh.Store(closed)" and (tmp_path / "saved").is_dir()
 
 
 # -- refusals --
