@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -351,6 +354,8 @@ def test_a_wrong_token_is_refused_and_the_right_one_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kept_server(tmp_path) as (job, address, token_file):
+        plain = socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+        plain.close()  # somebody who looks whether a server is there
         for words in ({}, {"token": "guessed"}):
             with pytest.raises(mh.StoreError, match="use token= or token_file=, or set MANYHANDS"):
                 mh.Store(address, **words)
@@ -365,3 +370,19 @@ def test_a_wrong_token_is_refused_and_the_right_one_found(
         assert job.process.poll() is None
         job.process.terminate()
         assert job.end() == 0 and job.out.endswith("stopped\n") and job.err == ""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_a_store_speaks_tls(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1".split()
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", *words, *names, *files], check=True, capture_output=True)
+    with (
+        kept_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as (_, at, token),
+        mh.Store(at, token_file=token, tls_ca=cert) as store,
+    ):
+        store.create("t", dim=2, optimizer="sum", init="zeros")
+        store.push("t", [1, 2], np.ones((2, 2)))
+        assert store.delete("t", [1]) == 1 and store.pull("t", [2]).tolist() == [[1, 1]]

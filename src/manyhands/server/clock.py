@@ -254,10 +254,6 @@ class Clock:
         with self._changed:
             return name in self._created
 
-    def tables(self) -> set[str]:
-        with self._changed:
-            return set(self._created)
-
     def wait_for_table(self, name: str, timeout_s: float | None = None) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: name in self._created or self._over, timeout_s):

@@ -327,7 +327,7 @@ class Coordinator:
             case m.RequestSync():
                 clock.request_sync(rank)
             case m.StartTable():
-                return m.Done(1 if clock.has_table(x.name) else 2 * (x.name in run.left_tables))
+                return m.Done(run.start_table(x.name, x.there))
             case m.TableCreated():
                 clock.table_created(x.name)
             case m.AwaitTable():

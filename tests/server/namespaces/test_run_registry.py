@@ -171,8 +171,9 @@ def test_a_run_refuses_a_table_that_somebody_keeps_there() -> None:
         guest = GuestStore(first.address, TOKEN, timeout_s=20.0)
         guest.create(W)
         store = ServerStore(first.address, 0, 1, TOKEN, timeout_s=20.0)
-        with pytest.raises(StoreError, match=r"table 'w' is on the servers already, and no run"):
-            store.create(W, torch.zeros(3000))
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"table 'w' is on the servers already, and no"):
+                store.create(W, torch.zeros(3000))
         guest.drop("w")
         store.create(W, torch.zeros(3000))
         store.create(W, torch.zeros(3000))
@@ -184,3 +185,21 @@ def test_a_run_refuses_a_table_that_somebody_keeps_there() -> None:
 def test_names_of_namespaces_are_plain(name: str) -> None:
     with pytest.raises(StoreError, match="letters, digits"):
         NamespacedStore(LocalStore(), name)
+
+
+def test_a_guest_that_was_paused_goes_on_and_its_number_is_not_given_away() -> None:
+    with servers(workers=None, keep=True, lease_s=0.2) as (first,):  # type: ignore[arg-type]
+        paused = GuestStore(first.address, TOKEN, timeout_s=20.0)
+        paused.create(W)
+        assert paused._heartbeat is not None and first.coordinator is not None
+        paused._heartbeat.close()
+        while paused._worker not in first.coordinator.evicted:
+            threading.Event().wait(0.02)
+        other = GuestStore(first.address, TOKEN, timeout_s=20.0)
+        assert other._worker != paused._worker
+        paused.push({"w": None}, {"w": torch.ones(3000)}).wait()
+        other.stored()
+        assert paused.stats()["pushes"] == 1 and other.pull({"w": None})["w"].sum() == 3000
+        paused.close()
+        other.close()
+        assert first.coordinator.runs.guests() == 0

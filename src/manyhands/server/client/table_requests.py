@@ -73,10 +73,11 @@ class _Deletion(PendingRequest):
 def start_table(control: Connection, sender: RequestSender, name: str) -> None:
     """Make room for a table that a run creates: what the run before it in the namespace left under
     that name is dropped, and what a store made is refused: it is somebody's."""
-    answer = control.ask(m.StartTable(name), f"create of {name}").value
+    there = bool(sender.connections[0].ask(m.ListTables(name), f"create of {name}").tables)
+    answer = control.ask(m.StartTable(name, there), f"create of {name}").value
     if answer == LEFT_BY_A_RUN:
         drop_table(sender, name)
-    elif answer != IN_THIS_RUN and any(p.table.name == name for p in list_tables(sender)):
+    elif answer != IN_THIS_RUN and there:
         raise StoreError(
             f"table {name!r} is on the servers already, and no run made it; a run starts its "
             "tables anew: drop it with mh.Store(...).drop_table, or give the run another "

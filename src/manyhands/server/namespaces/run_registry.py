@@ -47,6 +47,7 @@ class RunState:
     joined: set[int] = field(default_factory=set)  # ranks
     latest: int = -1  # incarnation, of this run
     died: bool = False  # one of them, without leaving
+    tables: set[str] = field(default_factory=set)  # that it has begun to create
     left_tables: set[str] = field(default_factory=set)  # that runs before made
 
     @property
@@ -64,8 +65,9 @@ class RunState:
         """Another run takes the place of one that is over."""
         self.earlier += self.latest + 1
         self.committed += self.clock.version
-        self.left_tables |= self.clock.tables()
+        self.left_tables |= self.tables
         self.clock, self.joined, self.latest, self.died = Clock(size), set(), -1, False
+        self.tables = set()
 
     def join(self, rank: int, incarnation: int | None) -> Membership:
         joined = self.clock.join(rank, None if incarnation is None else incarnation - self.earlier)
@@ -74,6 +76,14 @@ class RunState:
         return Membership(
             joined.incarnation + self.earlier, joined.clock, joined.version + self.committed
         )
+
+    def start_table(self, name: str, there: bool) -> int:
+        """The answer to a `StartTable`; the table is this run's from now on, unless it is there and
+        no run's."""
+        known = 1 if name in self.tables else 2 * (name in self.left_tables)
+        if known or not there:
+            self.tables.add(name)
+        return known
 
     def tick(self, rank: int, x: m.TickClock) -> tuple[Tick, list[Commit]]:
         """The answer to a tick, and the commits that its worker does not know, in the numbers that
@@ -136,7 +146,7 @@ class RunRegistry:
                 run.begin_again(message.size)
             if message.size != run.clock.size:
                 raise StoreError(
-                    f"worker {rank} expects {message.size} workers, but {_the_run(run)} is for "
+                    f"worker {rank} expects {message.size} workers, but {_the_run(run)} for "
                     f"{run.clock.size}; give both the same number"
                 )
             joined = run.join(rank, message.incarnation)
@@ -208,4 +218,5 @@ class RunRegistry:
 
 
 def _the_run(run: RunState) -> str:
-    return f"the run in namespace {run.namespace!r}" if run.namespace else "the run on this server"
+    named = f"the run in namespace {run.namespace!r} is"
+    return named if run.namespace else "the coordinator was started"

@@ -125,8 +125,10 @@ class RequestLoop:
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case m.ListTables():
-                self._used.clear()  # the worker now knows the tables as they are
-                self._channel.send(m.TableList(self._shard.stored()), number)
+                found = [p for p in self._shard.stored() if message.name in (None, p.table.name)]
+                if message.name is None:
+                    self._used.clear()  # the worker now knows the tables as they are
+                self._channel.send(m.TableList(found), number)
             case m.DeleteRows():
                 self._delete(number, message, memory)
             case m.DropTable():

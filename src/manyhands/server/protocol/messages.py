@@ -302,7 +302,7 @@ class GetSlotMap(Message):
 
 
 class ListTables(Message):
-    pass
+    name: str | None = None  # None: all
 
 
 class StoredPart(Message):
@@ -334,10 +334,11 @@ class DropTable(Message):
 
 
 class StartTable(Message):
-    """Answered with 1 where this run has the table already, with 2 where a run before it in the
-    namespace left it on the servers, else with 0."""
+    """Answered with 1 where this run has begun the table already, with 2 where a run before it in
+    the namespace left it on the servers, else with 0."""
 
     name: str
+    there: bool  # on a server
 
 
 _MESSAGES: list[type[Message]] = [
