@@ -202,7 +202,7 @@ def test_deleted_rows_start_anew(store: mh.Store) -> None:
 def test_a_dropped_table_can_be_made_with_another_shape(store: mh.Store) -> None:
     store.create("t", dim=2, optimizer="sum", init="zeros")
     store.push("t", [1], [[1.0, 2]])
-    with pytest.raises(mh.StoreError, match=r"t' is there with dim=2; given: dim=3"):
+    with pytest.raises(mh.StoreError, match=r"'t' is there with dim=2; given: dim=3"):
         store.create("t", dim=3, optimizer="sum", init="zeros")
     store.drop_table("t")
     store.create("t", dim=3, optimizer="sum", init="zeros")

@@ -199,10 +199,8 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
 
 
 def counted(running: Server) -> dict[str, float]:
-    clock = running.coordinator.clock if running.coordinator is not None else None
-    return together([endpoint.stats() for endpoint in running.endpoints]) | (
-        clock.stats() if clock is not None else {}
-    )
+    runs = running.coordinator.runs.stats() if running.coordinator is not None else {}
+    return together([endpoint.stats() for endpoint in running.endpoints]) | runs
 
 
 def line_of(stats: Mapping[str, float], seconds: float) -> str:
@@ -216,6 +214,8 @@ def line_of(stats: Mapping[str, float], seconds: float) -> str:
     parts.append(f"{size(int(shown['bytes_per_s']))}/s")
     if "running" in shown:
         parts.append(f"{shown['running']:.0f} workers")
+    if shown.get("guests"):
+        parts.append(f"{shown['guests']:.0f} stores")
     if shown.get("staleness"):
         parts.append(f"stale {shown['staleness']:.1f}")
     if shown["refused"]:

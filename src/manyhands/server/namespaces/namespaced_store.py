@@ -1,20 +1,23 @@
 """Namespaced store: a store around a store that puts a namespace before the names of tables.
 
-    table "users" in namespace "team-a"   is "team-a::users" to the servers, in their errors too
+    table "users" in namespace "team-a"   is "team-a::users" to the servers; errors name it as the
+                                          caller does
 
 Runs and stores of different namespaces can so use one server without knowing of each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
 from typing import Protocol, Unpack
 
 from torch import Tensor
 
 from manyhands.core import Late, PushOptions, Reply, Rows, Table, TableStore, Tensors, Tick, Work
-from manyhands.errors import StoreError
+from manyhands.errors import ServerLost, StoreError
 from manyhands.server.protocol.messages import StoredPart
 from manyhands.server.validate import NAMESPACE_END, check_namespace
 
@@ -38,6 +41,16 @@ class NamespacedStore:
         self.store, self.rank, self.size = store, store.rank, store.size
         self.background = store.background
         self._prefix = namespace + NAMESPACE_END
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors with the names that the caller knows."""
+        try:
+            yield
+        except (StoreError, ServerLost) as e:
+            if self._prefix not in str(e):
+                raise
+            raise type(e)(str(e).replace(self._prefix, "")) from e
 
     def _long(self, name: str) -> str:
         if NAMESPACE_END in name:
@@ -65,21 +78,26 @@ class NamespacedStore:
         self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
     ) -> Reply:
         where = None if into is None else self._tensors(into)
-        return _NamedReply(self, self.store.pull_async(self._rows(rows), where, remember=remember))
+        with self.errors():
+            reply = self.store.pull_async(self._rows(rows), where, remember=remember)
+        return _NamedRequest(self, reply.result)
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
-        return self.store.push(self._rows(rows), self._tensors(updates), **options)
+        with self.errors():
+            work = self.store.push(self._rows(rows), self._tensors(updates), **options)
+        return _NamedRequest(self, work.wait)
 
     def exchange(
         self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
     ) -> Reply:
         given, wanted = self._tensors(updates), self._rows(wants)
-        return _NamedReply(
-            self, self.store.exchange(self._rows(rows), given, wants=wanted, **options)
-        )
+        with self.errors():
+            reply = self.store.exchange(self._rows(rows), given, wants=wanted, **options)
+        return _NamedRequest(self, reply.result)
 
     def flush(self) -> None:
-        self.store.flush()
+        with self.errors():
+            self.store.flush()
 
     # -- clocks and steps --
 
@@ -91,7 +109,8 @@ class NamespacedStore:
         late: Late = "drop",
         delay: int | None = None,
     ) -> Tick:
-        return self.store.tick(staleness, quorum, late=late, delay=delay)
+        with self.errors():
+            return self.store.tick(staleness, quorum, late=late, delay=delay)
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
         return self.store.claim_step(limit, shared)
@@ -105,13 +124,16 @@ class NamespacedStore:
         self, table: Table, values: Tensor | None = None, state: Tensors | None = None
     ) -> None:
         named = dataclasses.replace(table, name=self._long(table.name))
-        self.store.create(named, values, state)
+        with self.errors():
+            self.store.create(named, values, state)
 
     def dump(self, name: str) -> Tensors:
-        return self.store.dump(self._long(name))
+        with self.errors():
+            return self.store.dump(self._long(name))
 
     def restore(self, name: str, content: Tensors) -> None:
-        self.store.restore(self._long(name), content)
+        with self.errors():
+            self.store.restore(self._long(name), content)
 
     def stats(self) -> dict[str, float]:
         """Hot rows of this namespace only; other counters are of the servers as a whole."""
@@ -123,7 +145,8 @@ class NamespacedStore:
         }
 
     def close(self) -> None:
-        self.store.close()
+        with self.errors():
+            self.store.close()
 
 
 class NamespacedClient(NamespacedStore):
@@ -146,20 +169,26 @@ class NamespacedClient(NamespacedStore):
         ]
 
     def delete(self, name: str, ids: Tensor) -> int:
-        return self.store.delete(self._long(name), ids)
+        with self.errors():
+            return self.store.delete(self._long(name), ids)
 
     def drop(self, name: str) -> bool:
-        return self.store.drop(self._long(name))
+        with self.errors():
+            return self.store.drop(self._long(name))
 
 
-class _NamedReply:
-    """Rows on their way, under the names that the caller knows."""
+class _NamedRequest:
+    """A request under way; its rows come under the names that the caller knows."""
 
-    def __init__(self, store: NamespacedStore, reply: Reply):
-        self._store, self._reply = store, reply
+    def __init__(self, store: NamespacedStore, finish: Callable[[], Tensors | None]):
+        self._store, self._finish = store, finish
+        self._found: Tensors | None = None
 
     def result(self) -> Tensors:
-        return self._store.short(self._reply.result())
+        if self._found is None:
+            with self._store.errors():
+                self._found = self._store.short(self._finish() or {})
+        return self._found
 
     def wait(self) -> None:
         self.result()

@@ -175,8 +175,19 @@ class RunRegistry:
     def over(self) -> bool:
         """Whether there was a run, and all runs are over; never where the server is kept."""
         with self._lock:
-            runs = list(self._by_name.values())
+            runs = [run for run in self._by_name.values() if run.joined]
         return not self.keep and bool(runs) and all(run.over for run in runs)
+
+    def stats(self) -> dict[str, float]:
+        """Of all runs together."""
+        with self._lock:
+            clocks = [run.clock for run in self._by_name.values()]
+        found: dict[str, float] = {"now/guests": self.guests()} if self.keep else {}
+        for clock in clocks:
+            for name, n in clock.stats().items():
+                before = found.get(name, 0)
+                found[name] = max(before, n) if name == "now/spread" else before + n
+        return found
 
     def close(self) -> None:
         with self._lock:
