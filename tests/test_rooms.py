@@ -25,6 +25,7 @@ ROOMS = (
     "server",
     "merge",
     "kernels",
+    "membership",
     "plan",
     "recover",
     "observe",

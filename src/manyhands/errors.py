@@ -10,7 +10,10 @@
     +-- Deadlock         ranks wait for each other, or exchange different things
     +-- Diverged         loss or parameters are NaN or infinite
     +-- CheckpointError  a checkpoint is missing, damaged, or of another model
-    +-- RunBusy          the run directory is in use by another run, or is the user's own folder
+    +-- RunBusy          the run directory is in use by another run, or is the user's own folder;
+    |                    or another process coordinates the run
+    +-- MembershipError  the coordinator's state cannot be kept: no locks, no etcd, damaged
+    |   +-- Fenced       ... because another process coordinates this run now
     +-- LaunchError      processes could not be started, or one of them failed
 
 Each message says what was given, what is needed and what to do:
@@ -71,7 +74,18 @@ class CheckpointError(ManyhandsError):
 
 
 class RunBusy(ManyhandsError):
-    """The run directory is in use by another run, or holds files that a run would write over."""
+    """Another run uses the run directory, or another process coordinates the run.
+
+    Also raised where a directory holds files that a run would write over.
+    """
+
+
+class MembershipError(ManyhandsError):
+    """The state of a run's coordinator cannot be claimed, read or saved."""
+
+
+class Fenced(MembershipError):
+    """This process no longer coordinates the run: what it was about to save or send is void."""
 
 
 class LaunchError(ManyhandsError):

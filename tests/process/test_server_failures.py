@@ -13,6 +13,7 @@ import struct
 import threading
 import zlib
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from manyhands.server.local_store import LocalStore
 from manyhands.server.network import listener, registration
 from manyhands.server.process import Server
 from manyhands.server.protocol import handshake
+from manyhands.server.protocol.frame import VERSION
 from manyhands.server.protocol.key_lists import KeyLists
-from manyhands.server.slots import SlotMap
 from support.compare import assert_same_steps
 from support.servers import TOKEN, USERS, joined, play, process, servers
 
@@ -189,11 +190,13 @@ def test_another_slot_map_is_fetched_and_refused_requests_go_where_they_belong()
         assert root is not None and root.slots is not None
         ids = torch.arange(500)
         store.pull({"sums": ids[:0]})
-        turned = SlotMap(
-            root.slots.epoch + 1, (1 - root.slots.owner).astype(np.uint16), root.slots.shards
+        turned = replace(
+            root.slots,
+            epoch=root.slots.epoch + 1,
+            owner=(1 - root.slots.owner).astype(np.uint16),
         )
-        root.assign(turned)
-        root._slot_map()  # all have it
+        root.registry.assign(turned)
+        root.registry.slot_map()  # all have it
         for _ in range(2):
             store.push({"sums": ids}, {"sums": torch.ones(500, 2)})
         assert (store.pull({"sums": ids})["sums"] == 2).all()
@@ -206,7 +209,7 @@ def test_another_slot_map_is_fetched_and_refused_requests_go_where_they_belong()
 # -- those who must not get in --
 
 
-def raw_head(version: int = 1, size: int = 0, more: int = 0, kind: int = 2) -> bytes:
+def raw_head(version: int = VERSION, size: int = 0, more: int = 0, kind: int = 2) -> bytes:
     raw = struct.pack("<4sHHIQQ", b"mhps", version, kind, size, more, 0)
     return raw + struct.pack("<I", zlib.crc32(raw))
 

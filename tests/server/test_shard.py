@@ -556,7 +556,7 @@ def test_one_copy_is_remembered_for_each_worker_and_table() -> None:
     for _ in range(10):
         for worker in range(3):
             dense(shard, worker=worker, remember=True)
-    assert len(shard._compensation) == 3
+    assert len(shard.compensation) == 3
 
 
 # -- limits and counts --

@@ -28,6 +28,7 @@ from manyhands.core.store import (
     Rows,
     Store,
     Table,
+    TableSnapshot,
     TableStore,
     Tick,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Strategy",
     "Student",
     "Table",
+    "TableSnapshot",
     "TableStore",
     "Tensors",
     "Tick",

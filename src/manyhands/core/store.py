@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, Unpack, runtime_checkable
 
 from torch import Tensor
@@ -132,6 +133,20 @@ class CompleteReply:
         return self.rows
 
 
+class TableSnapshot(Protocol):
+    """A snapshot of tables that is being written."""
+
+    @property
+    def base(self) -> str: ...  # the tag it adds to; "": a full one
+    def finish(self) -> Mapping[str, Sequence[tuple[str, int, str]]]:
+        """Wait until it is written; its files by table: name, bytes, sha256."""
+        ...
+
+    def end(self, good: bool) -> None:
+        """It is part of a checkpoint now (`good`), or was given up."""
+        ...
+
+
 @runtime_checkable
 class TableStore(Store, Protocol):
     """Store as the run uses it: tables, requests in the background, the step counter, checkpoints.
@@ -177,6 +192,23 @@ class TableStore(Store, Protocol):
         ...
 
     def restore(self, name: str, content: Tensors) -> None: ...
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> TableSnapshot:
+        """Save tables as they are now to files in `folder`, while pushes go on. With `base`, only
+        what changed since the snapshot of that tag; where that is not known any more, all of it.
+        One rank calls it, while no other pushes. `incremental`: the next one may add to this."""
+        ...
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, Any]]) -> None:
+        """Restore a sparse table from bounded pieces, arrays by the names of `dump`."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Counters of this rank and the servers since the last call: rows, bytes, staleness."""
         ...

@@ -23,14 +23,16 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 from manyhands.core import Late, Tick
 from manyhands.errors import PeerLost, StoreError
 from manyhands.server.step_counter import StepCounter
 
 HISTORY = 4096  # commits that can still be asked for
+KEPT = 64  # ... after the coordinator was started again
 OVER = "the coordinator is shutting down, so this call gets no answer; look for the first error"
 REJOIN = "the other ranks went on without it; it must join again with a new store"
 Commit = tuple[int, list[tuple[int, int]]]  # version, (worker, clock) in rank order
@@ -72,6 +74,14 @@ class _WorkerState:
     @property
     def active(self) -> bool:
         return self.status == "running" or (self.status == "at_sync" and self.waiting is not None)
+
+
+def _worker(state: Mapping[str, Any]) -> _WorkerState:
+    waiting, answer = state["waiting"], state["answer"]
+    found = _WorkerState(**state)
+    found.waiting = None if waiting is None else _WaitingTick(**waiting)
+    found.answer = None if answer is None else Tick(**answer)
+    return found
 
 
 class Clock:
@@ -132,6 +142,30 @@ class Clock:
     def alive(self) -> list[int]:
         with self._changed:
             return [w.rank for w in self._workers if w.status != "evicted"]
+
+    # -- state that outlives the process --
+
+    def state(self) -> dict[str, Any]:
+        """What a clock that goes on in another process needs."""
+        with self._changed:
+            return {
+                "size": self.size,
+                "version": self.version,
+                "workers": [asdict(w) for w in self._workers],
+                "commits": list(self._commits)[-KEPT:],
+                "steps": self._steps.state(),
+                "created": sorted(self._created),
+            }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Clock:
+        clock = cls(state["size"])
+        clock.version = state["version"]
+        clock._workers = [_worker(w) for w in state["workers"]]
+        clock._commits.extend((v, [(w, c) for w, c in members]) for v, members in state["commits"])
+        clock._steps.load(state["steps"])
+        clock._created = set(state["created"])
+        return clock
 
     # -- ticks --
 

@@ -1,58 +1,73 @@
 """Coordinator: membership of servers and workers, the slot map, and the workers' clock.
 
-    servers    register; when all have registered, each gets the slot map and confirms it; only then
-               can workers join
+    servers    register (`ServerRegistry`); only when all use the slot map can workers join
     workers    join, tick, claim steps and request syncs over one connection each; a second
                connection carries heartbeats, and a worker whose heartbeats stop for `lease_s` or
                whose connection closes is evicted, so that the others' clocks move on
+    operators  ask for the state of servers, drain them, even out their load
 
 `Clock` decides; this class receives the requests. It stores no rows. Runs of several namespaces
-have a clock each, and clients without a rank have none (`namespaces.run_registry`).
+have a clock each, and clients without a rank have none (`namespaces.run_registry`). With `save`,
+everything that an answer tells is saved before it is sent: a coordinator that was killed and
+started again goes on where it was, and repeated requests get the same answers.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from manyhands.errors import PeerLost, StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.namespaces.run_registry import RunRegistry
 from manyhands.server.protocol import messages as m
+from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
+from manyhands.server.server_registry import ServerRegistry
 from manyhands.server.slots import SlotMap
 
 # After a heartbeat connection broke: the network may have lost it, and its worker reconnects.
 GRACE_S = 0.5
 
 
-class _ServerState:
-    """One registered server. `send` gives it a slot map, or None when the run is over."""
-
-    def __init__(self, shards: list[m.ShardAddress], send: Callable[[SlotMap | None], None]):
-        self.shards, self.send = shards, send
-        self.epoch, self.gone = 0, False  # the epoch of the map it uses
-
-
 class Coordinator:
     """`workers`: how many will join; None: as many as the first one says. `keep`: go on when they
-    have left, for the next run."""
+    have left, for the next run. `save` keeps a state, `saved` is the one that was kept last."""
 
     def __init__(
-        self, servers: int, workers: int | None = None, lease_s: float = 10.0, keep: bool = False
+        self,
+        registry: ServerRegistry,
+        workers: int | None = None,
+        lease_s: float = 10.0,
+        *,
+        keep: bool = False,
+        save: Callable[[bytes], None] | None = None,
+        saved: bytes | None = None,
     ):
-        self.num_servers, self.lease_s = servers, lease_s
+        self.registry, self.lease_s = registry, lease_s
         self.runs = RunRegistry(workers, keep)
-        self.slots: SlotMap | None = None
         self.evicted: list[int] = []
-        self._servers: list[_ServerState] = []
         self._incarnations: dict[int, int] = {}
         self._left: set[tuple[int, int]] = set()  # (worker, incarnation) that left by itself
         self._leases: dict[int, float] = {}  # of workers that gave one
         self._heartbeats: dict[tuple[int, int], int] = {}  # how many connections each has
         self._changed = threading.Condition()
         self._closing = False
+        self._save, self._saving, self._kept = save, threading.Lock(), b""
+        registry.recovers = registry.recovers or save is not None
+        if saved:
+            self._load(saved)
+
+    @property
+    def slots(self) -> SlotMap | None:
+        return self.registry.slots
 
     def serve(self, channel: Channel, proof: m.Proof) -> None:
         match proof.role:
@@ -60,6 +75,8 @@ class Coordinator:
                 self._serve_server(channel)
             case "heartbeat":
                 self._serve_heartbeat(channel, proof)
+            case "operator":
+                self._serve_operator(channel)
             case _:
                 self._serve_worker(channel, proof)
 
@@ -68,9 +85,7 @@ class Coordinator:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            servers = [each for each in self._servers if not each.gone]
-        for each in servers:
-            each.send(None)
+        self.registry.close()
         self.runs.close()
 
     @property
@@ -83,20 +98,81 @@ class Coordinator:
         """Whether all workers have joined, and all have left."""
         return self.runs.over
 
+    # -- state that outlives this process --
+
+    def save(self) -> None:
+        """Keep the present state, before anybody is told of it."""
+        if self._save is None:
+            return
+        with self.registry.lock, self._saving:  # in this order, everywhere
+            state = msgspec.msgpack.encode(
+                {
+                    "registry": self.registry.state(),
+                    "runs": self.runs.state(),
+                    "incarnations": list(self._incarnations.items()),
+                    "leases": list(self._leases.items()),
+                    "left": sorted(self._left),
+                }
+            )
+            if state != self._kept:
+                self._save(state)
+                self._kept = state
+
+    def _load(self, saved: bytes) -> None:
+        state = msgspec.msgpack.decode(saved)
+        self.registry.load(state["registry"])
+        self.runs.load(state["runs"])
+        self._incarnations = dict(state["incarnations"])
+        self._leases = dict(state["leases"])
+        self._left = {(worker, incarnation) for worker, incarnation in state["left"]}
+        threading.Thread(target=self._await_workers, name="manyhands-return", daemon=True).start()
+
+    def _await_workers(self) -> None:
+        """Workers that do not come back after this coordinator was started again are evicted."""
+        begun = time.monotonic()
+        for worker, incarnation in list(self._incarnations.items()):
+            lease_s = self._leases.get(worker, self.lease_s)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closing or self._heartbeats.get((worker, incarnation)),  # noqa: B023
+                    max(0.0, begun + lease_s - time.monotonic()),
+                )
+                gone = not self._heartbeats.get((worker, incarnation)) and not self._closing
+                gone = gone and (worker, incarnation) not in self._left
+                gone = gone and self._incarnations.get(worker) == incarnation
+            if gone:
+                self.evicted.append(worker)
+                self.runs.evict(worker, "it did not come back to the coordinator")
+
     # -- servers --
 
-    def register_here(
-        self, shards: list[m.ShardAddress], assign: Callable[[SlotMap], None]
-    ) -> None:
+    def register_here(self, entry: m.Register, assign: Callable[[m.AssignSlots], None]) -> None:
         """The server that coordinates is one of the servers."""
 
-        def send(slots: SlotMap | None) -> None:
-            if slots is not None:
-                assign(slots)
-                self._confirm(server, slots.epoch)
+        def send(message: m.Message) -> None:
+            if isinstance(message, m.AssignSlots):
+                assign(message)
+                self.registry.confirm(self._here, message.epoch)
 
-        server = _ServerState(shards, send)
-        self._add_server(server)
+        # confirmations come before `register` returns
+        self._here = self.registry.register(entry, lambda message: None)
+        self._here.send, self._here.heard = send, math.inf  # it sends no pings
+        self.registry.publish()
+
+    def tell_here(self, message: m.Message) -> None:
+        """What the server that coordinates tells the coordinator."""
+        self._told(self._here, message)
+
+    def _told(self, server: Any, message: Any) -> None:
+        registry = self.registry
+        if server.heard < math.inf:
+            server.heard = time.monotonic()
+        if isinstance(message, m.Ready):
+            registry.confirm(server, message.epoch)
+        elif isinstance(message, r.Copied):
+            registry.copied(server, message.shard, message.learner, message.seconds, message.nbytes)
+        elif isinstance(message, r.Part):
+            registry.part(server, message.shard, message.server)
 
     def _serve_server(self, channel: Channel) -> None:
         _, message = channel.receive()
@@ -104,92 +180,45 @@ class Coordinator:
             raise Malformed("garbage", f"a {type(message).__name__} came, where a server registers")
         lock = threading.Lock()
 
-        def send(slots: SlotMap | None) -> None:
+        def send(message: m.Message) -> None:
             with lock:
                 try:
-                    channel.send(m.Leave() if slots is None else slots.message())
+                    channel.send(message)
                 except OSError:
                     pass  # the thread that receives from it sees the end
 
-        server = _ServerState(message.shards, send)
         try:
-            self._add_server(server)
+            server = self.registry.register(message, send)
         except StoreError as e:
             channel.send(m.Failed("store", str(e)))
             return
         try:
             while True:
                 _, message = channel.receive()
-                if isinstance(message, m.Ready):
-                    self._confirm(server, message.epoch)
+                self._told(server, message)
         finally:
-            with self._changed:
-                server.gone = True
-                self._changed.notify_all()
+            self.registry.disconnected(server, send)
 
-    def _add_server(self, server: _ServerState) -> None:
-        with self._changed:
-            count = len(server.shards)
-            gone = [i for i, s in enumerate(self._servers) if s.gone and len(s.shards) == count]
-            if len(self._servers) < self.num_servers:
-                self._servers.append(server)
-            elif gone:  # it replaces a dead server; what that one stored is lost
-                self._servers[gone[0]] = server
-            else:
-                raise StoreError(
-                    f"all {self.num_servers} servers have registered; start the coordinator with "
-                    "more, or this server for another run"
-                )
-            if len(self._servers) < self.num_servers:
-                return
-            shards = [shard for each in self._servers for shard in each.shards]
-            old = self.slots
-            self.slots = (
-                SlotMap.start(shards)
-                if old is None
-                else SlotMap(old.epoch + 1, old.owner, tuple(shards))
-            )
-        self._send_map()
+    # -- operators --
 
-    def assign(self, slots: SlotMap) -> None:
-        """Send all servers another map, of a later epoch."""
-        with self._changed:
-            if self.slots is None or slots.epoch <= self.slots.epoch:
-                now = self.slots.epoch if self.slots is not None else None
-                raise StoreError(
-                    f"a slot map of epoch {slots.epoch}; an epoch after {now} is needed"
-                )
-            self.slots = slots
-        self._send_map()
-
-    def _send_map(self) -> None:
-        with self._changed:
-            slots, servers = self.slots, [each for each in self._servers if not each.gone]
-        assert slots is not None
-        for each in servers:
-            each.send(slots)
-
-    def _confirm(self, server: _ServerState, epoch: int) -> None:
-        with self._changed:
-            server.epoch = epoch
-            self._changed.notify_all()
-
-    def _slot_map(self, timeout_s: float = 60.0) -> SlotMap:
-        """The slot map, when all servers use it."""
-
-        def ready() -> bool:
-            epoch = self.slots.epoch if self.slots is not None else 0
-            return self._closing or (
-                epoch > 0 and all(each.epoch >= epoch or each.gone for each in self._servers)
-            )
-
-        with self._changed:
-            if not self._changed.wait_for(ready, timeout_s) or self.slots is None:
-                raise StoreError(
-                    f"{len(self._servers)} of {self.num_servers} servers have registered; "
-                    "start the others"
-                )
-            return self.slots
+    def _serve_operator(self, channel: Channel) -> None:
+        while True:
+            head, message = channel.receive()
+            answer: m.Message = m.Done()
+            try:
+                match message:
+                    case r.GetStatus():
+                        text = json.dumps(self.registry.status())
+                        answer = r.ServerStatusReply(text)
+                    case r.Drain():
+                        self.registry.drain(message.server)
+                    case r.Rebalance():
+                        answer = m.Done(int(self.registry.rebalance()))
+                    case _:
+                        raise Malformed("garbage", f"an operator sent a {type(message).__name__}")
+            except StoreError as e:
+                answer = m.Failed("store", str(e))
+            channel.send(answer, head.number)
 
     # -- workers --
 
@@ -242,12 +271,13 @@ class Coordinator:
                 answer = m.Failed("store", str(e))
             except PeerLost as e:
                 answer = m.Failed("peer", str(e), list(e.ranks))
+            self.save()
             channel.send(answer, head.number)
             if isinstance(message, m.Leave):
                 return
 
     def _join(self, rank: int, message: m.Join) -> m.AssignSlots:
-        slots = self._slot_map()
+        slots = self.registry.slot_map()
         if self.runs.keep and not message.guest:
             self._refuse_busy(rank, message.namespace)
         worker, joined = self.runs.join(rank, message)
@@ -260,7 +290,8 @@ class Coordinator:
             }
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
-        answer.lease_s, answer.worker = message.lease_s or self.lease_s, worker
+        answer.lease_s, answer.recovers = message.lease_s or self.lease_s, self._save is not None
+        answer.worker = worker
         return answer
 
     def _refuse_busy(self, rank: int, namespace: str) -> None:
@@ -286,7 +317,7 @@ class Coordinator:
             )
         match x:
             case m.GetSlotMap():
-                return self._slot_map().message()
+                return self.registry.slot_map().message()
             case m.GetStats():
                 return m.Stats(self._stats(worker))
             case m.Ping():
@@ -326,7 +357,7 @@ class Coordinator:
                 return m.StepClaimed(clock.claim(rank, x.limit, x.shared, number))
             case m.RequestSync():
                 clock.request_sync(rank)
-            case m.StartTable():
+            case t.StartTable():
                 return m.Done(run.start_table(x.name, x.there))
             case m.TableCreated():
                 clock.table_created(x.name)

@@ -7,7 +7,8 @@ since server optimizers use them as scratch memory; a pull writes rows where the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Unpack
 
 import numpy as np
@@ -30,10 +31,13 @@ from manyhands.errors import StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.counters import since, together
 from manyhands.server.namespaces.table_list import total_of
-from manyhands.server.protocol.messages import PushMessage, StoredPart
+from manyhands.server.protocol.messages import PushMessage
+from manyhands.server.protocol.table_messages import StoredPart
 from manyhands.server.shard import Shard
 from manyhands.server.slots import even, ranges
-from manyhands.server.table_content import arrays_of, first_values, join, slice_of
+from manyhands.server.snapshots.shard_snapshot import ShardSnapshots
+from manyhands.server.snapshots.store_snapshot import StoreSnapshot
+from manyhands.server.table_content import arrays_of, first_values, join, rows_of, slice_of
 from manyhands.server.table_updates import TablePull, TableUpdate
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.hashing import seed_of, slot_of
@@ -86,6 +90,7 @@ class LocalStore:
         self._owner = even(len(self.shards))
         self._tables: dict[str, Table] = {}
         self._last_stats: dict[str, float] = {}
+        self._snapshots: list[ShardSnapshots] = []
         self._commit()  # commits that other ranks decided and have not sent to the shards yet
 
     # -- tables --
@@ -263,14 +268,28 @@ class LocalStore:
                 }
                 shard.load(name, mine)
             return
-        owner = self._owner[slot_of(ids_of(table, content["ids"]), seed_of(name), self._owner.size)]
-        for s, shard in enumerate(self.shards):
-            mine = {
-                key: x if key == "version" else np.ascontiguousarray(x[owner == s])
-                for key, x in arrays.items()
-            }
+        ids_of(table, content["ids"])
+        self.restore_pieces(name, [arrays])
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, np.ndarray]]) -> None:
+        for shard in self.shards:
             shard.clear(name)
-            shard.load(name, mine)
+        for content in contents:
+            ids = content["ids"] if "ids" in content else content["erased"]
+            owner = self._owner[slot_of(ids, seed_of(name), self._owner.size)]
+            for s, shard in enumerate(self.shards):
+                shard.load(name, rows_of(content, owner == s))
+
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> StoreSnapshot:
+        ports = self._snapshots = self._snapshots or [ShardSnapshots(s) for s in self.shards]
+        return StoreSnapshot.begin(ports, names, folder, tag, base, incremental)
 
     def stats(self) -> dict[str, float]:
         now = together([shard.stats() for shard in self.shards]) | self.clock.stats()

@@ -78,6 +78,12 @@ class PendingPushes:
             if worker in self._of and self._of[worker].clock == clock
         ]
 
+    def all(self) -> list[tuple[int, PendingPush]]:
+        return sorted(self._of.items())
+
+    def replace(self, pushes: dict[int, PendingPush]) -> None:
+        self._of = pushes
+
     def drop(self, worker: int) -> None:
         self._of.pop(worker, None)
 

@@ -1,11 +1,12 @@
 """Server process: shards that workers reach over sockets. `python -m manyhands.server.process`.
 
     ConnectionListener   accepts and authenticates connections, one thread each
-    ShardEndpoint        serves the connections of one shard
+    Hosting              the shards that this server holds, with their replicas elsewhere
     Coordinator          in one server of a run: membership, slot map and clock
     Registration         in the others: the connection to the coordinator
 
-Servers never wait for each other or for workers; only the coordinator makes workers wait.
+Only the coordinator makes workers wait for each other; a push waits for the servers that keep its
+copies.
 """
 
 from __future__ import annotations
@@ -18,27 +19,38 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from manyhands.errors import ManyhandsError, ServerLost, StoreError
+from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
 from manyhands.server.malloc_arenas import limit_malloc_arenas
+from manyhands.server.network.hosting import Hosting
 from manyhands.server.network.listener import ConnectionListener
 from manyhands.server.network.registration import Registration
 from manyhands.server.network.shard_endpoint import ServerStatus, ShardEndpoint
 from manyhands.server.network.tls import tls_contexts
 from manyhands.server.protocol import handshake
 from manyhands.server.protocol.frame import Channel, Malformed
-from manyhands.server.protocol.messages import Proof, ShardAddress
+from manyhands.server.protocol.messages import AssignSlots, Message, Proof, Register, ShardAddress
+from manyhands.server.server_registry import ServerRegistry
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SlotMap
 from manyhands.server.tables.warm_up import warm_up
 
 LEASE_S = 10.0
+
+
+class Keeper(Protocol):
+    """Keeps the coordinator's state over its death; see `membership`."""
+
+    def load(self) -> bytes | None: ...
+    def save(self, state: bytes) -> None: ...
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -54,9 +66,11 @@ class Server:
     """Shards behind one listener, and in one server of a run the coordinator.
 
     `coordinator` is the coordinator's address. None: this server coordinates, for `servers` servers
-    and `workers` workers; then `shards` may be 0, for a coordinator without tables, and `keep` says
-    that it goes on when a run is over, for other runs and for `mh.Store`. `advertise`
-    (HOST or HOST:PORT) is the address that others get, where it is not the one listened on.
+    and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
+    coordinator without tables. With `keep` it goes on when a run is over, for other runs and for
+    `mh.Store`. `advertise` (HOST or HOST:PORT) is the address that others get,
+    where it is not the one listened on. `keeper` keeps the coordinator's state for the next one;
+    a server whose coordinator has one waits `patience_s` for it to come back.
     """
 
     def __init__(
@@ -69,27 +83,34 @@ class Server:
         servers: int = 1,
         workers: int | None = None,
         keep: bool = False,
+        replicas: int = 1,
+        ack: Literal["all", "primary"] = "all",
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
         client_tls: ssl.SSLContext | None = None,
         advertise: str | None = None,
         lease_s: float = LEASE_S,
+        keeper: Keeper | None = None,
+        patience_s: float = 0.0,
     ):
         if shards < (1 if coordinator is not None else 0):
             raise StoreError(f"shards={shards}; a server that does not coordinate needs at least 1")
+        _check_replicas(replicas, servers, ack)
         host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
         self._status = ServerStatus()
         self._closing, self._ready = threading.Event(), threading.Event()
-        part = None if memory_bytes is None or not shards else memory_bytes // shards
-        self.shards = [Shard(i, memory_bytes=part, modules=modules) for i in range(shards)]
-        self.endpoints = [ShardEndpoint(self._status, shard) for shard in self.shards]
+        self._failed: str | None = None
+        self._token, self._client_tls, self._shards = token, client_tls, shards
+        self._instance = secrets.randbits(62)
+        held = shards * (replicas if coordinator is None else 1)
+        self._memory_bytes = None if memory_bytes is None or not shards else memory_bytes // held
         self._listener = ConnectionListener(
             host,
             port,
             token=token,
-            instance=secrets.randbits(62),
+            instance=self._instance,
             tls=tls,
             serve=self._serve,
             refused=self._status.refused,
@@ -102,21 +123,52 @@ class Server:
             self.host, self.port = parse_address(advertise) if named else (advertise, self.port)
         self.coordinator: Coordinator | None = None
         self._registration: Registration | None = None
+        self.hosting = Hosting(
+            self._status, modules, connect=self._dial, tell=self._tell, fail=self._fail
+        )
         if self._root is None:
-            self.coordinator = Coordinator(servers, workers, lease_s, keep)
+            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper)
         else:
             self._registration = Registration(
                 self._root,
-                self._addresses(),
+                self._register,
                 token=token,
                 tls=client_tls,
                 assign=self._assign,
+                again=self.hosting.tell_again,
                 closing=self._closing,
+                patience_s=patience_s,
             )
+
+    def _coordinate(
+        self,
+        servers: int,
+        workers: int | None,
+        keep: bool,
+        replicas: int,
+        ack: Literal["all", "primary"],
+        lease_s: float,
+        keeper: Keeper | None,
+    ) -> None:
+        registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
+        registry.recovers = replicas > 1
+        saved, save = (None, None) if keeper is None else (keeper.load(), keeper.save)
+        self.coordinator = Coordinator(
+            registry, workers, lease_s, keep=keep, save=save, saved=saved
+        )
+        registry.changed = self.coordinator.save
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def shards(self) -> list[Shard]:
+        return self.hosting.shards
+
+    @property
+    def endpoints(self) -> list[ShardEndpoint]:
+        return [endpoint for _, endpoint in sorted(self.hosting.endpoints.items())]
 
     @property
     def refused(self) -> Counter[str]:
@@ -126,13 +178,13 @@ class Server:
     @property
     def lost(self) -> str | None:
         """Why this server can no longer serve, when it ended by itself."""
-        return None if self._registration is None else self._registration.lost
+        if self._failed is not None or self._registration is None:
+            return self._failed
+        return self._registration.lost
 
-    def _addresses(self) -> list[ShardAddress]:
-        machine, local = handshake.machine(), self._listener.local
-        return [
-            ShardAddress(self.host, self.port, i, local, machine) for i in range(len(self.shards))
-        ]
+    def _register(self) -> Register:
+        where = ShardAddress(self.host, self.port, 0, self._listener.local, handshake.machine())
+        return Register(where, self._shards, self._instance, os.getpid(), self._memory_bytes)
 
     # -- start and close --
 
@@ -140,10 +192,12 @@ class Server:
         self._listener.start()
         if self._registration is not None:
             self._registration.start()
-        elif self.coordinator is not None and self.shards:
-            self.coordinator.register_here(self._addresses(), self._assign)
-        else:
-            self._ready.set()
+        elif self.coordinator is not None:
+            self.coordinator.registry.watch()
+            if self._shards:
+                self.coordinator.register_here(self._register(), self._assign)
+            else:
+                self._ready.set()
         return self
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -161,11 +215,20 @@ class Server:
 
     def close(self) -> None:
         self._closing.set()
+        self.hosting.close()
         if self.coordinator is not None:
             self.coordinator.close()
         self._listener.close()
         if self._registration is not None:
             self._registration.close()
+
+    def crash(self) -> None:
+        """End as a killed process does: all connections at once, without a word to anybody."""
+        self._closing.set()
+        self._listener.stop()
+        if self._registration is not None:
+            self._registration.stop()
+        self.hosting.close()
 
     def __enter__(self) -> Server:
         return self.start()
@@ -177,12 +240,9 @@ class Server:
 
     def _serve(self, channel: Channel, proof: Proof) -> None:
         if proof.role == "data":
-            if not 0 <= proof.shard < len(self.shards):
-                raise Malformed(
-                    "shard",
-                    f"shard {proof.shard} was asked for, this server has {len(self.shards)}",
-                )
-            self.endpoints[proof.shard].serve(channel, proof)
+            self.hosting.find(proof.shard).serve(channel, proof)
+        elif proof.role == "replica":
+            self.hosting.follow(channel, proof.shard)
         elif self.coordinator is None:
             raise Malformed(
                 "role", f"this server does not coordinate; the coordinator is at {self._root}"
@@ -190,9 +250,38 @@ class Server:
         else:
             self.coordinator.serve(channel, proof)
 
-    def _assign(self, slots: SlotMap) -> None:
-        self._status.epoch = slots.epoch
+    def _assign(self, message: AssignSlots) -> None:
+        self.hosting.assign(SlotMap.of(message), message)
         self._ready.set()
+
+    def _dial(self, where: ShardAddress) -> Channel:
+        """Open a connection to a shard of another server."""
+        local = choose_transport(where, "auto", self._client_tls)[0]
+        proof = Proof(b"", "replica", where.shard, 0, 0, b"")
+        deadline = time.monotonic() + handshake.HANDSHAKE_S
+        return open_channel(where, self._token, proof, deadline, local, self._client_tls)[0]
+
+    def _tell(self, message: Message) -> None:
+        if self._registration is not None:
+            self._registration.tell(message)
+        elif self.coordinator is not None:
+            self.coordinator.tell_here(message)
+
+    def _fail(self, reason: str) -> None:
+        """End at once: the other servers have what this one could not apply."""
+        self._failed = reason
+        self._closing.set()
+        self._listener.stop()
+
+
+def _check_replicas(replicas: int, servers: int, ack: str) -> None:
+    if not 1 <= replicas <= servers:
+        raise StoreError(
+            f"replicas={replicas} with servers={servers}; each copy needs a server of its own: "
+            f"give replicas=1 to {servers}, or more servers"
+        )
+    if ack not in ("all", "primary"):
+        raise StoreError(f"ack={ack!r}; all or primary is needed")
 
 
 # -- the process --

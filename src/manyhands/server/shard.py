@@ -18,11 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.server.counters import ShardCounters
 from manyhands.server.dedup import DedupMarks
-from manyhands.server.namespaces.table_service import TableService
+from manyhands.server.namespaces.shard_tables import ShardTables
 from manyhands.server.pending import (
     PendingPush,
     PendingPushes,
@@ -37,7 +36,7 @@ from manyhands.server.table_updates import (
     TableUpdate,
     check_fits,
     check_options,
-    check_same,
+    prepare_rows,
 )
 from manyhands.server.tables.delay_compensation import DelayCompensation
 from manyhands.server.tables.dense import DenseTable
@@ -45,12 +44,12 @@ from manyhands.server.tables.dump import dump_table, restore_table, state_in
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.row_storage import INDEX_BYTES
 from manyhands.server.tables.sparse import SparseTable
-from manyhands.server.validate import not_finite, unknown_table
+from manyhands.server.validate import not_finite
 
 EXPIRE_EVERY = 1024  # pushes between two expiries, where the table's options do not tell
 
 
-class Shard(TableService):
+class Shard(ShardTables):
     """Thread-safe: one lock for all tables. `warn` gets a text when a table reaches its limit."""
 
     def __init__(
@@ -65,58 +64,16 @@ class Shard(TableService):
         self.index, self.memory_bytes, self.modules = index, memory_bytes, tuple(modules)
         self.committed: dict[int, int] = {}  # run -> the last commit applied
         self.version = 0  # pushes applied; a commit counts as one
-        self._dedup = DedupMarks()
+        self.dedup = DedupMarks()
         self._warn = warn
         self._warned: set[str] = set()
-        self._tables: dict[str, SparseTable | DenseTable] = {}
-        self._pending = PendingPushes()
+        self.contents: dict[str, SparseTable | DenseTable] = {}
+        self.pending = PendingPushes()
         # (worker, table) -> the table's version at the worker's last pull
-        self._pulled: dict[tuple[int, str], int] = {}
-        self._compensation = DelayCompensation()
+        self.pulled: dict[tuple[int, str], int] = {}
+        self.compensation = DelayCompensation()
         self._counters = ShardCounters()
-        self._lock = threading.Lock()
-
-    # -- tables --
-
-    def create(
-        self,
-        table: Table,
-        span: tuple[int, int] | None = None,
-        values: np.ndarray | None = None,
-        state: Mapping[str, np.ndarray] | None = None,
-    ) -> bool:
-        """Create a table, or refuse one that exists with another spec; False: it was there.
-
-        `span` is the range of a dense table that is stored here; `values` and `state` (zeros where
-        None) are what it starts from, by the names that `dump` uses.
-        """
-        with self._lock:
-            if (old := self._tables.get(table.name)) is not None:
-                check_same(old, table, span)
-            elif table.length is None:
-                self._tables[table.name] = SparseTable(
-                    table, self.memory_bytes, modules=self.modules
-                )
-            else:
-                start, stop = span if span is not None else (0, table.length)
-                own = self._compensation.take_state(table.name, state or {})
-                self._tables[table.name] = DenseTable(
-                    table, start, stop, values, own, modules=self.modules
-                )
-            return old is None
-
-    def spec(self, name: str) -> Table:
-        with self._lock:
-            return self._table(name).spec
-
-    def tables(self) -> list[str]:
-        with self._lock:
-            return list(self._tables)
-
-    def _table(self, name: str) -> SparseTable | DenseTable:
-        if name not in self._tables:
-            raise unknown_table(name, self._tables)
-        return self._tables[name]
+        self.lock = threading.Lock()
 
     # -- pull --
 
@@ -129,8 +86,8 @@ class Shard(TableService):
         remember: bool = False,
     ) -> int:
         """Write rows to `outs`; returns how many pushes had been applied here."""
-        with self._lock:
-            tables = [self._table(pull.table) for pull in pulls]
+        with self.lock:
+            tables = [self.table(pull.table) for pull in pulls]
             self._share_memory()
             for pull, table, out in zip(pulls, tables, outs, strict=True):
                 check_fits(table, pull.ids, out, "is pulled into")
@@ -145,8 +102,8 @@ class Shard(TableService):
                 else:
                     table.pull(out, table.start, table.stop)
                     if remember:
-                        self._compensation.remember(worker, pull.table, table.values)
-                self._pulled[worker, pull.table] = table.version
+                        self.compensation.remember(worker, pull.table, table.values)
+                self.pulled[worker, pull.table] = table.version
                 self._counters.pulled(pull.table, pull.ids, out.nbytes)
             return self.version
 
@@ -163,18 +120,18 @@ class Shard(TableService):
         """Returns False where this push was applied before, and nothing changed. Updates are
         scratch: they may be changed.
         """
-        with self._lock:
-            if not self._dedup.fresh(worker, incarnation, sequence):
+        with self.lock:
+            if not self.dedup.fresh(worker, incarnation, sequence):
                 self._counters.add("duplicates")
                 return False
             try:
                 check_options(push)
                 tables = self._check(worker, parts, push)
-                if self._dedup.replaces(worker, incarnation):
+                if self.dedup.replaces(worker, incarnation):
                     # only this: the new process may have pulled what is remembered
-                    self._pending.drop(worker)
+                    self.pending.drop(worker)
                 if push.pending:
-                    self._pending.add(worker, parts, push)
+                    self.pending.add(worker, parts, push)
                 else:
                     self._prepare(worker, parts, tables, push)
                     for part, table in zip(parts, tables, strict=True):  # nothing here refuses
@@ -183,13 +140,22 @@ class Shard(TableService):
             except StoreError:
                 self._counters.add("refused")
                 raise
-            self._dedup.add(worker, incarnation, sequence)
+            self.dedup.add(worker, incarnation, sequence)
             return True
+
+    def remember(self, worker: int, tables: Sequence[str]) -> None:
+        """As a pull with `remember` that reads nothing."""
+        with self.lock:
+            for name in tables:
+                table = self.table(name)
+                if isinstance(table, DenseTable):
+                    self.compensation.remember(worker, name, table.values)
+                    self.pulled[worker, name] = table.version
 
     def _check(
         self, worker: int, parts: Sequence[TableUpdate], push: PushMessage
     ) -> list[SparseTable | DenseTable]:
-        tables = [self._table(part.table) for part in parts]
+        tables = [self.table(part.table) for part in parts]
         if len({part.table for part in parts}) < len(parts):
             names = [part.table for part in parts]
             raise StoreError(
@@ -205,7 +171,7 @@ class Shard(TableService):
             if (
                 push.compensate is not None
                 and part.updates.size
-                and (worker, part.table) not in self._compensation
+                and (worker, part.table) not in self.compensation
             ):
                 raise StoreError(
                     f"compensate for table {part.table!r}, but worker {worker} has nothing to "
@@ -227,20 +193,20 @@ class Shard(TableService):
         for part, table in zip(parts, tables, strict=True):
             if isinstance(table, SparseTable):
                 assert part.ids is not None
-                _prepare_rows(table, part.ids, part.updates)
+                prepare_rows(table, part.ids, part.updates)
             else:
                 table.prepare(part.updates)
         if push.compensate:
             for part, table in zip(parts, tables, strict=True):
                 assert isinstance(table, DenseTable)
                 g, w = part.updates, table.values
-                self._compensation.apply(worker, part.table, g, w, push.compensate, push.decay)
+                self.compensation.apply(worker, part.table, g, w, push.compensate, push.decay)
                 table.prepare(g)
 
     def _apply(
         self, worker: int, part: TableUpdate, table: SparseTable | DenseTable, push: PushMessage
     ) -> None:
-        tau = table.version - self._pulled.get((worker, part.table), table.version)
+        tau = table.version - self.pulled.get((worker, part.table), table.version)
         lr = push.lr
         if push.adapt and tau > 1:
             lr = table.optimizer.lr(lr) / tau
@@ -253,16 +219,16 @@ class Shard(TableService):
 
     def _share_memory(self) -> None:
         """Each sparse table may have the memory that the others have not taken."""
-        if self.memory_bytes is None or len(self._tables) < 2:
+        if self.memory_bytes is None or len(self.contents) < 2:
             return
         taken = {
             name: t.rows * (t.row_bytes + INDEX_BYTES)
-            for name, t in self._tables.items()
+            for name, t in self.contents.items()
             if isinstance(t, SparseTable)
         }
-        fixed = sum(t.nbytes for t in self._tables.values() if isinstance(t, DenseTable))
+        fixed = sum(t.nbytes for t in self.contents.values() if isinstance(t, DenseTable))
         for name, mine in taken.items():
-            cast(SparseTable, self._tables[name]).limit(
+            cast(SparseTable, self.contents[name]).limit(
                 self.memory_bytes - fixed - sum(taken.values()) + mine
             )
 
@@ -292,12 +258,12 @@ class Shard(TableService):
         """Apply the pending pushes of `members` (worker, clock) together; those of other workers
         stay pending. A version that was applied before is ignored.
         """
-        with self._lock:
+        with self.lock:
             run = members[0][0] >> RUN_BITS if members else 0
             if version <= self.committed.get(run, 0):
                 return
             self.committed[run] = version
-            pushes = self._pending.take(members)
+            pushes = self.pending.take(members)
             if not pushes:
                 return
             self._share_memory()
@@ -310,7 +276,7 @@ class Shard(TableService):
                     error = e
             self.version += 1
             for worker, push in pushes:
-                self._pending.release(worker, push)
+                self.pending.release(worker, push)
             if error is not None:
                 raise error
 
@@ -319,18 +285,18 @@ class Shard(TableService):
         factors = factors_of([push.weights[name] for push in pushes])
         if factors is None:
             return
-        table = self._tables[name]
+        table = self.contents[name]
         # of the newest push, of equals the first: the same on every shard
         lr = max(pushes, key=lambda push: push.clock).lrs[name]
         for worker, push in members:
-            tau = table.version - self._pulled.get((worker, name), table.version)
+            tau = table.version - self.pulled.get((worker, name), table.version)
             ids = push.ids[name][0] if name in push.ids else None
             nbytes = sum(some.nbytes for some in push.updates[name])
             self._counters.pushed(name, ids, nbytes, tau)
         if isinstance(table, DenseTable):
             table.push(merge_dense(pushes, name, factors), lr)
         else:
-            _prepare_rows(table, *merge_rows(pushes, name, factors))
+            prepare_rows(table, *merge_rows(pushes, name, factors))
             table.apply(lr)
             self._expire(table)
 
@@ -340,60 +306,60 @@ class Shard(TableService):
         """A table, or one slot of a sparse one: `ids` and `meta` (sparse), `values`,
         `state/<name>`, `version` (with the optimizer's step) and `marks` (dedup marks).
         """
-        with self._lock:
-            table = self._table(name)
-            found = dump_table(table, self._compensation.state(name), slot, slots)
-            return found | {"marks": self._dedup.dump()}
+        with self.lock:
+            table = self.table(name)
+            found = dump_table(table, self.compensation.state(name), slot, slots)
+            return found | {"marks": self.dedup.dump()}
 
     def clear(self, name: str) -> None:
         """Empty a sparse table, before other content is loaded."""
-        with self._lock:
-            table = self._table(name)
+        with self.lock:
+            table = self.table(name)
             if isinstance(table, SparseTable):
-                self._tables[name] = SparseTable(
+                self.contents[name] = SparseTable(
                     table.spec, self.memory_bytes, modules=self.modules
                 )
+
+    def erase(self, name: str, ids: np.ndarray) -> int:
+        """Erase rows with their optimizer state; returns how many there were."""
+        with self.lock:
+            table = self.table(name)
+            if not isinstance(table, SparseTable):
+                raise StoreError(f"table {name!r} is dense: it has no rows to erase")
+            return table.erase(ids)
 
     def load(self, name: str, content: Mapping[str, np.ndarray]) -> None:
         """Put what `dump` returned (of a sparse table, a part of it) in place of what is there;
         dedup marks only where they are given.
         """
-        with self._lock:
-            table = self._table(name)
+        with self.lock:
+            table = self.table(name)
             state = state_in(content)
             if isinstance(table, DenseTable):
-                state = self._compensation.take_state(name, state)
+                state = self.compensation.take_state(name, state)
             restore_table(table, content, state)
             if "marks" in content:
-                self._dedup.load(content["marks"])
-            for key in [key for key in self._pulled if key[1] == name]:
-                del self._pulled[key]
+                self.dedup.load(content["marks"])
+            for key in [key for key in self.pulled if key[1] == name]:
+                del self.pulled[key]
 
     # -- stats --
 
     def stats(self) -> dict[str, float]:
         """Counters since the start; gauges under "now/" and "hot/". See `counters.since`."""
-        with self._lock:
+        with self.lock:
             found = self._counters.values()
-            sparse = [t for t in self._tables.values() if isinstance(t, SparseTable)]
-            dense = [t for t in self._tables.values() if isinstance(t, DenseTable)]
+            sparse = [t for t in self.contents.values() if isinstance(t, SparseTable)]
+            dense = [t for t in self.contents.values() if isinstance(t, DenseTable)]
             found["dropped_rows"] = float(sum(t.refused for t in sparse))
             found["now/rows"] = float(sum(t.rows for t in sparse))
             found["now/bytes"] = float(
                 sum(t.nbytes for t in sparse) + sum(t.values.nbytes for t in dense)
             )
-            found["now/held"] = float(len(self._pending))
+            found["now/held"] = float(len(self.pending))
             return found
 
     def slot_loads(self) -> np.ndarray:
         """Rows asked for by slot, estimated."""
-        with self._lock:
+        with self.lock:
             return self._counters.loads.copy()
-
-
-def _prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> None:
-    try:
-        table.prepare(ids, updates)
-    except StoreError as e:
-        good = finite(updates.reshape(-1))
-        raise (e if good else not_finite(table.spec.name, ids, updates)) from e

@@ -2,22 +2,27 @@
 
     slot = hash64(table, id) mod SLOTS;   shard = owner[slot]
 
-Every row of a sparse table belongs to one of a fixed number of slots, and slots are what is
-assigned, balanced and moved. A change of the map is a change of `owner` under a new `epoch`; a
-client with an older epoch is told so. A dense table is split into one contiguous range per shard
-instead, at multiples of BLOCK elements.
+Every row of a sparse table belongs to one of a fixed number of slots, and every slot to a shard. A
+dense table is split into one contiguous range per shard instead, at multiples of BLOCK elements.
+Each shard is held by a chain of servers (`chains`), the first of which serves workers. Whatever
+changes, the map gets a new `epoch`, and a client with an older one is told so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
-from manyhands.server.protocol.messages import AssignSlots, ShardAddress
+from manyhands.server.protocol.messages import (
+    AssignSlots,
+    ServerEntry,
+    ShardAddress,
+    ShardChain,
+)
 from manyhands.server.protocol.row_encoding import BLOCK
 from manyhands.server.tables.hashing import seed_of, slot_of
 
@@ -35,7 +40,9 @@ class SlotMap:
 
     epoch: int
     owner: np.ndarray = field(repr=False)  # uint16 per slot
-    shards: tuple[ShardAddress, ...]
+    shards: tuple[ShardAddress, ...]  # where workers reach each
+    servers: Mapping[int, ShardAddress] = field(default_factory=dict)  # by number
+    chains: tuple[ShardChain, ...] = ()  # by shard
 
     @classmethod
     def start(cls, shards: Sequence[ShardAddress], epoch: int = 1) -> SlotMap:
@@ -43,10 +50,26 @@ class SlotMap:
 
     @classmethod
     def of(cls, message: AssignSlots) -> SlotMap:
-        return cls(message.epoch, np.frombuffer(message.owner, np.uint16), tuple(message.shards))
+        return cls(
+            message.epoch,
+            np.frombuffer(message.owner, np.uint16),
+            tuple(message.shards),
+            {each.number: each.where for each in message.servers},
+            tuple(message.chains),
+        )
 
     def message(self) -> AssignSlots:
-        return AssignSlots(self.epoch, self.owner.tobytes(), list(self.shards))
+        servers = [ServerEntry(number, where) for number, where in self.servers.items()]
+        return AssignSlots(
+            self.epoch, self.owner.tobytes(), list(self.shards), servers, list(self.chains)
+        )
+
+    def placed(self, servers: Mapping[int, ShardAddress], chains: Sequence[ShardChain]) -> SlotMap:
+        """The map of the next epoch, with the same slots on these chains."""
+        return SlotMap(self.epoch + 1, self.owner, heads(servers, chains), servers, tuple(chains))
+
+    def lost_slots(self, shard: int) -> np.ndarray:
+        return np.flatnonzero(self.owner == shard)
 
     def shard_of(self, table: str, ids: np.ndarray) -> np.ndarray:
         return self.owner[slot_of(np.ascontiguousarray(ids, np.int64), seed_of(table), SLOTS)]
@@ -65,7 +88,7 @@ class SlotMap:
             # a heavier slot would only swap the two
             mine = np.flatnonzero((owner == most) & (loads > 0) & (loads < gap))
             if not mine.size:
-                return SlotMap(self.epoch + 1, owner, self.shards)
+                return replace(self, epoch=self.epoch + 1, owner=owner)
             slot = mine[np.abs(loads[mine] - gap / 2).argmin()]
             owner[slot] = least
             total[most] -= loads[slot]
@@ -75,6 +98,18 @@ class SlotMap:
         """The heaviest shard's load over the mean."""
         total = np.bincount(self.owner, weights=loads, minlength=len(self.shards))
         return float(total.max() / total.mean()) if total.sum() else 1.0
+
+
+def heads(
+    servers: Mapping[int, ShardAddress], chains: Sequence[ShardChain]
+) -> tuple[ShardAddress, ...]:
+    """Where workers reach each shard: at the first server of its chain."""
+    nowhere = ShardAddress("", 0)
+    found = [servers[c.members[0]] if c.members else nowhere for c in chains]
+    return tuple(
+        ShardAddress(each.host, each.port, shard, each.local, each.machine)
+        for shard, each in enumerate(found)
+    )
 
 
 def ranges(length: int, shards: int, dim: int = 1) -> list[tuple[int, int]]:

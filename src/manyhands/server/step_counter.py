@@ -11,8 +11,9 @@ once, and is then in the next period: a sync requested in one period cannot end 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -63,6 +64,19 @@ class StepCounter:
         if request is not None:
             claims.last = request, step
         return step, True
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "claims": [asdict(claims) for claims in self._claims],
+            "periods": [[number, asdict(period)] for number, period in self._periods.items()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._claims = [
+            _Claims(**{**c, "last": None if c["last"] is None else tuple(c["last"])})
+            for c in state["claims"]
+        ]
+        self._periods = {number: _Period(**period) for number, period in state["periods"]}
 
     def request_sync(self, worker: int) -> None:
         p = self._period_of(worker)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from manyhands.errors import StoreError
 from manyhands.server.validate import vector_of
 
 Arrays = dict[str, np.ndarray]
+COMMON = ("version", "time_base")  # of the whole table, not of its rows
 
 
 def first_values(table: Table, values: Tensor | None, state: Tensors | None) -> Tensor | None:
@@ -40,7 +43,7 @@ def join(table: Table, shards: list[Arrays]) -> Tensors:
     """One content from the dumps of all shards: sparse rows in the order of their ids, so that it
     does not depend on the number of shards."""
     for content in shards:
-        del content["marks"]
+        content.pop("marks", None)
     first = shards[0]
     if table.length is None:
         order = np.argsort(np.concatenate([c["ids"] for c in shards]), kind="stable")
@@ -56,6 +59,11 @@ def join(table: Table, shards: list[Arrays]) -> Tensors:
         }
     joined["version"] = first["version"].copy()
     return {key: torch.from_numpy(np.ascontiguousarray(x)) for key, x in joined.items()}
+
+
+def rows_of(content: Mapping[str, np.ndarray], which: np.ndarray) -> Arrays:
+    """Some rows of a sparse table's content, by their numbers or a mask."""
+    return {k: x if k in COMMON else np.ascontiguousarray(x[which]) for k, x in content.items()}
 
 
 def arrays_of(table: Table, content: Tensors) -> Arrays:

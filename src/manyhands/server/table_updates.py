@@ -11,7 +11,9 @@ from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.server.protocol.messages import PushMessage
 from manyhands.server.tables.dense import DenseTable
+from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.sparse import SparseTable
+from manyhands.server.validate import not_finite
 
 
 class TablePull(NamedTuple):
@@ -90,3 +92,12 @@ def check_same(old: SparseTable | DenseTable, table: Table, span: tuple[int, int
             f"table {table.name!r}: the range {span} was given, but {(old.start, old.stop)} of it "
             "is stored here"
         )
+
+
+def prepare_rows(table: SparseTable, ids: np.ndarray, updates: np.ndarray) -> None:
+    """Sum repeated ids; refuse what is not finite, by id."""
+    try:
+        table.prepare(ids, updates)
+    except StoreError as e:
+        good = finite(updates.reshape(-1))
+        raise (e if good else not_finite(table.spec.name, ids, updates)) from e

@@ -85,7 +85,7 @@ def test_rows_are_deleted_where_the_slot_map_has_moved_them() -> None:
         store.push({"users": IDS}, {"users": torch.ones(IDS.numel(), 8)}).wait()
         assert first.coordinator is not None and first.coordinator.slots is not None
         old = first.coordinator.slots
-        first.coordinator.assign(dataclasses.replace(old, epoch=old.epoch + 1))
+        first.coordinator.registry.assign(dataclasses.replace(old, epoch=old.epoch + 1))
         assert store.delete("users", IDS) == IDS.numel()
         store.close()
 
@@ -152,7 +152,7 @@ def test_what_was_pending_for_a_dropped_table_is_forgotten() -> None:
         store.drop("users")
         for shard in first.shards:
             shard.commit(1, [(store._worker, 0)])
-            assert len(shard._pending) == 0
+            assert len(shard.pending) == 0
         assert [p.table.name for p in store.stored()] == ["w"]
         store.close()
         other.close()

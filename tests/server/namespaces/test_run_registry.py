@@ -163,7 +163,7 @@ def test_numbers_of_guests_that_left_are_given_again() -> None:
         last.stored()
         assert torch.equal(last.pull({"w": None})["w"], torch.full((3000,), 8.0))
         last.close()
-        assert len(seen) == 2 and len(first.shards[0]._dedup._of) == 2
+        assert len(seen) == 2 and len(first.shards[0].dedup._of) == 2
 
 
 def test_a_run_refuses_a_table_that_somebody_keeps_there() -> None:

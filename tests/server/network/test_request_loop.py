@@ -26,7 +26,7 @@ PAYLOAD = 64 + 64  # ids and updates, each at a multiple of 64
 def test_a_push_is_applied_only_where_there_is_room_for_the_answer(answer_at: int) -> None:
     shard = Shard()
     endpoint = ShardEndpoint(ServerStatus(epoch=1), shard)
-    endpoint.create(Table("rows", dim=DIM, optimizer="sum", init="zeros"), None, None, None)
+    shard.create(Table("rows", dim=DIM, optimizer="sum", init="zeros"))
     here, there = socket.socketpair()
     with here, there:
         loop = RequestLoop(endpoint, Channel(here), m.Proof(b"", "data", 0, 0, 0, b""))

@@ -23,6 +23,7 @@ from manyhands.server.protocol import (
     frame,
     handshake,
     messages,
+    replication_messages,
     row_encoding,
 )
 from manyhands.server.protocol.arrays import pack, unpack
@@ -79,7 +80,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
 def test_every_kind_of_message_has_a_number_of_its_own() -> None:
     kinds = {
         k
-        for k in vars(messages).values()
+        for k in [*vars(messages).values(), *vars(replication_messages).values()]
         if isinstance(k, type) and issubclass(k, messages.Message)
     }
     parts = {
@@ -89,8 +90,10 @@ def test_every_kind_of_message_has_a_number_of_its_own() -> None:
         messages.ArenaRange,
         messages.ArraySpec,
         messages.ShardAddress,
+        messages.ServerEntry,
+        messages.ShardChain,
     }
-    assert set(messages.KINDS.values()) == kinds - parts
+    assert set(frame.KINDS.values()) == kinds - parts
 
 
 def test_a_pause_within_a_frame_is_no_end(pair: tuple[Channel, Channel]) -> None:
@@ -111,7 +114,7 @@ def test_a_pause_within_a_frame_is_no_end(pair: tuple[Channel, Channel]) -> None
 
 def head(
     magic: bytes = b"mhps",
-    version: int = 1,
+    version: int = frame.VERSION,
     kind: int = 1,
     size: int = 0,
     more: int = 0,
@@ -125,7 +128,7 @@ def head(
     ("raw", "reason", "words"),
     [
         (head(b"GET "), "garbage", "GET"),
-        (head(version=2), "version", "version 2 was given, 1 is needed"),
+        (head(version=1), "version", "version 1 was given, 2 is needed"),
         (head(good=False), "garbage", "checksum"),
         (head(kind=9999), "garbage", "no kind 9999"),
         (head(size=1 << 31), "size", "more than is allowed"),
@@ -149,7 +152,7 @@ def test_an_unauthenticated_peer_may_send_less() -> None:
 def test_a_message_that_is_none_is_garbage() -> None:
     for raw in (b"\xff\xff", os.urandom(64), b"\x91\xc3"):
         with pytest.raises(Malformed):
-            frame.decode(messages.KIND_OF[Exchange], raw)
+            frame.decode(frame.KIND_OF[Exchange], raw)
 
 
 def shake(token: str, other: str) -> tuple[object, object]:

@@ -13,7 +13,9 @@ cache and without. `flush`, which comes before an evaluation or a checkpoint, em
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from manyhands.core import (
     Reply,
     Rows,
     Table,
+    TableSnapshot,
     TableStore,
     Tensors,
     Tick,
@@ -143,6 +146,20 @@ class CachedStore:
     def restore(self, name: str, content: Tensors) -> None:
         self.store.restore(name, content)
         self.empty()
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, Any]]) -> None:
+        self.store.restore_pieces(name, contents)
+        self.empty()
+
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> TableSnapshot:
+        return self.store.snapshot(names, folder, tag, base, incremental)
 
     def stats(self) -> dict[str, float]:
         own = {"cache_lookups": 0.0, "cache_hits": 0.0}

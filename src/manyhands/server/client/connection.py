@@ -37,6 +37,7 @@ from manyhands.server.protocol.key_lists import KeyLists
 
 WINDOW = 16  # requests under way at once
 SLICE_S = 0.5  # longest wait between two checks of a deadline
+STALL_S = 1.0  # without an answer: has another server taken the place of this one?
 ABSENT_S = 2.0  # a server that listened before and refuses connections for so long has died
 PAUSE_S = 0.05  # between two attempts to connect
 
@@ -57,10 +58,12 @@ class Connection:
         on_epoch: Callable[[Connection, int], None] | None = None,
         on_absence: Callable[[Connection], None] | None = None,
     ):
-        self.where, self._token, self._proof, self._tls = where, token, proof, tls
-        self.timeout_s = timeout_s
-        self.local, self.shared = choose_transport(where, transport, tls)
-        self._threaded = not self.shared and tls is None and proof().role == "data"
+        self._token, self._proof, self._tls = token, proof, tls
+        self.timeout_s, self._transport = timeout_s, transport
+        self._address(where)
+        # whoever is not there will be back, or another server takes its place
+        self.patient = False
+        self._life, self._lost = 0, ""  # of the shard's content; why nobody has it any more
         # one thread at a time may read and write TLS
         self._window = 1 if tls is not None else WINDOW
         self._on_epoch, self._on_absence = on_epoch, on_absence
@@ -74,11 +77,39 @@ class Connection:
         self._reader: threading.Thread | None = None
         self._broken: Exception | None = Closed("not connected yet")
         self._again: tuple[int, m.Resend] | None = None
+        self._moved = False  # the server says that it does not have this shard
         self._outstanding: dict[int, PendingRequest] = {}
         self._numbers = 0
         self._sending, self._reading = threading.RLock(), threading.Lock()
         self._changed = threading.Condition()
         self._closed = False
+
+    def _address(self, where: m.ShardAddress) -> None:
+        self.where = where
+        self.local, self.shared = choose_transport(where, self._transport, self._tls)
+        self._threaded = not self.shared and self._tls is None and self._proof().role == "data"
+
+    def redirect(self, where: m.ShardAddress, life: int, lost: str) -> None:
+        """The shard is on this server now; requests without an answer are sent there. `lost`: why
+        no server has it any more."""
+        with self._changed:
+            self._lost = lost
+            same = (where.host, where.port, where.local) == (
+                self.where.host,
+                self.where.port,
+                self.where.local,
+            )
+            if lost or (same and life == self._life):
+                return
+            if self._broken is None:
+                self._broken = Closed("another server has this shard now")
+            self._address(where)
+            # the same content: another process is no loss
+            self.instance = None if life == self._life else -1
+            self._life = life
+            self._changed.notify_all()
+        if self._channel is not None:
+            self._channel.stop()
 
     # -- requests --
 
@@ -111,7 +142,11 @@ class Connection:
 
     def wait(self, pending: PendingRequest, quiet: bool = False) -> None:
         """Wait for the answer; raise its error, unless `quiet`."""
+        look = time.monotonic() + STALL_S
         while not pending.done:
+            if self.patient and self._on_absence is not None and time.monotonic() > look:
+                self._on_absence(self)
+                look = time.monotonic() + STALL_S
             left = pending.deadline - time.monotonic()
             if left <= 0 and not quiet:
                 raise self._give_up(pending)
@@ -125,7 +160,7 @@ class Connection:
                 with self._changed:
                     self._changed.wait_for(
                         lambda: pending.done or self._broken is not None or self._again is not None,
-                        left,
+                        min(left, STALL_S) if self.patient else left,
                     )
             elif self._reading.acquire(blocking=False):
                 try:
@@ -260,6 +295,7 @@ class Connection:
             self._break(e)
             return
         if isinstance(message, m.Refused):
+            self._moved = message.reason == "moved"
             self._break(handshake.HandshakeRefused(f"refused ({message.reason}): {message.text}"))
             return
         with self._changed:
@@ -324,6 +360,10 @@ class Connection:
         self._end_channel()
         trouble: Exception | None = self._broken
         absent_since = 0.0
+        if self._moved and self._on_absence is not None:
+            self._moved = False
+            time.sleep(PAUSE_S)
+            self._on_absence(self)
         while time.monotonic() < pending.deadline:
             try:
                 channel, welcome = open_channel(
@@ -341,13 +381,14 @@ class Connection:
                 gone = known and isinstance(e, ConnectionRefusedError | FileNotFoundError)
                 absent_since = absent_since or time.monotonic() if gone else 0.0
                 # its tables are gone with it: waiting would bring nothing back
-                if absent_since and time.monotonic() - absent_since > ABSENT_S:
+                absent = absent_since and time.monotonic() - absent_since > ABSENT_S
+                if self._lost or (absent and not self.patient):
                     with self._changed:
                         self._broken = e
                     raise self._give_up(
                         pending,
                         f"is gone (it does not listen any more: {e}), in the middle of a "
-                        f"{pending.what}",
+                        f"{pending.what}{self._lost}",
                     ) from e
             time.sleep(min(PAUSE_S, max(0.0, pending.deadline - time.monotonic())))
         else:

@@ -19,6 +19,7 @@ from manyhands.server.client.server_store import ServerStore
 from manyhands.server.client.table_requests import delete_rows, drop_table, list_tables
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack
+from manyhands.server.protocol.table_messages import StoredPart
 from manyhands.server.table_content import Arrays, first_values, slice_of
 from manyhands.server.validate import ids_of
 
@@ -51,7 +52,7 @@ class GuestStore(ServerStore):
             guest=True,
         )
 
-    def stored(self) -> list[m.StoredPart]:
+    def stored(self) -> list[StoredPart]:
         with self._sender.lock:
             self._sender.check()
             found = list_tables(self._sender)

@@ -16,7 +16,8 @@ from manyhands.server.protocol import handshake
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Ping, Proof, ShardAddress
 
-PINGS = 4  # in `lease_s`
+PINGS = 4  # in `lease_s`, at least
+PING_S = 1.0  # at most, between two: so soon a coordinator that was started again hears of us
 PAUSE_S = 0.02  # between two attempts to connect
 
 
@@ -56,7 +57,7 @@ class Heartbeat:
         return open_channel(self._where, self._token, self._proof, deadline, False, self._tls)[0]
 
     def _ping(self) -> None:
-        while not self._closing.wait(self._lease_s / PINGS):
+        while not self._closing.wait(min(PING_S, self._lease_s / PINGS)):
             try:
                 if self._channel is None:
                     self._channel = self._connect()

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, Unpack
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from manyhands.core import (
     Reply,
     Rows,
     Table,
+    TableSnapshot,
     TableStore,
     Tensors,
     Tick,
@@ -117,6 +119,19 @@ class ObservedStore:
 
     def restore(self, name: str, content: Tensors) -> None:
         self.store.restore(name, content)
+
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> TableSnapshot:
+        return self.store.snapshot(names, folder, tag, base, incremental)
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, Any]]) -> None:
+        self.store.restore_pieces(name, contents)
 
     def stats(self) -> dict[str, float]:
         return self.store.stats()

@@ -24,7 +24,7 @@ from manyhands.server.client.push_buffers import PushBuffers
 from manyhands.server.client.request import Moved, Outs, Pulled, Request, ShardPart, describe
 from manyhands.server.client.route import Router
 from manyhands.server.protocol import messages as m
-from manyhands.server.slots import SlotMap
+from manyhands.server.slots import SLOTS, SlotMap
 
 
 class RequestSender:
@@ -34,12 +34,13 @@ class RequestSender:
         self,
         slots: SlotMap,
         connect: Callable[[m.ShardAddress, RequestSender], Connection],
-        control: Connection,
+        maps: Connection,
         *,
         code: m.RowCodec,
         kkt: float | None,
         timeout_s: float,
         version: int,
+        recovers: bool = False,
     ):
         self.code, self.timeout_s, self.version = code, timeout_s, version
         self.lock = threading.RLock()
@@ -47,8 +48,10 @@ class RequestSender:
         self.failures: list[Exception] = []  # of pushes that no `wait` has reported
         self.closed = False
         self.buffers = PushBuffers()
-        self._control = control
+        self._maps = maps  # to the coordinator
         self.connections = [connect(where, self) for where in slots.shards]
+        for connection in self.connections:
+            connection.patient = recovers
         self.router = Router(slots, code, kkt, all(c.shared for c in self.connections))
         self._commits: m.Commits = []
         self._moved: list[Request] = []
@@ -166,30 +169,41 @@ class RequestSender:
     # -- slot-map changes --
 
     def on_absence(self, connection: Connection) -> None:
-        """A server cannot be reached: ask the coordinator whether another has replaced it."""
+        """A server cannot be reached, or does not answer: has another one taken its place?"""
         try:
-            found = SlotMap.of(self._control.ask(m.GetSlotMap(), "slot map", timeout_s=1.0))
+            self._use(self._look_up(1.0))
         except ManyhandsError:
             return
-        if len(found.shards) == len(self.connections):
-            self.router.change(found)
-            connection.where = found.shards[self.connections.index(connection)]
 
     def on_epoch(self, connection: Connection, epoch: int) -> None:
         """A shard has another slot map. If only its number differs, requests stay as they are."""
-        found = SlotMap.of(self._control.ask(m.GetSlotMap(), "slot map"))
-        if len(found.shards) != len(self.connections):
-            raise StoreError(
-                f"there are {len(found.shards)} shards now, and there were "
-                f"{len(self.connections)}; open the store again"
-            )
+        found = self._look_up(self.timeout_s)
         if found.epoch < epoch:
             time.sleep(0.01)  # the coordinator is sending it out at this moment
-        self.router.change(found)
+        self._use(found)
         refused = connection.withdraw(
             lambda p: isinstance(p, Request) and p.generation != self.generation, Moved()
         )
         self._moved += [r for r in refused if isinstance(r, Request) and r.push]
+
+    def _look_up(self, timeout_s: float) -> SlotMap:
+        return SlotMap.of(self._maps.ask(m.GetSlotMap(), "slot map", timeout_s=timeout_s))
+
+    def _use(self, slots: SlotMap) -> None:
+        if len(slots.shards) != len(self.connections):
+            raise StoreError(
+                f"there are {len(slots.shards)} shards now, and there were "
+                f"{len(self.connections)}; open the store again"
+            )
+        self.router.change(slots)
+        for shard, (connection, where) in enumerate(
+            zip(self.connections, slots.shards, strict=True)
+        ):
+            chain, said = slots.chains[shard] if slots.chains else None, ""
+            if chain is not None and not chain.members:
+                lost = slots.lost_slots(shard).size
+                said = f"; with shard {shard}, {lost} of {SLOTS} slots are lost"
+            connection.redirect(where, 0 if chain is None else chain.life, said)
 
     def _resend_moved(self) -> None:
         """Partition the pushes that a shard refused again, and send them."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import math
 import ssl
-import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -29,18 +30,19 @@ from manyhands.errors import ServerLost, StoreError
 from manyhands.server.client.connection import Connection
 from manyhands.server.client.dial import Transport
 from manyhands.server.client.heartbeat import Heartbeat
-from manyhands.server.client.pending_request import PendingRequest
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.client.table_requests import start_table
+from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
 from manyhands.server.counters import since, together
 from manyhands.server.protocol import messages as m
-from manyhands.server.protocol.arrays import pack, unpack
+from manyhands.server.protocol.arrays import pack
 from manyhands.server.slots import SlotMap
+from manyhands.server.snapshots.snapshot_requests import RemoteSnapshots
+from manyhands.server.snapshots.store_snapshot import StoreSnapshot
 from manyhands.server.table_content import Arrays, arrays_of, first_values, join, slice_of
 from manyhands.server.validate import dtype_of, ids_of
 
-RESTORE_ROWS = 1 << 18  # of a sparse table, in one request
 # the coordinator times a tick, since it knows which rank is awaited; the client waits this longer
 SLACK_S = 5.0
 
@@ -71,13 +73,16 @@ class ServerStore:
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
         self.rank, self.size, self.timeout_s, self._worker = rank, size, timeout_s, rank
+        self._token, self._tls = token, tls
         # `_has_pending`: pushed with pending=True in this clock
         self._incarnation, self._clock, self._has_pending = -1, 0, False
         self._last_stats: dict[str, float] = {}
         self._heartbeat: Heartbeat | None = None
         prove = lambda: self._proof("control")
-        self._control = Connection(
-            root, token, prove, timeout_s=timeout_s, transport="tcp", tls=tls
+        # two: a tick may wait for other ranks, and a lost server must be found meanwhile
+        self._control, self._maps = (
+            Connection(root, token, prove, timeout_s=timeout_s, transport="tcp", tls=tls)
+            for _ in range(2)
         )
 
         def connect(where: m.ShardAddress, sender: RequestSender) -> Connection:
@@ -102,12 +107,14 @@ class ServerStore:
             self._sender = RequestSender(
                 SlotMap.of(entered),
                 connect,
-                self._control,
+                self._maps,
                 code=code,
                 kkt=kkt,
                 timeout_s=timeout_s,
                 version=entered.version,
+                recovers=any(len(chain.members) > 1 for chain in entered.chains),
             )
+            self._control.patient = self._maps.patient = entered.recovers
         except BaseException:
             self._close_control()
             raise
@@ -252,43 +259,54 @@ class ServerStore:
         with self._sender.lock:
             table = self._router.table(name)
             self.flush()
-            shards = []
-            for connection in self._sender.connections:
-                pending = PendingRequest(
-                    f"dump of {name}",
-                    lambda: (m.DumpTable(name), ()),
-                    time.monotonic() + self.timeout_s,
-                )
-                connection.wait(connection.post(pending))
-                memory = pending.arrived if pending.arrived is not None else np.empty(0, np.uint8)
-                shards.append(unpack(pending.answer.arrays, memory))
+            shards = [dump_shard(connection, name) for connection in self._sender.connections]
         return join(table, shards)
 
     def restore(self, name: str, content: Tensors) -> None:
         with self._sender.lock:
             table = self._router.table(name)
             self.flush()
-            arrays = arrays_of(table, content)
+            arrays, connections = arrays_of(table, content), self._sender.connections
             if table.length is not None:
-                spans = self._router.ranges(table)
-                for connection, span in zip(self._sender.connections, spans, strict=True):
-                    mine = {
-                        key: slice_of(table, torch.from_numpy(x), span) for key, x in arrays.items()
-                    }
-                    self._load(connection, name, False, mine)
-                return
-            owner = self._router.slots.shard_of(name, ids_of(table, content["ids"]))
-            version = {"version": arrays.pop("version")} if "version" in arrays else {}
-            for s, connection in enumerate(self._sender.connections):
-                rows = np.flatnonzero(owner == s)
-                for at in range(0, max(1, rows.size), RESTORE_ROWS):
-                    some = rows[at : at + RESTORE_ROWS]
-                    mine = {key: np.ascontiguousarray(x[some]) for key, x in arrays.items()}
-                    self._load(connection, name, at == 0, mine | version)
+                restore_dense(connections, table, self._router.ranges(table), arrays)
+            else:
+                ids_of(table, content["ids"])
+                restore_rows(connections, table, self._router.slots, [arrays])
 
-    def _load(self, connection: Connection, name: str, clear: bool, arrays: Arrays) -> None:
-        described, parts = pack(arrays)
-        connection.ask(m.RestoreTable(name, clear, described), f"restore of {name}", parts)
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> StoreSnapshot:
+        """Over connections of its own: its requests do not wait behind those of training."""
+        with self._sender.lock:
+            self.flush()
+            own = [self._own_connection(where) for where in self._router.slots.shards]
+            ports = [RemoteSnapshots(asker(connection)) for connection in own]
+            closing = [connection.close for connection in own]
+            try:
+                return StoreSnapshot.begin(
+                    ports, names, folder, tag, base, incremental, closing=closing
+                )
+            except BaseException:
+                for close in closing:
+                    close()
+                raise
+
+    def _own_connection(self, where: m.ShardAddress) -> Connection:
+        prove, limit = (lambda: self._proof("data", where.shard)), self.timeout_s
+        return Connection(
+            where, self._token, prove, timeout_s=limit, transport="tcp", tls=self._tls
+        )
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, np.ndarray]]) -> None:
+        with self._sender.lock:
+            table, slots = self._router.table(name), self._router.slots
+            self.flush()
+            restore_rows(self._sender.connections, table, slots, contents)
 
     # -- statistics and the end --
 
@@ -330,6 +348,7 @@ class ServerStore:
 
     def _close_control(self) -> None:
         self._control.close()
+        self._maps.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
 

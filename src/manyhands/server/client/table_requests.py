@@ -12,13 +12,15 @@ from manyhands.server.client.pending_request import Parts, PendingRequest
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.namespaces.table_list import total_of
 from manyhands.server.protocol import messages as m
+from manyhands.server.protocol import table_messages as t
+from manyhands.server.protocol.arrays import pack
 
 IN_THIS_RUN, LEFT_BY_A_RUN = 1, 2  # answers to StartTable
 
 
-def list_tables(sender: RequestSender) -> list[m.StoredPart]:
+def list_tables(sender: RequestSender) -> list[t.StoredPart]:
     with sender.lock:
-        asked = [c.ask(m.ListTables(), "list of tables").tables for c in sender.connections]
+        asked = [c.ask(t.ListTables(), "list of tables").tables for c in sender.connections]
     return total_of(asked)
 
 
@@ -27,7 +29,7 @@ def drop_table(sender: RequestSender, name: str) -> bool:
     with sender.lock:
         sender.flush()
         there = [
-            connection.ask(m.DropTable(name, sender.take_sequence(s)), f"drop of {name}").value
+            connection.ask(t.DropTable(name, sender.take_sequence(s), []), f"drop of {name}").value
             for s, connection in enumerate(sender.connections)
         ]
         sender.router.tables.pop(name, None)
@@ -66,15 +68,15 @@ class _Deletion(PendingRequest):
     def _request(self) -> tuple[m.Message, Parts]:
         slots = self._sender.router.slots
         mine = self._ids[slots.shard_of(self._name, self._ids) == self._shard]
-        message = m.DeleteRows(self._name, slots.epoch, self._sequence, mine.size)
-        return message, [mine] if mine.size else []
+        described, parts = pack({"ids": mine})
+        return t.DeleteRows(self._name, slots.epoch, self._sequence, described), parts
 
 
 def start_table(control: Connection, sender: RequestSender, name: str) -> None:
     """Make room for a table that a run creates: what the run before it in the namespace left under
     that name is dropped, and what a store made is refused: it is somebody's."""
-    there = bool(sender.connections[0].ask(m.ListTables(name), f"create of {name}").tables)
-    answer = control.ask(m.StartTable(name, there), f"create of {name}").value
+    there = bool(sender.connections[0].ask(t.ListTables(name), f"create of {name}").tables)
+    answer = control.ask(t.StartTable(name, there), f"create of {name}").value
     if answer == LEFT_BY_A_RUN:
         drop_table(sender, name)
     elif answer != IN_THIS_RUN and there:

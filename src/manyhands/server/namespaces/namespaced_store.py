@@ -11,14 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Protocol, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor
 
-from manyhands.core import Late, PushOptions, Reply, Rows, Table, TableStore, Tensors, Tick, Work
+from manyhands.core import (
+    Late,
+    PushOptions,
+    Reply,
+    Rows,
+    Table,
+    TableSnapshot,
+    TableStore,
+    Tensors,
+    Tick,
+    Work,
+)
 from manyhands.errors import ServerLost, StoreError
-from manyhands.server.protocol.messages import StoredPart
+from manyhands.server.protocol.table_messages import StoredPart
 from manyhands.server.validate import NAMESPACE_END, check_namespace
 
 
@@ -66,7 +78,7 @@ class NamespacedStore:
     def _tensors(self, given: Tensors) -> Tensors:
         return {self._long(name): x for name, x in given.items()}
 
-    def short(self, found: Tensors) -> Tensors:
+    def short(self, found: Mapping[str, Any]) -> dict[str, Any]:
         return {name.removeprefix(self._prefix): x for name, x in found.items()}
 
     # -- rows --
@@ -135,6 +147,22 @@ class NamespacedStore:
         with self.errors():
             self.store.restore(self._long(name), content)
 
+    def snapshot(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        tag: str,
+        base: str = "",
+        incremental: bool = False,
+    ) -> TableSnapshot:
+        long = [self._long(name) for name in names]
+        with self.errors():
+            return _NamedSnapshot(self, self.store.snapshot(long, folder, tag, base, incremental))
+
+    def restore_pieces(self, name: str, contents: Iterable[Mapping[str, Any]]) -> None:
+        with self.errors():
+            self.store.restore_pieces(self._long(name), contents)
+
     def stats(self) -> dict[str, float]:
         """Hot rows of this namespace only; other counters are of the servers as a whole."""
         hot = f"hot/{self._prefix}"
@@ -192,3 +220,21 @@ class _NamedRequest:
 
     def wait(self) -> None:
         self.result()
+
+
+class _NamedSnapshot:
+    """A snapshot under way; its files come under the names that the caller knows."""
+
+    def __init__(self, store: NamespacedStore, snapshot: TableSnapshot):
+        self._store, self._snapshot = store, snapshot
+
+    @property
+    def base(self) -> str:
+        return self._snapshot.base
+
+    def finish(self) -> Mapping[str, Sequence[tuple[str, int, str]]]:
+        with self._store.errors():
+            return self._store.short(self._snapshot.finish())
+
+    def end(self, good: bool) -> None:
+        self._snapshot.end(good)

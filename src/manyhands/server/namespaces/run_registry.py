@@ -18,8 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manyhands.core import Tick
 from manyhands.errors import StoreError
@@ -188,6 +189,34 @@ class RunRegistry:
                 before = found.get(name, 0)
                 found[name] = max(before, n) if name == "now/spread" else before + n
         return found
+
+    # -- state that outlives this process --
+
+    def state(self) -> dict[str, Any]:
+        """What a registry that goes on in another process needs."""
+        with self._lock:
+            return {
+                "runs": [
+                    [
+                        *(run.number, run.namespace, run.clock.state(), run.earlier, run.committed),
+                        *(sorted(run.joined), run.latest, run.died),
+                        *(sorted(run.tables), sorted(run.left_tables)),
+                    ]
+                    for run in self._by_name.values()
+                ],
+                "guests": [[g, i, self._of_guest[g]] for g, i in self._guests.items()],
+                "free": list(self._free),
+            }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for number, name, clock, earlier, committed, *rest in state["runs"]:
+            joined, latest, died, tables, left = rest
+            run = RunState(number, name, Clock.of(clock), earlier, committed, set(joined), latest)
+            run.died, run.tables, run.left_tables = died, set(tables), set(left)
+            self._by_name[name] = self._by_number[number] = run
+        self._guests = {guest: incarnation for guest, incarnation, _ in state["guests"]}
+        self._of_guest = {guest: namespace for guest, _, namespace in state["guests"]}
+        self._free = list(state["free"])
 
     def close(self) -> None:
         with self._lock:

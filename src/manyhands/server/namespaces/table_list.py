@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manyhands.server.protocol.messages import StoredPart
+from manyhands.server.protocol.table_messages import StoredPart
 
 
 def total_of(shards: Sequence[Sequence[StoredPart]]) -> list[StoredPart]:

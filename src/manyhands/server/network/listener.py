@@ -61,7 +61,8 @@ class ConnectionListener:
         for listener in self._sockets:
             self._spawn(partial(self._accept, listener), "accept")
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Accept no more connections and end those that are there; waits for nothing."""
         self._closing.set()
         for listener in self._sockets:
             _stop_listening(listener)
@@ -69,6 +70,9 @@ class ConnectionListener:
             channels = list(self._channels)
         for channel in channels:
             channel.stop()
+
+    def close(self) -> None:
+        self.stop()
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(5.0)

@@ -1,28 +1,24 @@
-"""Registration of a server with the coordinator: it sends its addresses and receives slot maps."""
+"""Registration of a server with the coordinator: it sends its address and receives slot maps.
+
+A thread sends pings, so that a server that hangs is noticed. Where the coordinator is gone, the
+server goes on serving and registers again, for `patience_s`: a coordinator that was started again
+goes on with the servers that come back.
+"""
 
 from __future__ import annotations
 
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from manyhands.errors import ServerLost, StoreError
 from manyhands.server.protocol import handshake
+from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
-from manyhands.server.protocol.messages import (
-    AssignSlots,
-    Done,
-    Failed,
-    Leave,
-    Proof,
-    Ready,
-    Register,
-    ShardAddress,
-)
-from manyhands.server.slots import SlotMap
 
 REGISTER_S = 60.0
+PING_S = 0.5
 
 
 class Registration:
@@ -34,16 +30,19 @@ class Registration:
 
     def __init__(
         self,
-        coordinator: ShardAddress,
-        shards: Sequence[ShardAddress],
+        coordinator: m.ShardAddress,
+        register: Callable[[], m.Register],
         *,
         token: str,
         tls: ssl.SSLContext | None,
-        assign: Callable[[SlotMap], None],
+        assign: Callable[[m.AssignSlots], None],
+        again: Callable[[], None],
         closing: threading.Event,
+        patience_s: float = 0.0,
     ):
-        self._coordinator, self._shards = coordinator, list(shards)
+        self._coordinator, self._register = coordinator, register
         self._token, self._tls, self._assign, self._closing = token, tls, assign, closing
+        self._again, self._patience_s = again, patience_s
         self.lost: str | None = None
         self._channel: Channel | None = None
         self._lock = threading.Lock()
@@ -51,68 +50,95 @@ class Registration:
 
     def start(self) -> None:
         self._thread.start()
+        threading.Thread(target=self._ping, name="manyhands-ping", daemon=True).start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closing.set()
         with self._lock:
             if self._channel is not None:
                 self._channel.stop()
+
+    def close(self) -> None:
+        self.stop()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
-    def _run(self) -> None:
-        try:
-            channel = connect(
-                self._coordinator,
-                self._token,
-                Proof(b"", "server", 0, 0, 0, b""),
-                REGISTER_S,
-                self._tls,
-                self._closing,
-            )
-        except (ServerLost, StoreError) as e:
-            self.lost = str(e)
-            self._closing.set()
-            return
+    def tell(self, message: m.Message) -> None:
+        """Send something to the coordinator; where it cannot be reached, it is not told."""
         with self._lock:
-            self._channel = channel
-        try:
-            self._follow(channel)
-        except (Closed, OSError, Malformed):
-            pass
-        finally:
-            with self._lock:
-                self._channel = None
-            channel.close()
-            if not self._closing.is_set():
-                self.lost = self.lost or (
+            if self._channel is not None:
+                try:
+                    self._channel.send(message)
+                except OSError:
+                    self._channel.stop()
+
+    def _ping(self) -> None:
+        while not self._closing.wait(PING_S):
+            self.tell(m.Ping())
+
+    def _run(self) -> None:
+        wait_s, times = REGISTER_S, 0
+        while not self._closing.is_set():
+            try:
+                channel = connect(
+                    self._coordinator,
+                    self._token,
+                    m.Proof(b"", "server", 0, 0, 0, b""),
+                    wait_s,
+                    self._tls,
+                    self._closing,
+                )
+            except (ServerLost, StoreError) as e:
+                self.lost = self.lost or str(e)
+                break
+            try:
+                self._follow(channel, times)
+            except (Closed, OSError, Malformed):
+                pass
+            finally:
+                with self._lock:
+                    self._channel = None
+                channel.close()
+            times += 1
+            if self.lost is None and not self._closing.is_set():
+                gone = (
                     f"the coordinator at {self._coordinator} is gone, and with it the run that "
                     "this server was for"
                 )
-                self._closing.set()
+                if self._patience_s <= 0:
+                    self.lost = gone
+                wait_s = self._patience_s
+            if self.lost is not None:
+                break
+        self._closing.set()
 
-    def _follow(self, channel: Channel) -> None:
+    def _follow(self, channel: Channel, times: int) -> None:
         """Register, then take slot maps for as long as the coordinator is there."""
-        channel.send(Register(self._shards))
+        channel.send(self._register())
+        with self._lock:
+            self._channel = channel
+        if times:
+            self._again()
         while not self._closing.is_set():
             head, message = channel.receive()
-            if isinstance(message, AssignSlots):
-                self._assign(SlotMap.of(message))
-                channel.send(Ready(message.epoch), head.number)
-            elif isinstance(message, Failed):
+            if isinstance(message, m.AssignSlots):
+                self._assign(message)
+                with self._lock:
+                    channel.send(m.Ready(message.epoch), head.number)
+            elif isinstance(message, m.Failed):
                 self.lost = message.text
                 return
-            elif isinstance(message, Leave):  # the run is over
+            elif isinstance(message, m.Leave):  # the run is over
                 self._closing.set()
                 return
-            elif not isinstance(message, Done):
+            elif not isinstance(message, m.Done):
                 return
 
 
 def connect(
-    where: ShardAddress,
+    where: m.ShardAddress,
     token: str,
-    proof: Proof,
+    proof: m.Proof,
     timeout_s: float,
     tls: ssl.SSLContext | None,
     closing: threading.Event,

@@ -15,11 +15,26 @@ import numpy as np
 
 from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
+from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
-from manyhands.server.protocol.arrays import pack, unpack
-from manyhands.server.protocol.frame import Channel, Closed, Cursor, Malformed, encode
+from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
+from manyhands.server.protocol.arrays import joined, pack, unpack
+from manyhands.server.protocol.frame import (
+    Channel,
+    Closed,
+    Cursor,
+    Malformed,
+    encode,
+    encode_body,
+)
 from manyhands.server.protocol.key_lists import KeyLists
+from manyhands.server.protocol.kinds import KIND_OF
+from manyhands.server.replication.follower import change_table
+from manyhands.server.replication.replicator import NotLeading
+from manyhands.server.snapshots.snapshot_requests import answer_snapshot
+from manyhands.server.snapshots.table_pieces import ArrayParts, dump_piece
 from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
@@ -41,8 +56,8 @@ class RequestLoop:
         self._status = endpoint.status
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
-        self._keys = KeyLists()
-        self._used: dict[str, tuple[Table, int]] = {}  # tables as the worker knows them
+        self._keys, self._parts = KeyLists(), ArrayParts()
+        self._known = KnownTables()
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
@@ -76,6 +91,8 @@ class RequestLoop:
             except _UnknownKeys:
                 self._keys = KeyLists()  # as the worker does when it gets this
                 self._ask_to_resend(head.number, m.Resend("keys"))
+            except NotLeading:
+                self._ask_to_resend(head.number, m.Resend("epoch", self._status.epoch))
             except StoreError as e:
                 channel.send(
                     m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
@@ -103,47 +120,56 @@ class RequestLoop:
         match message:
             case m.Exchange():
                 self._exchange(number, message, memory)
-            case m.CreateTable():
-                arrays = unpack(message.arrays, memory)
-                state = {
-                    name.removeprefix("state/"): x for name, x in arrays.items() if name != "values"
-                }
-                made = self._endpoint.create(
-                    message.table, message.span, arrays.get("values"), state or None
-                )
-                self._used.pop(message.table.name, None)
-                self._channel.send(m.Done(int(made)), number)
+            case m.CreateTable() | m.RestoreTable():
+                self._change_table(number, message, memory)
+            case t.DeleteRows() if message.epoch != self._status.epoch:
+                self._ask_to_resend(number, m.Resend("epoch", self._status.epoch))
+            case t.DeleteRows() | t.DropTable():
+                message.worker, message.incarnation = self._worker, self._incarnation
+                self._change_table(number, message, memory)
+            case t.ListTables():
+                self._known.forget(message.name)
+                self._channel.send(t.TableList(self._shard.stored(message.name)), number)
             case m.DumpTable():
-                content = self._shard.dump(message.name)
+                content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
                 described, parts = pack(content)
-                self._channel.send(m.TableContent(described), number, parts)
-            case m.RestoreTable():
-                if message.clear:
-                    self._shard.clear(message.name)
-                self._shard.load(message.name, unpack(message.arrays, memory))
-                self._channel.send(m.Done(), number)
+                self._channel.send(m.TableContent(described, stop), number, parts)
+            case m.BeginSnapshot() | m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
+                reply, payload = answer_snapshot(self._endpoint.snapshots, message)
+                self._channel.send(reply, number, payload)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
-            case m.ListTables():
-                found = [p for p in self._shard.stored() if message.name in (None, p.table.name)]
-                if message.name is None:
-                    self._used.clear()  # the worker now knows the tables as they are
-                self._channel.send(m.TableList(found), number)
-            case m.DeleteRows():
-                self._delete(number, message, memory)
-            case m.DropTable():
-                who = self._worker, self._incarnation, message.sequence
-                self._channel.send(m.Done(self._endpoint.drop(*who, message.table)), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
 
-    def _delete(self, number: int, x: m.DeleteRows, memory: np.ndarray) -> None:
-        if x.epoch != self._status.epoch:
-            self._ask_to_resend(number, m.Resend("epoch", self._status.epoch))
-            return
-        ids = Cursor(memory).take(x.count, np.int64)
-        who = self._worker, self._incarnation, x.sequence
-        self._channel.send(m.Done(self._shard.delete_rows(*who, x.table, ids)), number)
+    def _change_table(self, number: int, message: Any, memory: np.ndarray) -> None:
+        parts = [memory]
+        if isinstance(message, m.RestoreTable):
+            if message.clear:
+                self._parts.clear(message.name)
+            whole = self._parts.add(message.name, unpack(message.arrays, memory), message.more)
+            if whole is None:
+                self._channel.send(m.Done(), number)
+                return
+            described, parts = pack(whole)
+            message = m.RestoreTable(message.name, message.clear, described)
+        elif isinstance(message, m.CreateTable):
+            self._known.forget(message.table.name)
+        outcome = self._submit(
+            lambda n: r.ForwardTable(n, KIND_OF[type(message)], encode_body(message)),
+            lambda: parts,
+            lambda: change_table(self._shard, message, joined(parts)),
+        )
+        self._channel.send(m.Done(outcome or 0), number)
+
+    def _submit(self, message: Any, parts: Any, apply: Any) -> Any:
+        """Apply a change on all servers of the chain; what `apply` returned here."""
+        replicator = self._endpoint.replicator
+        change, outcome = replicator.submit(message, parts, apply)
+        replicator.wait(change)
+        if isinstance(outcome, StoreError):
+            raise outcome
+        return outcome
 
     # -- push and pull --
 
@@ -158,35 +184,59 @@ class RequestLoop:
         cursor = Cursor(memory)
         parts = [self._update(request, x.codec, cursor) for request in x.push]
         pulls = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
-        for version, members in x.commits:
-            self._shard.commit(version, members)
         applied = True
-        if x.options is not None:
-            applied = self._shard.push(
-                self._worker, self._incarnation, x.sequence, parts, x.options
+        if x.options is not None or x.commits:
+            applied = self._submit(
+                lambda change: self._forward(change, x, parts),
+                lambda: [array for part in parts for array in part[1:] if array is not None],
+                lambda: self._apply(x, parts),
             )
         if not pulls:
             self._channel.send(m.RowsReply(0, applied), number)
         else:
             self._send_rows(number, x, pulls, applied, answer)
 
-    def _spec(self, name: str) -> tuple[Table, int]:
-        found = self._endpoint.specs.get(name)
-        if found is not None and found is not self._used.setdefault(name, found):
-            self._check_remade(name, found)
-        # for an unknown table the shard raises
-        return (self._shard.spec(name), 0) if found is None else found
+    def _apply(self, x: m.Exchange, parts: list[TableUpdate]) -> bool:
+        for version, members in x.commits:
+            self._shard.commit(version, members)
+        if x.options is None:
+            return True
+        return self._shard.push(self._worker, self._incarnation, x.sequence, parts, x.options)
 
-    def _check_remade(self, name: str, found: tuple[Table, int]) -> None:
-        """Another client may have dropped a table and made it anew; a request of another shape must
-        not be read as if it had the new one."""
-        old, new = self._used[name][0], found[0]
-        if (old.dim, old.length, old.dtype) != (new.dim, new.length, new.dtype):
-            raise StoreError(
-                f"table {name!r} was dropped and made anew, with {_shape(new)}; it had "
-                f"{_shape(old)} when this client first used it: call tables() to use it as it is"
+    def _forward(self, change: int, x: m.Exchange, parts: list[TableUpdate]) -> r.Forward:
+        """The same for the next server, with ids and updates as they are."""
+        requests = [
+            m.TableRequest(
+                part.table,
+                part.updates.size if part.ids is None else part.ids.size,
+                m.DENSE if part.ids is None else m.IDS_SENT,
             )
-        self._used[name] = found
+            for part in parts
+        ]
+        pulled = {}
+        if x.options is not None and x.options.adapt:
+            versions = self._shard.pulled
+            keys = [(self._worker, part.table) for part in parts]
+            pulled = {key[1]: versions[key] for key in keys if key in versions}
+        who = self._worker, self._incarnation
+        return r.Forward(change, *who, x.sequence, requests, x.options, x.commits, pulled, [])
+
+    def _pull(self, x: m.Exchange, pulls: list[TablePull], outs: list[np.ndarray]) -> int:
+        if x.remember:  # a change: of what the shard remembers
+            tables, who = [pull.table for pull in pulls], (self._worker, self._incarnation)
+            version: int = self._submit(
+                lambda n: r.Forward(n, *who, x.sequence, [], None, [], {}, tables),
+                lambda: [],
+                lambda: self._shard.pull(self._worker, pulls, outs, remember=True),
+            )
+            return version
+        version = self._shard.pull(self._worker, pulls, outs)
+        replicator = self._endpoint.replicator
+        replicator.wait(replicator.applied)  # what is read must not be lost
+        return version
+
+    def _spec(self, name: str) -> tuple[Table, int]:
+        return self._known.check(name, self._endpoint.layout(name))
 
     def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
         if request.mode == m.DENSE:
@@ -271,7 +321,7 @@ class RequestLoop:
             ]
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
-        version = self._shard.pull(self._worker, pulls, outs, remember=x.remember)
+        version = self._pull(x, pulls, outs)
         if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
@@ -287,7 +337,7 @@ class RequestLoop:
         if self._chunk.size == 0:
             self._chunk = np.empty(2 * CHUNK_BYTES, np.uint8)
         total = sum(arena.aligned(count * dtype.itemsize) for dtype, count, _, _ in shapes)
-        begun = False
+        begun, replicator = False, self._endpoint.replicator
         for pull, (dtype, count, width, shape) in zip(pulls, shapes, strict=True):
             row_bytes = width * dtype.itemsize
             step = max(1, CHUNK_BYTES // row_bytes) if pull.ids is not None else shape[0]
@@ -300,7 +350,8 @@ class RequestLoop:
                 out = raw.view(dtype).reshape((n, width) if ids is not None else (n,))
                 try:
                     version = self._shard.pull(self._worker, [TablePull(pull.table, ids)], [out])
-                except StoreError as e:
+                    replicator.wait(replicator.applied)
+                except (StoreError, NotLeading) as e:
                     if begun:  # too late for an error message: the frame has begun
                         raise Closed(str(e)) from e
                     raise
@@ -346,7 +397,3 @@ class RequestLoop:
         if at < 0 or nbytes < 0 or at + nbytes > segment.memory.size or at % arena.ALIGN:
             raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {segment.memory.size}")
         return segment.memory[at : at + nbytes]
-
-
-def _shape(table: Table) -> str:
-    return f"dim={table.dim}, length={table.length}, dtype={table.dtype}"

@@ -6,13 +6,13 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from manyhands.core import Table
 from manyhands.server.network.request_loop import RequestLoop
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Proof
+from manyhands.server.replication.replicator import Replicator
 from manyhands.server.shard import Shard
+from manyhands.server.snapshots.shard_snapshot import ShardSnapshots
 
 
 @dataclass
@@ -20,16 +20,20 @@ class ServerStatus:
     """What the shards of a server share: the epoch of its slot map, and its refused connections."""
 
     epoch: int = 0
+    first: int = -1  # the first of its shards, which tells the counters of the server
     refused: Counter[str] = field(default_factory=Counter)  # by reason
 
 
 class ShardEndpoint:
     """Serves the connections of one shard."""
 
-    def __init__(self, status: ServerStatus, shard: Shard):
+    def __init__(self, status: ServerStatus, shard: Shard, replicator: Replicator | None = None):
         self.status, self.shard = status, shard
+        self.replicator = Replicator.alone() if replicator is None else replicator
+        self.snapshots = ShardSnapshots(shard)
         # by table: its spec, and how many elements of a dense one are stored here
-        self.specs: dict[str, tuple[Table, int]] = {}
+        self._specs: dict[str, tuple[Table, int]] = {}
+        self._drops = 0  # tables that had been dropped when these were looked up
         self._lock = threading.Lock()
         self._loops: set[RequestLoop] = set()
         self._ended: Counter[str] = Counter()  # counters of connections that have ended
@@ -46,23 +50,15 @@ class ShardEndpoint:
                 self._loops.remove(loop)
                 self._ended.update(loop.counters())
 
-    def create(
-        self,
-        table: Table,
-        span: tuple[int, int] | None,
-        values: np.ndarray | None,
-        state: dict[str, np.ndarray] | None,
-    ) -> bool:
-        made = self.shard.create(table, span, values, state)
-        stored = span[1] - span[0] if span is not None else table.length or 0
-        self.specs[table.name] = table, stored
-        return made
-
-    def drop(self, worker: int, incarnation: int, sequence: int, name: str) -> int:
-        there = self.shard.drop(worker, incarnation, sequence, name)
-        if name not in self.shard.tables():  # else the request came again, and it was made anew
-            self.specs.pop(name, None)
-        return there
+    def layout(self, name: str) -> tuple[Table, int]:
+        """Spec of a table, and how many elements of a dense one are stored here."""
+        if self._drops != self.shard.drops:
+            self._drops, self._specs = self.shard.drops, {}
+        specs = self._specs  # another thread may begin anew
+        found = specs.get(name)
+        if found is None:
+            found = specs[name] = self.shard.layout(name)
+        return found
 
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()
@@ -72,6 +68,6 @@ class ShardEndpoint:
                 counted.update(loop.counters())
             found |= counted
             found["now/queue"] = max(0, sum(loop.busy for loop in self._loops) - 1)
-        if self.shard.index == 0:
+        if self.status.first == self.shard.index:
             found |= {f"refused/{reason}": n for reason, n in list(self.status.refused.items())}
         return found

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from manyhands.server.protocol.messages import KIND_OF, KINDS, Message
+from manyhands.server.protocol.kinds import KIND_OF, KINDS
+from manyhands.server.protocol.messages import Message
 
-MAGIC, VERSION = b"mhps", 1
+MAGIC, VERSION = b"mhps", 2
 _HEADER = struct.Struct("<4sHHIQQ")
 _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
@@ -63,6 +64,10 @@ class Header(NamedTuple):
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
+
+
+def encode_body(message: Message) -> bytes:
+    return _encoder.encode(message)
 
 
 def encode(

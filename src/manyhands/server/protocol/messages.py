@@ -2,14 +2,18 @@
 
     handshake               Hello, Proof, Welcome or Refused                     (see `handshake`)
     worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
-                            RestoreTable, ListTables, DeleteRows, DropTable, GetStats,
-                            Attach (shared memory), Resume
-    shard -> worker         RowsReply, TableContent, TableList, Stats, Done, Failed, Resend
-    server -> coordinator   Register, Ready
+                            RestoreTable, GetStats, Attach (shared memory), Resume; BeginSnapshot,
+                            GetSnapshot, FetchSnapshot, EndSnapshot; of guests also ListTables,
+                            DeleteRows, DropTable (see `table_messages`)
+    shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend; SnapshotState,
+                            SnapshotPart; TableList
+    server -> coordinator   Register, Ready, Copied, Ping
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
+    server -> server        Follow, then Forward, ForwardTable, CopyState (see `replication`)
     worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, StartTable, TableCreated,
                             AwaitTable, GetSlotMap, GetStats, Ping, Leave
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
+    operator -> coordinator GetStatus, Drain, Rebalance
 
 Frames of a connection are numbered. A shard that cannot serve request n as it came (it does not
 know the key list, or has another slot map) answers Resend and ignores all that follows until
@@ -46,8 +50,8 @@ class Proof(Message):
     """Who connects, and a code that only someone with the token can make."""
 
     nonce: bytes
-    role: Literal["data", "control", "heartbeat", "server"]
-    shard: int  # of this server
+    role: Literal["data", "control", "heartbeat", "server", "replica", "operator"]
+    shard: int  # of the run
     worker: int
     incarnation: int
     code: bytes
@@ -169,16 +173,20 @@ class CreateTable(Message):
 
 class DumpTable(Message):
     name: str
+    start: int = 0  # where this piece of it begins: 0, then what the piece before said
+    nbytes: int = 1 << 22  # of a piece, about
 
 
 class TableContent(Message):
     arrays: list[ArraySpec]
+    stop: int = -1  # where the next piece begins; -1: there is none
 
 
 class RestoreTable(Message):
     name: str
     clear: bool  # empty the table first
     arrays: list[ArraySpec]
+    more: bool = False  # parts of long arrays: others follow, and only then the table is loaded
 
 
 class GetStats(Message):
@@ -201,9 +209,9 @@ class Attach(Message):
 
 
 class ShardAddress(Message):
-    """How to reach a shard: the address of its server, and its number among the server's shards."""
+    """How to reach a shard: the address of its server, and the shard's number in the run."""
 
-    host: str
+    host: str  # "": no server has this shard any more
     port: int
     shard: int = 0
     local: str = ""  # a unix socket
@@ -214,7 +222,29 @@ class ShardAddress(Message):
 
 
 class Register(Message):
-    shards: list[ShardAddress]
+    """A server, or one that lost its connection to the coordinator and comes back."""
+
+    where: ShardAddress
+    shards: int  # that it can be the first to hold
+    instance: int  # a random number of the process
+    pid: int = 0
+    memory_bytes: int | None = None  # of each shard
+
+
+class ServerEntry(Message):
+    number: int  # never given twice
+    where: ShardAddress
+
+
+class ShardChain(Message):
+    """The servers that hold one shard, by number. The first serves workers and hands every change
+    on; the last acknowledges it. Counts as another chain (`version`) when its members change."""
+
+    version: int
+    members: list[int]  # []: the shard is lost
+    learner: int = -1  # gets a copy from the last member, and will then be one
+    leaving: int = -1  # stays until the learner is a member
+    life: int = 0  # how often the content was lost
 
 
 class Ready(Message):
@@ -228,11 +258,17 @@ class AssignSlots(Message):
 
     epoch: int
     owner: bytes  # uint16 per slot
-    shards: list[ShardAddress]
+    shards: list[ShardAddress]  # where workers reach each
+    servers: list[ServerEntry] = []
+    chains: list[ShardChain] = []
+    ack: Literal["all", "primary"] = "all"  # who has a push when it is acknowledged
+    you: int = -1  # the number of the server that gets this
+    memory_bytes: int | None = None  # of each shard
     incarnation: int = 0  # this and what follows: for a worker that joins
     clock: int = 0
     version: int = 0  # commits so far
     lease_s: float = 10.0
+    recovers: bool = False  # a coordinator that is gone will be back
     worker: int = 0  # its number among the workers of all runs on the servers
 
 
@@ -298,57 +334,45 @@ class GetSlotMap(Message):
     pass
 
 
-# -- tables of clients that come and go --
+class BeginSnapshot(Message):
+    """Begin to save tables as they are now; see `snapshots.shard_snapshot`."""
+
+    tag: str
+    names: list[str]
+    folder: str
+    base: str
+    incremental: bool
+    shard: int
+    shards: int
 
 
-class ListTables(Message):
-    name: str | None = None  # None: all
+class GetSnapshot(Message):
+    tag: str
 
 
-class StoredPart(Message):
-    """A table, and what of it one shard stores."""
+class SnapshotState(Message):
+    """How far a snapshot is."""
 
-    table: Table
-    rows: int  # elements of a dense one
+    direct: bool = True  # the shard sees the folder
+    done: bool = False
+    failure: str = ""  # why it was not begun, or failed
+    not_finite: bool = False
+    files: list[tuple[str, int, str]] = []  # name, bytes, sha256; msgspec copies it
+
+
+class FetchSnapshot(Message):
+    tag: str
+    name: str
+    at: int
     nbytes: int
 
 
-class TableList(Message):
-    tables: list[StoredPart]
+class SnapshotPart(Message):
+    """Bytes of a file; they are the payload."""
+
+    nbytes: int
 
 
-class DeleteRows(Message):
-    """Delete rows with their optimizer state, exactly once; their ids follow."""
-
-    table: str
-    epoch: int
-    sequence: int  # of the same count as pushes
-    count: int
-
-
-class DropTable(Message):
-    """Delete a whole table, exactly once."""
-
-    table: str
-    sequence: int
-
-
-class StartTable(Message):
-    """Answered with 1 where this run has begun the table already, with 2 where a run before it in
-    the namespace left it on the servers, else with 0."""
-
-    name: str
-    there: bool  # on a server
-
-
-_MESSAGES: list[type[Message]] = [
-    *(Hello, Proof, Welcome, Refused),
-    *(Done, Failed, Resend, Resume, RowsReply),
-    *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
-    *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
-    *(RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
-    *(ListTables, TableList, DeleteRows, DropTable, StartTable),
-]
-# The kind of a frame is the number of its message here: append, do not reorder.
-KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))
-KIND_OF: dict[type[Message], int] = {kind: number for number, kind in KINDS.items()}
+class EndSnapshot(Message):
+    tag: str
+    good: bool

@@ -57,20 +57,20 @@ class DelayCompensation:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], np.ndarray] = {}  # (worker, table)
+        self.seen: dict[tuple[int, str], np.ndarray] = {}  # (worker, table)
         self._mean_square: dict[str, np.ndarray] = {}
 
     def __contains__(self, key: tuple[int, str]) -> bool:
-        return key in self._seen
+        return key in self.seen
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self.seen)
 
     def remember(self, worker: int, name: str, values: np.ndarray) -> None:
         """Keep a copy of what a worker pulls."""
-        kept = self._seen.get((worker, name))
+        kept = self.seen.get((worker, name))
         if kept is None:
-            self._seen[worker, name] = values.copy()
+            self.seen[worker, name] = values.copy()
         else:
             kept[:] = values
 
@@ -84,7 +84,7 @@ class DelayCompensation:
         decay: float | None,
     ) -> None:
         """Compensate the gradient `g` of a table whose values are `w`, in place."""
-        seen, mean_square = self._seen.get((worker, name), w), None
+        seen, mean_square = self.seen.get((worker, name), w), None
         if decay is not None:
             mean_square = self._mean_square.setdefault(name, np.zeros_like(w))
         compensate(g, w, seen, strength, mean_square, decay or 0.0)
@@ -99,8 +99,8 @@ class DelayCompensation:
     def forget(self, name: str) -> None:
         """Drop all that is kept for a table."""
         self._mean_square.pop(name, None)
-        for key in [key for key in self._seen if key[1] == name]:
-            del self._seen[key]
+        for key in [key for key in self.seen if key[1] == name]:
+            del self.seen[key]
 
     def state(self, name: str) -> dict[str, np.ndarray]:
         """A copy of what belongs to a table's state."""

@@ -4,6 +4,8 @@ ids, meta       of a sparse table: its rows' ids; push count and version of the 
 values          rows, or the vector of a dense table
 state/NAME      optimizer state, and what delay compensation keeps
 version         pushes applied, and the optimizer's step
+erased          instead of rows, where increments are restored: ids whose rows are gone
+time_base       where versions of rows are counted from (see `row_storage`)
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ def restore_table(
     content: Mapping[str, np.ndarray],
     state: Mapping[str, np.ndarray],
 ) -> None:
+    if isinstance(table, SparseTable) and "time_base" in content and not table.rows:
+        table.storage.time_base = int(content["time_base"][0])
     try:
-        if isinstance(table, SparseTable):
+        if isinstance(table, SparseTable) and "erased" in content:
+            table.erase(np.ascontiguousarray(content["erased"]))
+        elif isinstance(table, SparseTable):
             table.load(content["ids"], content["values"], state, content.get("meta"))
         else:
             table.load(content["values"], state)

@@ -27,8 +27,10 @@ from manyhands.server.tables.index_kernels import (
     LIVE,
     MAX_ROWS,
     NOW,
+    REFUSED,
     SIGHTED,
     TOP,
+    UNADMITTED,
     find_rows,
     insert_rows,
 )
@@ -218,6 +220,15 @@ class RowStorage:
             shift_times(self.entries, back)
             self.time_base, now = self.time_base + back, now - back
         self.head[NOW] = now
+
+    def admission(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often admission has seen ids without a row, and what it and memory have refused."""
+        return self._sketch.copy(), self.head[[REFUSED, UNADMITTED, SIGHTED]]
+
+    def admit_as(self, sketch: np.ndarray, counts: np.ndarray) -> None:
+        """Go on as a table with this `admission`."""
+        self._sketch = sketch.copy()
+        self.head[[REFUSED, UNADMITTED, SIGHTED]] = counts
 
     def widen_sketch(self, ids: int) -> None:
         """Keep four counters for every id seen, `ids` to come: each counter becomes two copies."""

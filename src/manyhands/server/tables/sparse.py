@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from manyhands.server.tables.row_lookup import RowLookup
 from manyhands.server.tables.row_storage import RowStorage
 from manyhands.server.tables.table_optimizer import TableOptimizer
 
+if TYPE_CHECKING:
+    from manyhands.server.snapshots.copy_on_write import ErasedIds, TableCut
+
 LOOKUPS = 4  # pulls whose rows are remembered
 
 
@@ -50,13 +53,17 @@ class SparseTable:
         self.optimizer = TableOptimizer(table, modules)
         self.dtype, self.dim = np.dtype(table.dtype), table.dim
         state = self.optimizer.state
-        self._widths = {name: self.dim if x == "full" else 1 for name, x in state.items()}
-        self.stride = self.dim + sum(self._widths.values())
+        self.widths = {name: self.dim if x == "full" else 1 for name, x in state.items()}
+        self.stride = self.dim + sum(self.widths.values())
         self._wide = self.dim * sum(x == "full" for x in state.values())
         self._narrow = self.stride - self.dim - self._wide
         self.version = 0  # pushes applied
+        self.cut: TableCut | None = None  # of a snapshot that is being copied
+        self.erased: ErasedIds | None = None  # None: nobody needs to know
+        self.on_erase: list[Callable[[np.ndarray], None]] = []
+        self.loads = 0  # how often rows were loaded
         first = self.optimizer.starts
-        blank = [np.full(n, first.get(name, 0), self.dtype) for name, n in self._widths.items()]
+        blank = [np.full(n, first.get(name, 0), self.dtype) for name, n in self.widths.items()]
         blank.append(np.empty(0, self.dtype))
         self.storage = RowStorage(table, self.stride, np.concatenate(blank), memory_bytes, huge)
         self.row_bytes = self.storage.row_bytes
@@ -165,6 +172,8 @@ class SparseTable:
     def apply(self, lr: float | None = None) -> int:
         """Run the optimizer on what was prepared; returns how many rows it changed."""
         n, storage, head = self._count, self.storage, self.storage.head
+        if self.cut is not None:
+            self.cut.keep(self._distinct[:n], self._distinct_hashes[:n])
         self.version += 1
         storage.set_time(self.version)
         storage.widen_sketch(n)
@@ -202,7 +211,7 @@ class SparseTable:
     def _apply_custom(self, rows: np.ndarray, first: np.ndarray, lr: float | None) -> None:
         matrix = self.storage.matrix()
         block, grads = matrix[rows], self._flat.reshape(-1, self.dim)[first]
-        w, state = self._views(block)
+        w, state = self.views(block)
         try:
             self.optimizer.custom.update(w, grads, state, self.optimizer.lr(lr))
         except Exception as e:
@@ -212,10 +221,10 @@ class SparseTable:
             ) from e
         matrix[rows] = block
 
-    def _views(self, block: np.ndarray) -> tuple[np.ndarray, State]:
+    def views(self, block: np.ndarray) -> tuple[np.ndarray, State]:
         """Views of values and state in rows."""
         at, state = self.dim, {}
-        for name, width in self._widths.items():
+        for name, width in self.widths.items():
             state[name] = block[:, at : at + width]
             at += width
         return block[:, : self.dim], state
@@ -227,7 +236,15 @@ class SparseTable:
 
     def erase(self, ids: np.ndarray) -> int:
         """Erase rows with their optimizer state; returns how many there were."""
-        return self.storage.erase(self._check_ids(ids))
+        ids = self._check_ids(ids)
+        if self.cut is not None:
+            hash_ids(ids, self.storage.seeds[0], self._hashes[: ids.size])
+            self.cut.keep(ids, self._hashes[: ids.size])
+        if self.erased is not None:
+            self.erased.add(ids)
+        for tell in self.on_erase:
+            tell(ids)
+        return self.storage.erase(ids)
 
     def expire(self) -> int:
         """Erase the rows that the table's `expire_...` options name; returns how many."""
@@ -267,7 +284,7 @@ class SparseTable:
         ids, rows, meta = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(2 * n, np.int64)
         if n > 0:
             list_entries(storage.entries, storage.seeds[0], mask, which, ids, rows, meta)
-        values, state = self._views(storage.matrix()[rows])
+        values, state = self.views(storage.matrix()[rows])
         meta = meta.reshape(n, 2)
         meta[:, 1] = (meta[:, 1] + storage.time_base) << storage.time_shift
         state = {name: np.ascontiguousarray(x) for name, x in state.items()}
@@ -285,23 +302,27 @@ class SparseTable:
         """Put rows back as `items` returned them, without admission; existing rows are replaced."""
         storage, ids = self.storage, self._check_ids(ids)
         self._check_block(values, ids.size, "values")
-        needed = [*self._widths, *(["step"] if self.optimizer.kind.counts_pushes else [])]
+        needed = [*self.widths, *(["step"] if self.optimizer.kind.counts_pushes else [])]
         if sorted(state) != sorted(needed):
             raise StoreError(
                 f"table {self.spec.name!r}: state {sorted(state)} was given, optimizer "
                 f"{self.spec.optimizer!r} keeps {sorted(needed)}; give what items() returned"
             )
         self._check_room(ids)
+        if self.cut is not None:
+            self.cut.fail("rows were loaded into it meanwhile")
+        self.loads += 1
+        self.erased = None  # loaded rows may have been pushed long ago: what changed is not known
         rows, hashes = np.empty(ids.size, np.int64), np.empty(ids.size, np.uint64)
         hash_ids(ids, storage.seeds[0], hashes)
         storage.find(ids, hashes, rows, self._entries_at[: ids.size], False, force=True)
         matrix = storage.matrix()
         matrix[rows, : self.dim] = values
         at = self.dim
-        for name, width in self._widths.items():
+        for name, width in self.widths.items():
             matrix[rows, at : at + width] = state[name].reshape(ids.size, width)
             at += width
-        if "step" in needed and "step" not in self._widths and ids.size > 0:
+        if "step" in needed and "step" not in self.widths and ids.size > 0:
             self.optimizer.step = max(self.optimizer.step, int(state["step"].max()))
         if meta is not None and ids.size > 0:
             self._load_meta(ids, meta)

@@ -1,0 +1,208 @@
+"""Hosting: the shards that one server holds, as the newest slot map says.
+
+A shard that the map gives to this server is made; one that it takes away is dropped. The first
+server of a chain serves workers (`ShardEndpoint`); every one hands changes on (`Replicator`); the
+last one copies the shard to a learner (`Copy`), and the others' changes come in through `follow`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from manyhands.server.network.shard_endpoint import ServerStatus, ShardEndpoint
+from manyhands.server.protocol import messages as m
+from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol.frame import Channel, Malformed
+from manyhands.server.replication.copying import Copy
+from manyhands.server.replication.follower import Follower
+from manyhands.server.replication.replicator import BROKEN, Link, Replicator
+from manyhands.server.shard import Shard
+from manyhands.server.slots import SlotMap
+
+FOLLOW_S = 5.0  # for the slot map that makes a server follow to arrive, after another's came
+
+
+class Hosting:
+    """`connect(where, shard)` opens a connection to a shard of another server; `tell(message)`
+    sends the coordinator something; `fail(reason)` ends this server."""
+
+    def __init__(
+        self,
+        status: ServerStatus,
+        modules: Sequence[str],
+        *,
+        connect: Callable[[m.ShardAddress], Channel],
+        tell: Callable[[m.Message], None],
+        fail: Callable[[str], None],
+    ):
+        self._status, self._modules = status, modules
+        self._connect, self._tell, self._fail = connect, tell, fail
+        self.endpoints: dict[int, ShardEndpoint] = {}
+        self.me = -1
+        self._slots: SlotMap | None = None
+        self._memory_bytes: int | None = None
+        self._copying: set[tuple[int, int]] = set()  # (shard, learner)
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def shards(self) -> list[Shard]:
+        with self._changed:
+            return [endpoint.shard for _, endpoint in sorted(self.endpoints.items())]
+
+    def find(self, shard: int) -> ShardEndpoint:
+        with self._changed:
+            found = self.endpoints.get(shard)
+        if found is None:
+            raise Malformed(
+                "moved", f"shard {shard} was asked for, this server has {sorted(self.endpoints)}"
+            )
+        return found
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            endpoints = list(self.endpoints.values())
+            self._changed.notify_all()
+        for endpoint in endpoints:
+            endpoint.replicator.close()
+
+    # -- the slot map --
+
+    def assign(self, slots: SlotMap, message: m.AssignSlots) -> None:
+        """Hold what this map says. Replies to workers from here on are those of its epoch."""
+        with self._changed:
+            if self._slots is not None and slots.epoch <= self._slots.epoch:
+                return
+            self.me, self._memory_bytes = message.you, message.memory_bytes
+            mine = {
+                shard
+                for shard, chain in enumerate(slots.chains)
+                if self.me in chain.members or chain.learner == self.me
+            }
+            gone = [self.endpoints.pop(shard) for shard in sorted(self.endpoints.keys() - mine)]
+            for shard in sorted(mine - self.endpoints.keys()):
+                self.endpoints[shard] = self._make(shard)
+            self._slots = slots
+            self._status.first = min(self.endpoints, default=-1)
+            self._status.epoch = slots.epoch
+            endpoints = dict(self.endpoints)
+        for endpoint in gone:
+            endpoint.replicator.close()
+        for shard, endpoint in endpoints.items():
+            endpoint.replicator.wait_for_all = message.ack == "all"
+            endpoint.replicator.assign(slots.chains[shard])
+        with self._changed:
+            self._changed.notify_all()
+        self._start_copies(slots, endpoints)
+
+    def _make(self, shard: int) -> ShardEndpoint:
+        made = Shard(shard, memory_bytes=self._memory_bytes, modules=self._modules)
+        replicator = Replicator(
+            shard,
+            self.me,
+            self._reach,
+            lambda number, server: self._tell(r.Part(number, server)),
+            self._fail,
+        )
+        return ShardEndpoint(self._status, made, replicator)
+
+    def _reach(self, server: int, shard: int) -> Channel:
+        slots = self._slots
+        if slots is None or server not in slots.servers:
+            raise ConnectionError(f"server {server} is not in the slot map")
+        where = slots.servers[server]
+        return self._connect(
+            m.ShardAddress(where.host, where.port, shard, where.local, where.machine)
+        )
+
+    # -- copies to learners --
+
+    def _start_copies(self, slots: SlotMap, endpoints: dict[int, ShardEndpoint]) -> None:
+        for shard, endpoint in endpoints.items():
+            chain = slots.chains[shard]
+            last = bool(chain.members) and chain.members[-1] == self.me
+            key = shard, chain.learner
+            if not last or chain.learner < 0 or endpoint.replicator.member.learner is not None:
+                continue
+            with self._changed:
+                if key in self._copying:
+                    continue
+                self._copying.add(key)
+            threading.Thread(
+                target=self._copy, args=(*key, endpoint), name="manyhands-copy", daemon=True
+            ).start()
+
+    def _copy(self, shard: int, learner: int, endpoint: ShardEndpoint) -> None:
+        """Copy to a learner, as often as it takes, while the map says so."""
+        try:
+            while self._learns(shard, learner, endpoint):
+                channel: Channel | None = None
+                try:
+                    channel = self._reach(learner, shard)
+                    Copy(endpoint.shard, endpoint.replicator, learner, channel, self._copied).run()
+                except BROKEN:
+                    if channel is not None:
+                        channel.close()
+                    time.sleep(0.05)
+        finally:
+            with self._changed:
+                self._copying.discard((shard, learner))
+
+    def _learns(self, shard: int, learner: int, endpoint: ShardEndpoint) -> bool:
+        """Whether this server still has to copy the shard to the learner."""
+        with self._changed:
+            slots = self._slots
+            if self._closed or slots is None or self.endpoints.get(shard) is not endpoint:
+                return False
+            chain = slots.chains[shard]
+        last = bool(chain.members) and chain.members[-1] == self.me
+        return last and chain.learner == learner and endpoint.replicator.member.learner is None
+
+    def _copied(self, shard: int, learner: int, seconds: float, nbytes: int) -> None:
+        self._tell(r.Copied(shard, learner, seconds, nbytes))
+
+    def tell_again(self) -> None:
+        """After the connection to the coordinator was lost: what it may not have heard."""
+        with self._changed:
+            endpoints = dict(self.endpoints)
+        for shard, endpoint in endpoints.items():
+            if (learner := endpoint.replicator.member.learner) is not None:
+                self._copied(shard, learner, 0.0, 0)
+
+    # -- changes from the server before --
+
+    def follow(self, channel: Channel, shard: int) -> None:
+        _, message = channel.receive()
+        if not isinstance(message, r.Follow):
+            raise Malformed("garbage", f"a {type(message).__name__} came, where a server hands on")
+        endpoint = self._followed(shard, message)
+        if endpoint is None:
+            channel.send(m.Failed("store", "this server does not follow that one"))
+            return
+        Follower(endpoint.shard, endpoint.replicator, Link(message.server, channel)).run()
+
+    def _followed(self, shard: int, message: r.Follow) -> ShardEndpoint | None:
+        """The shard whose changes come from that server; None: they do not."""
+
+        def ready() -> bool:
+            chain = self._slots.chains[shard] if self._slots is not None else None
+            return self._closed or (chain is not None and chain.version >= message.version)
+
+        with self._changed:
+            if not self._changed.wait_for(ready, FOLLOW_S) or self._closed:
+                return None
+            endpoint = self.endpoints.get(shard)
+            if endpoint is None or not endpoint.replicator.listens_to(message.server):
+                return None
+            if not message.copy:
+                return endpoint
+            # what an earlier copy left is not worth anything
+            endpoint.replicator.close()
+            endpoint = self.endpoints[shard] = self._make(shard)
+            chain = self._slots.chains[shard] if self._slots is not None else None
+            assert chain is not None
+        endpoint.replicator.assign(chain)
+        return endpoint

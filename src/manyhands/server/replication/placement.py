@@ -1,0 +1,111 @@
+"""Placement: which servers hold which shard. Pure functions; the coordinator sends what they say.
+
+    start       server i is the first for the shards that it brings, its neighbours hold copies
+    settle      after a server was lost or added: drop it from its chains, and choose for each chain
+                that is too short a learner, the server that holds the fewest shards
+    learned     the learner has its copy: it is the last member now
+    leave       a server is to give all its shards away
+    move        one shard from the server with the most load to the one with the least
+
+Chains are changed one member at a time, and a member leaves only when enough others are there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from manyhands.server.protocol.messages import ShardChain
+
+NOBODY = -1
+
+
+def start(shards: Mapping[int, int], replicas: int) -> list[ShardChain]:
+    """Chains for servers (by number) that bring so many shards each."""
+    servers = sorted(shards)
+    found = []
+    for at, server in enumerate(servers):
+        others = [servers[(at + i) % len(servers)] for i in range(1, min(replicas, len(servers)))]
+        found += [ShardChain(1, [server, *others]) for _ in range(shards[server])]
+    return found
+
+
+def settle(
+    chains: Sequence[ShardChain],
+    live: Collection[int],
+    replicas: int,
+    draining: Collection[int] = (),
+) -> list[ShardChain]:
+    """The same chains where nothing needs to change."""
+    holds: Counter[int] = Counter(x for c in chains for x in (*c.members, c.learner))
+    staying = [server for server in live if server not in draining]
+    found = []
+    for old in chains:
+        chain = _without(old, [x for x in old.members if x not in live])
+        if chain.learner != NOBODY and (chain.learner not in staying or not chain.members):
+            chain = replace(chain, learner=NOBODY)
+        if chain.leaving not in chain.members:
+            chain = replace(chain, leaving=NOBODY)
+        if chain.leaving == NOBODY:
+            gone = next((x for x in chain.members if x in draining), NOBODY)
+            chain = replace(chain, leaving=gone)
+        wanted = min(replicas, len(staying))
+        others = [x for x in chain.members if x != chain.leaving and x not in draining]
+        if chain.leaving != NOBODY and others and len(others) >= wanted:
+            chain = _without(chain, [chain.leaving])
+        if chain.members and chain.learner == NOBODY and len(others) < wanted:
+            free = [x for x in staying if x not in chain.members]
+            if free:
+                learner = min(free, key=lambda server: (holds[server], server))
+                holds[learner] += 1
+                chain = replace(chain, learner=learner)
+        found.append(chain)
+    return found
+
+
+def _without(chain: ShardChain, gone: Collection[int]) -> ShardChain:
+    if not gone:
+        return chain
+    members = [x for x in chain.members if x not in gone]
+    leaving = chain.leaving if chain.leaving in members else NOBODY
+    return replace(chain, version=chain.version + 1, members=members, leaving=leaving)
+
+
+def learned(chain: ShardChain) -> ShardChain:
+    return replace(
+        chain,
+        version=chain.version + 1,
+        members=[*chain.members, chain.learner],
+        learner=NOBODY,
+    )
+
+
+def move(
+    chains: Sequence[ShardChain], live: Collection[int], loads: Sequence[float]
+) -> list[ShardChain] | None:
+    """Let one shard go from the server with the most load to that with the least; None: no such
+    move would help. `loads` are those of the shards."""
+    total = dict.fromkeys(live, 0.0)
+    for chain, load in zip(chains, loads, strict=True):
+        if chain.learner != NOBODY or chain.leaving != NOBODY:
+            return None  # one change at a time
+        for server in chain.members:
+            total[server] = total.get(server, 0.0) + load
+    if len(total) < 2:
+        return None
+    most = max(total, key=lambda server: (total[server], -server))
+    least = min(total, key=lambda server: (total[server], server))
+    gap = total[most] - total[least]
+    can = [
+        shard
+        for shard, chain in enumerate(chains)
+        if most in chain.members and least not in chain.members and 0 < loads[shard] < gap
+    ]
+    if not can:
+        return None
+    shard = min(can, key=lambda s: abs(loads[s] - gap / 2))
+    found = list(chains)
+    found[shard] = replace(found[shard], learner=least, leaving=most)
+    return found

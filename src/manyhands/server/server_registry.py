@@ -1,0 +1,398 @@
+"""Server registry: the servers of a run, and which of them hold which shards, as the coordinator
+knows it.
+
+    register    a server comes; when all have come, each gets the slot map and confirms it
+    lost        its connection is gone (and it does not come back within GRACE_S), its process is
+                gone, or it sent no ping for `lease_s`: its shards go on at the next in their chains
+    copied      a learner has its copy and becomes a member
+
+Every change is a new slot map of the next epoch, saved (`changed`) before it is sent. Workers are
+given a map only when all servers that are there have confirmed it. Times are monotonic.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from manyhands.errors import StoreError
+from manyhands.server.protocol import handshake
+from manyhands.server.protocol import messages as m
+from manyhands.server.replication import placement
+from manyhands.server.slots import SlotMap, even, heads
+
+GRACE_S = 0.5  # for a server whose connection broke to come back
+LOOK_S = 0.05  # between two looks at leases
+Send = Callable[[m.Message], None]
+
+
+@dataclass(eq=False)
+class RegisteredServer:
+    """`send` is None while it is not connected."""
+
+    number: int
+    entry: m.Register
+    send: Send | None
+    epoch: int = 0  # of the map it uses
+    heard: float = field(default_factory=time.monotonic)  # when it last sent something
+    draining: bool = False
+
+
+class ServerRegistry:
+    """`servers`: how many come before the first map is made. `changed` is called, with the lock
+    held, before anybody learns of a change."""
+
+    def __init__(
+        self,
+        servers: int,
+        *,
+        replicas: int = 1,
+        ack: Literal["all", "primary"] = "all",
+        lease_s: float = 10.0,
+        changed: Callable[[], None] = lambda: None,
+    ):
+        self.num_servers, self.replicas, self.ack, self.lease_s = servers, replicas, ack, lease_s
+        self.slots: SlotMap | None = None
+        self.recovers = False
+        self.losses: list[tuple[int, str]] = []  # servers that were lost, and why
+        self.copies: list[tuple[int, int, float, int]] = []  # shard, learner, seconds, bytes
+        self._changed, self.changed = threading.Condition(), changed
+        self._servers: dict[int, RegisteredServer] = {}
+        self._next = 0
+        self._closing = False
+        self._watch: threading.Thread | None = None
+
+    @property
+    def lock(self) -> threading.Condition:
+        return self._changed
+
+    # -- servers come and go --
+
+    def register(self, entry: m.Register, send: Send) -> RegisteredServer:
+        """A new server, or one that comes back (the same process) after its connection broke."""
+        with self._changed:
+            found = next(
+                (s for s in self._servers.values() if s.entry.instance == entry.instance), None
+            )
+            if found is not None:
+                found.send, found.heard, found.epoch = send, time.monotonic(), 0
+                found.entry = entry
+            else:
+                self._check_room(entry)
+                found = RegisteredServer(self._next, entry, send)
+                self._next += 1
+                self._servers[found.number] = found
+                self._settle()
+            slots = self.slots
+        if slots is not None:
+            self.publish()
+        return found
+
+    def _check_room(self, entry: m.Register) -> None:
+        if self.slots is None or not entry.shards:
+            return
+        lost = any(not chain.members for chain in self.slots.chains)
+        if not lost and not self.recovers:
+            raise StoreError(
+                f"all {self.num_servers} servers have registered; start the coordinator with "
+                "more, or this server for another run"
+            )
+
+    def disconnected(self, server: RegisteredServer, send: Send) -> None:
+        """Its connection ended. Where its process is gone, nothing is waited for."""
+        with self._changed:
+            if server.send is not send:  # it has a newer one
+                return
+            server.send, server.heard = None, time.monotonic()
+            gone = self._process_gone(server)
+        if gone or not self.recovers:
+            self.lose(server, "its process ended" if gone else "it closed its connection")
+
+    def _process_gone(self, server: RegisteredServer) -> bool:
+        where = server.entry.where
+        if not server.entry.pid or where.machine != handshake.machine() or not where.machine:
+            return False
+        try:
+            os.kill(server.entry.pid, 0)
+            with open(f"/proc/{server.entry.pid}/stat") as file:  # dead, and not waited for yet
+                return file.read().rpartition(")")[2].split()[0] in "ZX"
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+
+    def lose(self, server: RegisteredServer, why: str) -> None:
+        with self._changed:
+            if self._servers.pop(server.number, None) is None or self._closing:
+                return
+            self.losses.append((server.number, why))
+            if server.send is not None:
+                server.send(m.Failed("store", f"this server was given up: {why}"))
+            self._settle()
+        self.publish()
+
+    # -- the slot map --
+
+    def _settle(self) -> None:
+        """Make the map that the present servers need; the caller holds the lock."""
+        if self.slots is None:
+            if len(self._servers) < self.num_servers:
+                return
+            chains = placement.start(
+                {s.number: s.entry.shards for s in self._servers.values()}, self.replicas
+            )
+            where = self._where()
+            self.slots = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
+            self.changed()
+            return
+        draining = [s.number for s in self._servers.values() if s.draining]
+        chains = self._adopt_lost(list(self.slots.chains))
+        self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
+
+    def _let_go(self) -> None:
+        """Servers that were drained and hold nothing any more may end."""
+        with self._changed:
+            assert self.slots is not None
+            used = {x for c in self.slots.chains for x in (*c.members, c.learner)}
+            free = [s for s in self._servers.values() if s.draining and s.number not in used]
+            for server in free:
+                del self._servers[server.number]
+            if free:
+                self._use(self.slots.chains)
+        for server in free:
+            if server.send is not None:
+                server.send(m.Leave())
+
+    def _adopt_lost(self, chains: list[m.ShardChain]) -> list[m.ShardChain]:
+        """A server that came after a loss holds the lost shards from now on, empty."""
+        used = {x for chain in chains for x in (*chain.members, chain.learner)}
+        fresh = [number for number, s in self._servers.items() if number not in used]
+        if not fresh or self.recovers:
+            return chains
+        return [
+            chain
+            if chain.members
+            else m.ShardChain(chain.version + 1, [fresh[0]], life=chain.life + 1)
+            for chain in chains
+        ]
+
+    def _use(self, chains: Sequence[m.ShardChain]) -> None:
+        """The next map, if it differs; the caller holds the lock."""
+        assert self.slots is not None
+        where = self._where()
+        if list(chains) == list(self.slots.chains) and where == self.slots.servers:
+            return
+        self.slots = self.slots.placed(where, chains)
+        self.changed()
+
+    def _where(self) -> dict[int, m.ShardAddress]:
+        return {s.number: s.entry.where for s in self._servers.values()}
+
+    def assign(self, slots: SlotMap) -> None:
+        """Send all servers another map, of a later epoch."""
+        with self._changed:
+            if self.slots is None or slots.epoch <= self.slots.epoch:
+                now = self.slots.epoch if self.slots is not None else None
+                raise StoreError(
+                    f"a slot map of epoch {slots.epoch}; an epoch after {now} is needed"
+                )
+            self.slots = slots
+            self.changed()
+        self.publish()
+
+    def publish(self) -> None:
+        """Send the map to those that do not have it."""
+        with self._changed:
+            slots = self.slots
+            self._changed.notify_all()
+            if slots is None:
+                return
+            todo = [
+                (s, s.send)
+                for s in self._servers.values()
+                if s.send is not None and s.epoch < slots.epoch
+            ]
+            limits = [s.entry.memory_bytes for s in self._servers.values()]
+        message = slots.message()
+        message.ack = self.ack
+        message.memory_bytes = min((x for x in limits if x is not None), default=None)
+        for server, send in todo:
+            send(replace(message, you=server.number))
+
+    def confirm(self, server: RegisteredServer, epoch: int) -> None:
+        with self._changed:
+            server.epoch = max(server.epoch, epoch)
+            self._changed.notify_all()
+
+    def copied(self, server: RegisteredServer, shard: int, learner: int, *cost: Any) -> None:
+        """The last member of a chain has copied everything to its learner."""
+        with self._changed:
+            if self.slots is None or not 0 <= shard < len(self.slots.chains):
+                return
+            chains = list(self.slots.chains)
+            chain = chains[shard]
+            if chain.learner != learner or chain.members[-1:] != [server.number]:
+                return
+            chains[shard] = placement.learned(chain)
+            self.copies.append((shard, learner, *cost))
+            draining = [s.number for s in self._servers.values() if s.draining]
+            self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
+            self._let_go()
+        self.publish()
+
+    def part(self, server: RegisteredServer, shard: int, other: int) -> None:
+        """A member of a chain lacks what nobody can give it any more: it starts as a learner."""
+        with self._changed:
+            if self.slots is None or not 0 <= shard < len(self.slots.chains):
+                return
+            chains = list(self.slots.chains)
+            chain = chains[shard]
+            if server.number not in chain.members or other == chain.members[0]:
+                return
+            members = [x for x in chain.members if x != other]
+            learner = -1 if chain.learner == other else chain.learner
+            version = chain.version + 1
+            chains[shard] = replace(chain, version=version, members=members, learner=learner)
+            self._use(placement.settle(chains, list(self._servers), self.replicas))
+        self.publish()
+
+    def slot_map(self, timeout_s: float = 60.0) -> SlotMap:
+        """The slot map, when all servers use it."""
+
+        def ready() -> bool:
+            epoch = self.slots.epoch if self.slots is not None else 0
+            return self._closing or (
+                epoch > 0 and all(s.epoch >= epoch for s in self._servers.values())
+            )
+
+        with self._changed:
+            if not self._changed.wait_for(ready, timeout_s) or self.slots is None:
+                raise StoreError(
+                    f"{len(self._servers)} of {self.num_servers} servers have registered; "
+                    "start the others"
+                )
+            return self.slots
+
+    # -- operators --
+
+    def drain(self, number: int) -> None:
+        """Move everything away from a server."""
+        with self._changed:
+            server = self._servers.get(number)
+            others = [s for s in self._servers.values() if s.number != number and not s.draining]
+            if server is None:
+                raise StoreError(
+                    f"server {number} is not there; servers are {sorted(self._servers)}"
+                )
+            if not others:
+                raise StoreError(
+                    f"server {number} is the last one: what it holds has nowhere to go; "
+                    "add another server first"
+                )
+            server.draining = True
+            self._settle()
+        self.publish()
+
+    def rebalance(self, loads: Sequence[float] | None = None) -> bool:
+        """Move one shard to the server with the least load; False: nothing would get better."""
+        with self._changed:
+            if self.slots is None:
+                return False
+            given = [1.0] * len(self.slots.chains) if loads is None else loads
+            live = [s.number for s in self._servers.values() if not s.draining]
+            chains = placement.move(self.slots.chains, live, given)
+            if chains is None:
+                return False
+            self._use(chains)
+        self.publish()
+        return True
+
+    def status(self) -> dict[str, Any]:
+        """For operators: the servers, and what each holds."""
+        with self._changed:
+            slots = self.slots
+            chains = [] if slots is None else list(slots.chains)
+            servers = [
+                {
+                    "server": s.number,
+                    "address": str(s.entry.where),
+                    "pid": s.entry.pid,
+                    "connected": s.send is not None,
+                    "draining": s.draining,
+                    "leads": [k for k, c in enumerate(chains) if c.members[:1] == [s.number]],
+                    "holds": [k for k, c in enumerate(chains) if s.number in c.members],
+                    "learns": [k for k, c in enumerate(chains) if c.learner == s.number],
+                }
+                for s in self._servers.values()
+            ]
+            return {
+                "epoch": 0 if slots is None else slots.epoch,
+                "replicas": self.replicas,
+                "servers": servers,
+                "chains": [list(c.members) for c in chains],
+                "lost_shards": [k for k, c in enumerate(chains) if not c.members],
+                "losses": [list(loss) for loss in self.losses],
+                "copies": [list(copy) for copy in self.copies],
+            }
+
+    # -- watching, state, end --
+
+    def watch(self) -> None:
+        """Look for servers that sent no ping for `lease_s`, or do not come back."""
+        self._watch = threading.Thread(target=self._look, name="manyhands-leases", daemon=True)
+        self._watch.start()
+
+    def _look(self) -> None:
+        while not self._closing:
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            with self._changed:
+                late = [
+                    (s, "it did not come back")
+                    if s.send is None
+                    else (s, f"it sent no ping for {self.lease_s:g} s")
+                    for s in self._servers.values()
+                    if now - s.heard > (self.lease_s if s.send is not None else GRACE_S)
+                    # without copies nothing would be won by giving up a server that hangs
+                    and (self.recovers or s.send is None)
+                ]
+            for server, why in late:
+                self.lose(server, why)
+
+    def state(self) -> dict[str, Any]:
+        """What a coordinator that is started again needs; the caller holds the lock."""
+        slots = self.slots
+        return {
+            "next": self._next,
+            "slots": None if slots is None else msgspec.msgpack.encode(slots.message()),
+            "servers": [
+                [s.number, msgspec.msgpack.encode(s.entry), s.draining]
+                for s in self._servers.values()
+            ],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; servers have GRACE_S (from now) to come back."""
+        decode = msgspec.msgpack.decode
+        self._next = state["next"]
+        if state["slots"] is not None:
+            self.slots = SlotMap.of(decode(state["slots"], type=m.AssignSlots))
+        for number, entry, draining in state["servers"]:
+            server = RegisteredServer(number, decode(entry, type=m.Register), None)
+            server.draining, server.heard = draining, time.monotonic() + 4 * GRACE_S
+            self._servers[number] = server
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            todo = [s.send for s in self._servers.values() if s.send is not None]
+            self._changed.notify_all()
+        for send in todo:
+            send(m.Leave())
