@@ -191,6 +191,15 @@ class Plan:
     zero: Literal[1, 2, 3] = 3
     recompute: bool = False  # drop activations, and compute them again in backward
     servers: int = 0  # processes that store tables
+    shards: int = 1  # of each server
+    server_memory: str | None = None  # of each server, such as 8GiB; None: no limit
+    replicas: int = 1  # servers that hold each shard
+    # a push is acknowledged when all of them have it, or when the first has it
+    ack: Literal["all", "primary"] = "all"
+    # when all servers of a shard are lost: end the run, or go on from the last checkpoint's rows
+    on_loss: Literal["stop", "restore"] = "stop"
+    # where the coordinator keeps its state: None: in the run's directory; or etcd://host:port
+    membership: str | None = None
     # batches whose rows are prefetched while one computes; 0: none
     lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old

@@ -25,6 +25,7 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.compression import SERVER_CODECS
 from manyhands.launch import servers as processes
 from manyhands.observe.server_events import server_event
+from manyhands.plan.checks import parse_bytes
 from manyhands.replica.flat import FlatParameters
 from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
@@ -242,7 +243,7 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         context.store,
         workers=process.size,
         timeout_s=plan.timeout_s,
-        modules=_modules(module),
+        options=_server_options(context, plan, module),
     )
     context.to_close.append(started.close)
     context.server_failures = started.fate
@@ -261,6 +262,19 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
     context.to_close.insert(0, store.close)  # before the servers it talks to
     named = NamespacedStore(store, started.namespace) if started.namespace else store
     return ObservedStore(named, context.group, payload)
+
+
+def _server_options(context: RankContext, plan: Plan, module: nn.Module) -> processes.ServerOptions:
+    where = plan.membership or str(context.directory / "membership")
+    return processes.ServerOptions(
+        plan.shards,
+        plan.replicas,
+        plan.ack,
+        None if plan.server_memory is None else parse_bytes(plan.server_memory),
+        tuple(_modules(module)),
+        where if plan.replicas > 1 else "",
+        context.directory.name,
+    )
 
 
 def _modules(module: nn.Module) -> list[str]:

@@ -1,33 +1,29 @@
 """Launch of parameter servers: server i is a child process of rank i % size.
 
-    rank 0    start server 0, which also coordinates;   its address -> store
+    rank 0    start the coordinator: server 0, or where shards have replicas a process of its own,
+              so that any server may die;   its address -> store
     rank r    start servers r, r + size, ...;   wait for the coordinator's address and pass it to
               them;   their addresses -> store
     all       wait until every server has published its address, or why it could not start
 
 All of them know the run's token (`run_token`), and what they put into the store is signed with it.
-Standard input is the child's lifeline, as it is a worker's (`launch.worker`): when its rank is
-gone, however it ended, reading ends and so does the server. The child has a session of its own:
-Ctrl-C is handled by the launcher, and a server must outlive the last push. Servers that were
-started by hand (DMLC_PS_ROOT_URI) are joined instead.
+With replicas, a child that dies is started again (`server_supervisor`). Servers that were started
+by hand (DMLC_PS_ROOT_URI) are joined instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
 import json
-import os
-import queue
-import signal
+import shutil
 import ssl
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,42 +31,24 @@ from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token
 from manyhands.launch.environment import ServedBy
+from manyhands.launch.server_child import COORDINATOR, GRACE_S, Child, begin, end, spawn
+from manyhands.launch.server_supervisor import ServerSupervisor
 
-MODULE = "manyhands.server.process"  # by name: launch may not import server
-GRACE_S = 5.0  # for a child after its lifeline was closed, to answer requests in flight
 POLL_S = 0.05
-TAIL_LINES = 20
+PATIENCE_S = 60.0  # of servers, for a coordinator that died to be started again
 
 
-@dataclass
-class Child:
-    """One server process and its last lines of output."""
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the servers of a run."""
 
-    index: int
-    process: subprocess.Popen[bytes]
-    tail: list[str]
-    pumps: list[threading.Thread]
-    answers: queue.Queue[bytes]  # the first line it printed; b"": it ended without one
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def fate(self) -> str:
-        """How it ended, with its last lines of output; "": it is running."""
-        code = self.process.poll()
-        if code is None:
-            return ""
-        for pump in self.pumps:
-            pump.join(timeout=1.0)  # its last lines may still be in the pipe
-        ended = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        hint = "; the kernel does so when memory runs out" if code == -signal.SIGKILL else ""
-        said = "".join(f"\n  {line.rstrip()}" for line in self.tail)
-        return f"server {self.index} (pid {self.process.pid}) {ended}{hint}{said}"
+    shards: int = 1  # of each server
+    replicas: int = 1  # servers that hold each shard
+    ack: str = "all"  # who has a push when it is acknowledged: all of them, or the first (primary)
+    memory_bytes: int | None = None  # of each server
+    modules: tuple[str, ...] = ()  # of custom optimizers, that servers may import
+    membership: str = ""  # where the coordinator keeps its state: a folder, or etcd://HOST:PORT
+    run: str = "run"  # the run's name there
 
 
 @dataclass
@@ -84,6 +62,8 @@ class Servers:
     tls: ssl.SSLContext | None = None  # to connect with
     namespace: str = ""  # of this run there
     leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
+    supervisor: ServerSupervisor | None = None
+    state: str = ""  # where the coordinator keeps its state
 
     def alive(self) -> bool:
         """Whether all servers that this process started are running."""
@@ -91,7 +71,8 @@ class Servers:
 
     def fate(self) -> str:
         """How those that are not running ended, for an error message."""
-        return "\n".join(filter(None, (child.fate() for child in self.children)))
+        ended = [] if self.supervisor is None else self.supervisor.fates
+        return "\n".join(filter(None, [*ended, *(child.fate() for child in self.children)]))
 
     def close(self) -> None:
         """This rank is done with all servers. When the other ranks are, end its own: close their
@@ -99,8 +80,13 @@ class Servers:
         """
         self.leave()
         self.leave = lambda: None
-        _end(self.children)
+        if self.supervisor is not None:
+            self.supervisor.close()
+        coordinates = any(child.index == COORDINATOR for child in self.children)
+        end(self.children)
         self.children.clear()
+        if coordinates and self.state and not self.state.startswith("etcd://"):
+            shutil.rmtree(self.state, ignore_errors=True)  # of no use to another run
 
 
 def start(
@@ -110,25 +96,26 @@ def start(
     *,
     workers: int | None,
     timeout_s: float,
+    options: ServerOptions | None = None,
     token: str | None = None,
-    memory_bytes: int | None = None,
-    modules: Sequence[str] = (),
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Servers:
-    """Start or join the servers of a run. Every rank calls it; it returns on all of them when all
-    servers are up, or raises on all of them what went wrong.
-
-    `workers` is how many will join (None: as many as the first says), `memory_bytes` the limit of
-    each server, `modules` those of custom optimizers that servers may import.
+    """Start or join the servers of a run, for so many `workers` (None: as many as the first says).
+    Every rank calls it; it returns on all of them when all servers are up, or raises on all of them
+    what went wrong.
     """
+    options = ServerOptions() if options is None else options
     served = environment.served(env) if served is None else served
     if served.coordinator:
-        return join(served, count, workers)
+        return join(served, count, workers, options)
     if count < 1:
         raise LaunchError(f"{count} servers; needed: 1 or more")
     deadline = time.monotonic() + timeout_s
-    mine = range(process.rank, count, process.size)
+    mine = list(range(process.rank, count, process.size))
+    first = COORDINATOR if options.replicas > 1 else 0  # the index of the one that coordinates
+    if process.rank == 0 and first == COORDINATOR:
+        mine.insert(0, COORDINATOR)
     address, one_machine = _bind_address(process, store, deadline, env)
     shared = (
         token
@@ -138,34 +125,55 @@ def start(
         )
     )
     children: list[Child] = []
+    requests: dict[int, dict[str, Any]] = {}
     try:
         with _errors_to_all_ranks(store, process, shared):
             for i in mine:  # before any wait: starting Python takes a second
-                children.append(_spawn(i))
+                children.append(spawn(i))
             coordinator = ""
             for child in children:
-                if child.index > 0 and not coordinator:
-                    coordinator = _address(store, 0, deadline, shared)
-                request = _request(
-                    child.index, count, workers, address, shared, coordinator, memory_bytes, modules
-                )
-                key, begun = f"servers/{child.index}", _begin(child, request, deadline)
+                if child.index != first and not coordinator:
+                    coordinator = _address(store, first, deadline, shared)
+                request = _request(count, workers, address, shared, coordinator, options)
+                if child.index == COORDINATOR:
+                    request |= {"shards": 0}
+                key, begun = f"servers/{child.index}", begin(child, request, deadline)
+                # a coordinator that is started again must be found where it was
+                request["port"] = int(begun.rpartition(":")[2]) if not coordinator else 0
+                requests[child.index] = request
                 store.set(key, run_token.sign(shared, key, begun))
         addresses = tuple(_address(store, i, deadline, shared) for i in range(count))
+        root = _address(store, first, deadline, shared)
     except BaseException:
-        _end(children)
+        end(children)
         raise
+    supervisor = None
+    if options.replicas > 1 and children:
+        supervisor = ServerSupervisor(children, requests, timeout_s)
+    leave = lambda: _leave(store, process, bool(children))
     return Servers(
-        addresses[0],
+        root,
         shared,
         addresses,
         children,
-        leave=lambda: _leave(store, process, bool(children)),
+        leave=leave,
+        supervisor=supervisor,
+        state=options.membership,
     )
 
 
-def join(served: ServedBy, count: int, workers: int | None) -> Servers:
+def join(
+    served: ServedBy, count: int, workers: int | None, options: ServerOptions | None = None
+) -> Servers:
     """The servers that the environment names, where they agree with the plan."""
+    options = ServerOptions() if options is None else options
+    for word in ("replicas", "shards", "memory_bytes", "membership"):
+        if getattr(options, word) != getattr(ServerOptions, word):
+            said = word.replace("memory_bytes", "memory")
+            raise LaunchError(
+                f"{said}= of the plan is for servers that the run starts itself, but it joins "
+                f"those at {served.coordinator}; give `manyhands server` --{said} instead"
+            )
     if served.role not in (None, "worker"):
         raise LaunchError(
             f"DMLC_ROLE={served.role}, but this process trains; start it with DMLC_ROLE=worker, "
@@ -190,121 +198,32 @@ def join(served: ServedBy, count: int, workers: int | None) -> Servers:
     return Servers(served.coordinator, served.secret(), tls=tls, namespace=served.namespace)
 
 
-# -- one child --
-
-
 def _request(
-    index: int,
     count: int,
     workers: int | None,
     address: str,
     token: str,
     coordinator: str,
-    memory_bytes: int | None,
-    modules: Sequence[str],
+    options: ServerOptions,
 ) -> dict[str, Any]:
+    """The configuration of one server; it coordinates where it is given no coordinator."""
     return {
-        "index": index,
         "servers": count,
         "workers": workers,
         "host": address,
         "port": 0,
         "token": token,
-        "coordinator": coordinator or None,  # None: it coordinates itself
-        "memory_bytes": memory_bytes,
-        "modules": list(modules),
+        "coordinator": coordinator or None,
+        "shards": options.shards,
+        "replicas": options.replicas,
+        "ack": options.ack,
+        "memory_bytes": options.memory_bytes,
+        "modules": list(options.modules),
+        "membership": options.membership if not coordinator else "",
+        # of this start of the run: a resumed run has other servers
+        "run": f"{options.run}-{hashlib.sha256(token.encode()).hexdigest()[:12]}",
+        "patience_s": PATIENCE_S if options.replicas > 1 else 0.0,
     }
-
-
-def _spawn(index: int) -> Child:
-    env = {
-        **environment.variables(),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "PYTHONUNBUFFERED": "1",
-        # it computes on the CPU, and must not take memory of the rank's GPU
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-        start_new_session=True,
-    )
-    tail: list[str] = []
-    answers: queue.Queue[bytes] = queue.Queue()
-    pumps = [
-        threading.Thread(
-            target=_pump,
-            args=(pipe, f"[server{index}]: ", tail, first),
-            name=f"server {index}",
-            daemon=True,
-        )
-        for pipe, first in ((process.stdout, answers), (process.stderr, None))
-    ]
-    for pump in pumps:
-        pump.start()
-    return Child(index, process, tail, pumps, answers)
-
-
-def _begin(child: Child, request: Mapping[str, Any], deadline: float) -> str:
-    """Send it its configuration; returns its address."""
-    process = child.process
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once; its output follows
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()  # and stay open: the server lives as long as this pipe
-    try:
-        line = child.answers.get(timeout=max(0.0, deadline - time.monotonic()))
-    except queue.Empty:
-        raise LaunchError(
-            f"server {child.index} (pid {process.pid}) did not publish its address in time; "
-            "raise timeout_s"
-        ) from None
-    try:
-        answer = json.loads(line)
-        return str(answer["address"])
-    except (ValueError, KeyError, TypeError):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        fate = (
-            child.fate()
-            or f"server {child.index} (pid {process.pid}) printed {line!r} instead of its address"
-        )
-        raise LaunchError(f"a parameter server could not start: {fate}") from None
-
-
-def _pump(pipe: IO[bytes], prefix: str, tail: list[str], first: queue.Queue[bytes] | None) -> None:
-    if first is not None:
-        first.put(pipe.readline())
-    for raw in pipe:
-        line = raw.decode(errors="replace")
-        tail.append(line)
-        del tail[:-TAIL_LINES]
-        # our stderr may be closed, and the server must not stall for that
-        with contextlib.suppress(Exception):
-            sys.stderr.write(f"{prefix}{line}")
-            sys.stderr.flush()
-
-
-def _end(children: Sequence[Child]) -> None:
-    for child in children:
-        assert child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.process.stdin.close()
-    deadline = time.monotonic() + GRACE_S
-    for child in children:
-        try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
-        for pump in child.pumps:
-            pump.join(timeout=1.0)
-        for pipe in (child.process.stdout, child.process.stderr):
-            assert pipe is not None
-            pipe.close()
 
 
 # -- with the other ranks --

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 from manyhands.core import Layout, Plan, Store, Strategy
 from manyhands.errors import PlanError
 from manyhands.exchange import compression
 
+LEAST_MEMORY_BYTES = 1 << 20
 AXES = {f.name: int for f in dataclasses.fields(Layout)}
 # words that need more than 1 rank on an axis
 AXIS_WORDS = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}
-SERVER_WORDS = ("servers", "lookahead", "cache", "cache_age", "embeddings", "lease_s")
+SERVER_WORDS = (
+    "servers",
+    "lookahead",
+    "cache",
+    "cache_age",
+    "embeddings",
+    "lease_s",
+    "shards",
+    "server_memory",
+    "replicas",
+    "ack",
+    "on_loss",
+    "membership",
+)
+REPLICA_WORDS = ("replicas", "ack", "on_loss", "membership")
 POSITIVE = (
     "batch",
     "micro",
@@ -29,7 +45,7 @@ POSITIVE = (
 )
 
 
-def _default(word: str) -> Any:
+def default(word: str) -> Any:
     return Plan.__dataclass_fields__[word].default
 
 
@@ -49,19 +65,54 @@ def _check_numbers(plan: Plan) -> None:
         if value is not None and not 0 < value < math.inf:
             raise PlanError(f"{key}={value}, but more than 0 and less than infinity is needed")
     for key in SERVER_WORDS:
-        if key not in ("embeddings", "lease_s") and getattr(plan, key) < 0:
+        if isinstance(getattr(plan, key), int) and getattr(plan, key) < 0:
             raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
-        if not plan.servers and getattr(plan, key) != _default(key):
+        if not plan.servers and getattr(plan, key) != default(key):
             raise PlanError(
                 f"{key}={getattr(plan, key)} is about tables on servers, but the plan has none; "
                 "add servers=1"
             )
-    if plan.cache_age != _default("cache_age") and not plan.cache:
+    _check_replicas(plan)
+    if plan.cache_age != default("cache_age") and not plan.cache:
         raise PlanError(
             f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
         )
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
+
+
+def _check_replicas(plan: Plan) -> None:
+    for key in ("shards", "replicas"):
+        if getattr(plan, key) < 1:
+            raise PlanError(f"{key}={getattr(plan, key)}, but at least 1 is needed")
+    if plan.servers and plan.replicas > plan.servers:
+        raise PlanError(
+            f"replicas={plan.replicas} with servers={plan.servers}: each copy needs a server of "
+            f"its own; set servers={plan.replicas} or fewer replicas"
+        )
+    for key in REPLICA_WORDS:
+        if plan.replicas == 1 and getattr(plan, key) != default(key):
+            raise PlanError(
+                f"{key}={getattr(plan, key)} has no effect without copies of what servers hold; "
+                "add replicas=2 (and servers=2 or more)"
+            )
+    if plan.server_memory is not None:
+        parse_bytes(plan.server_memory)
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes with a unit: 512MiB, 8GiB, 8GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)", text.strip().lower())
+    if match is None:
+        raise PlanError(
+            f"server_memory={text}: a number of bytes with a unit is needed, e.g. 512MiB or 8GiB"
+        )
+    unit = match[2].removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    size = int(float(match[1]) * base ** (" kmgt".index(unit[0]) if unit else 0))
+    if size < LEAST_MEMORY_BYTES:
+        raise PlanError(f"server_memory={text}: 1MiB or more is needed")
+    return size
 
 
 def _check_limits(plan: Plan) -> None:
@@ -164,7 +215,7 @@ def check_model_parallel(plan: Plan) -> None:
     layout = plan.layout
     for word, axis in AXIS_WORDS.items():
         value = getattr(plan, word)
-        if getattr(layout, axis) == 1 and value != _default(word):
+        if getattr(layout, axis) == 1 and value != default(word):
             text = str(value).lower() if isinstance(value, bool) else str(value)
             raise PlanError(
                 f"{word}={text} has no effect without {axis}=; add {axis}=2, say, or leave it out"
@@ -206,7 +257,7 @@ def _check_split(plan: Plan, split: str, first: str) -> None:
 
 def _check_schedule(plan: Plan) -> None:
     layout = plan.layout
-    if plan.cut == "graph" and plan.schedule != _default("schedule"):
+    if plan.cut == "graph" and plan.schedule != default("schedule"):
         raise PlanError(
             f"schedule={plan.schedule} has no effect: with cut=graph the order follows from the "
             "graph; leave it out"

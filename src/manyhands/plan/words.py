@@ -27,7 +27,7 @@ from manyhands.errors import PlanError
 from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
 from manyhands.plan import checks
-from manyhands.plan.checks import AXES, AXIS_WORDS, SERVER_WORDS
+from manyhands.plan.checks import AXES, AXIS_WORDS, REPLICA_WORDS, SERVER_WORDS
 from manyhands.split.data import SPLITS
 
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
@@ -174,6 +174,9 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     chosen |= {"algorithm": plan.algorithm} if plan.algorithm != "native" else {}
     told = lambda k: (
         (plan.servers or k not in SERVER_WORDS)
+        and (
+            k not in ("shards", "replicas", *REPLICA_WORDS) or getattr(plan, k) != checks.default(k)
+        )
         and (k not in AXIS_WORDS or getattr(plan.layout, AXIS_WORDS[k]) > 1)
     )
     plain = {k: getattr(plan, k) for k in PLAIN if getattr(plan, k) is not None and told(k)}

@@ -81,9 +81,11 @@ class ShardCounters:
 
 
 def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """The increase of counters between two readings; gauges have their value of now."""
+    """The increase of counters between two readings; gauges have their value of now, and so have
+    counters that are smaller than before: another server began to count."""
     return {
-        k: v if k.startswith(("now/", "hot/")) else v - before.get(k, 0.0) for k, v in now.items()
+        k: v if k.startswith(("now/", "hot/")) or v < before.get(k, 0.0) else v - before.get(k, 0.0)
+        for k, v in now.items()
     }
 
 

@@ -22,10 +22,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from manyhands import membership
 from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
@@ -44,13 +45,7 @@ from manyhands.server.slots import SlotMap
 from manyhands.server.tables.warm_up import warm_up
 
 LEASE_S = 10.0
-
-
-class Keeper(Protocol):
-    """Keeps the coordinator's state over its death; see `membership`."""
-
-    def load(self) -> bytes | None: ...
-    def save(self, state: bytes) -> None: ...
+CLAIM_S = 10.0  # for the claim of a coordinator that died to run out
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -91,7 +86,7 @@ class Server:
         client_tls: ssl.SSLContext | None = None,
         advertise: str | None = None,
         lease_s: float = LEASE_S,
-        keeper: Keeper | None = None,
+        keeper: membership.Keeper | None = None,
         patience_s: float = 0.0,
     ):
         if shards < (1 if coordinator is not None else 0):
@@ -148,7 +143,7 @@ class Server:
         replicas: int,
         ack: Literal["all", "primary"],
         lease_s: float,
-        keeper: Keeper | None,
+        keeper: membership.Keeper | None,
     ) -> None:
         registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
         registry.recovers = replicas > 1
@@ -294,6 +289,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
     tls, client_tls = tls_contexts(
         config.get("tls_cert"), config.get("tls_key"), config.get("tls_ca")
     )
+    keeper = _keeper(config)
     server = Server(
         f"{config.get('host') or config.get('bind') or '127.0.0.1'}:{config.get('port') or 0}",
         config.get("shards", 1),
@@ -302,12 +298,16 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         servers=config.get("servers") or 1,
         workers=config.get("workers"),
         keep=bool(config.get("keep")),
+        replicas=config.get("replicas") or 1,
+        ack=config.get("ack") or "all",
         memory_bytes=config.get("memory_bytes"),
         modules=config.get("modules") or (),
         tls=tls,
         client_tls=client_tls,
         advertise=config.get("advertise"),
         lease_s=config.get("lease_s") or LEASE_S,
+        keeper=keeper,
+        patience_s=config.get("patience_s") or 0.0,
     )
     try:
         server.start()
@@ -320,11 +320,23 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
             daemon=True,
         ).start()
         while not stop.wait(0.2) and not server.ended:
-            pass
+            if keeper is not None and keeper.lost.is_set():
+                raise ServerLost("another coordinator has taken the place of this one")
         if server.lost is not None and not stop.is_set():
             raise ServerLost(server.lost)
     finally:
         server.close()
+        if keeper is not None:
+            keeper.close()
+
+
+def _keeper(config: Mapping[str, Any]) -> membership.Keeper | None:
+    """What keeps the state of a coordinator for the next one, and lets there be only one."""
+    if not config.get("membership") or config.get("coordinator"):
+        return None
+    keeper = membership.open(config["membership"], config.get("run") or "run")
+    keeper.claim(f"coordinator, pid {os.getpid()} on {socket.gethostname()}", wait_s=CLAIM_S)
+    return keeper
 
 
 def main() -> int:

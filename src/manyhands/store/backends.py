@@ -15,7 +15,7 @@ from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.launch import environment
 from manyhands.launch import servers as processes
 from manyhands.launch.environment import ServedBy
-from manyhands.launch.servers import Servers
+from manyhands.launch.servers import ServerOptions, Servers
 from manyhands.server.client.guest_store import GuestStore
 from manyhands.server.local_store import LocalStore
 from manyhands.server.namespaces.namespaced_store import ClientStore, NamespacedClient
@@ -68,7 +68,7 @@ def on_own_servers(
         workers=None,
         timeout_s=START_S,
         token=secrets.token_hex(32),
-        modules=optimizers,
+        options=ServerOptions(modules=tuple(optimizers)),
         served=ServedBy(),
     )
     try:

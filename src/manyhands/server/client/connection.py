@@ -400,6 +400,8 @@ class Connection:
 
     def _adopt(self, channel: Channel, welcome: m.Welcome) -> None:
         new = self.instance is not None and welcome.instance != self.instance
+        # a coordinator that recovers goes on where the one before was
+        new = new and not (self.patient and self._proof().role == "control")
         self.instance = welcome.instance
         self.reconnects += 1
         self.keys, self._attached, self._again = KeyLists(), set(), None
