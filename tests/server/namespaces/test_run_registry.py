@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,9 @@ from manyhands.server.client.guest_store import GuestStore
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.local_store import LocalStore
 from manyhands.server.namespaces.namespaced_store import NamespacedStore
+from manyhands.server.namespaces.run_registry import RunRegistry
 from manyhands.server.process import Server
+from manyhands.server.protocol import messages as m
 from support.compare import assert_same_steps
 from support.servers import TABLES, TOKEN, play, servers
 
@@ -203,3 +206,25 @@ def test_a_guest_that_was_paused_goes_on_and_its_number_is_not_given_away() -> N
         paused.close()
         other.close()
         assert first.coordinator.runs.guests() == 0
+
+
+def test_a_registry_goes_on_in_another_process() -> None:
+    """Runs, their commits and tables, and guests are as they were."""
+    before = RunRegistry(keep=True)
+    for namespace in ("", "a", "b"):
+        before.join(0, m.Join(1, None, namespace=namespace))
+    run, rank = before.run_of(before.number_of("b", 0))
+    assert run is not None
+    run.start_table("t", there=False)
+    tick = m.TickClock(0, 0.0, None, "drop", None, True, 0, 5.0)
+    assert run.tick(rank, tick)[1] == [(1, [(before.number_of("b", 0), 0)])]
+    guest, _ = before.join(0, m.Join(1, None, namespace="b", guest=True))
+    before.evict(before.number_of("b", 0))
+    after = RunRegistry(keep=True)
+    after.load(msgspec.msgpack.decode(msgspec.msgpack.encode(before.state())))
+    assert after.state() == before.state() and after.namespace_of(guest) == "b"
+    number, joined = after.join(0, m.Join(1, None, namespace="b"))
+    again, _ = after.run_of(number)
+    assert number == before.number_of("b", 0) and joined.incarnation == 1 and joined.version == 1
+    assert again is not None and again.start_table("t", there=True) == 2
+    assert after.join(0, m.Join(1, None, guest=True))[0] == guest + 1
