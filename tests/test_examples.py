@@ -91,6 +91,19 @@ def test_the_uneven_example_is_uneven_where_it_says_so() -> None:
         assert [len(rank_range(left, rank, size)) for rank in range(size)] == shares
 
 
+# -- a store of one's own --
+
+
+def test_the_store_learns_from_two_clients_at_once_and_alike_everywhere() -> None:
+    names = runpy.run_path(str(EXAMPLES / "store.py"))
+    with mh.Store() as store:
+        alone, rows = names["train"](store, 40), store.tables()["words"].rows
+    with mh.Store(servers=2) as store:
+        assert names["train"](store, 40) == alone > 0.7 and store.tables()["words"].rows == rows
+        with mh.Store(store.address, token=store.token) as other:
+            assert names["train"](other, 40, seed=1) > alone, "it goes on where the first has been"
+
+
 # -- a loop of one's own --
 
 

@@ -22,6 +22,7 @@ from manyhands.errors import (
 )
 from manyhands.old_names import refuse_old_names
 from manyhands.own_loop import Run
+from manyhands.store.standalone import StandaloneStore as Store
 from manyhands.task import Callback, Task, accuracy
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "Run",
     "RunBusy",
     "ServerLost",
+    "Store",
     "StoreError",
     "Task",
     "TaskError",

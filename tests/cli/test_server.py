@@ -68,6 +68,15 @@ def test_the_roles_of_ps_lite() -> None:
     )
 
 
+def test_a_server_that_is_kept_leaves_the_number_of_workers_to_its_runs() -> None:
+    settings = settle(Given(keep=True), of("scheduler"))
+    assert settings.keep and settings.workers is None and not settle(Given(), of("server")).keep
+    with pytest.raises(LaunchError, match="leave --workers out"):
+        settle(Given(keep=True, workers=2), of("scheduler"))
+    with pytest.raises(LaunchError, match=r"--keep is for the coordinator, at 127\.0\.0\.1:9400"):
+        settle(Given(keep=True), of("server"))
+
+
 def test_what_is_said_beats_the_environment(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("said\n")
     given = Given(

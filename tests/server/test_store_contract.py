@@ -2,6 +2,7 @@
 
 local      one shard and three, ranks are threads        inproc    ranks of a World
 server     one shard over TCP, 2 x 2 over shared memory  cached, observed    around local, server
+namespaced around local, server
 device     on the CPU and, marked gpu, on CUDA: the calls of `Store`, around a local store
 """
 
@@ -29,6 +30,7 @@ from manyhands.server.clock import Clock
 from manyhands.server.device_store import DeviceStore
 from manyhands.server.inproc_store import InprocStore
 from manyhands.server.local_store import LocalStore
+from manyhands.server.namespaces.namespaced_store import NamespacedStore
 from manyhands.server.shard import Shard
 from support.servers import joined, servers
 
@@ -97,6 +99,10 @@ def bare(store: TableStore) -> TableStore:
 
 def cached(store: TableStore) -> TableStore:
     return CachedStore(store, 100, age=1)
+
+
+def namespaced(store: TableStore) -> TableStore:
+    return NamespacedStore(store, "team-a")
 
 
 def observed(store: TableStore) -> TableStore:
@@ -176,6 +182,8 @@ STORES: dict[str, Local | Inproc | Servers] = {
     "cached-server": Servers(1, 2, wrap=cached),
     "observed-local": Local(2, wrap=observed),
     "observed-server": Servers(wrap=observed),
+    "namespaced-local": Local(2, wrap=namespaced),
+    "namespaced-server": Servers(1, 2, {"namespace": "team-a"}, wrap=namespaced),
     "device": Local(2, device="cpu"),
     "device-cuda": Local(2, device="cuda"),
 }

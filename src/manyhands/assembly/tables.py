@@ -36,6 +36,7 @@ from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.local_store import LocalStore
+from manyhands.server.namespaces.namespaced_store import NamespacedStore
 from manyhands.server.shard import Shard
 from manyhands.server.snapshots.saved_tables import check_saved, without_state
 from manyhands.server.snapshots.table_reader import TableReader
@@ -297,9 +298,11 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         lease_s=plan.lease_s or plan.timeout_s,
         payload=payload,
         tls=started.tls,
+        namespace=started.namespace,
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
-    return ObservedStore(store, context.group, payload)
+    named = NamespacedStore(store, started.namespace) if started.namespace else store
+    return ObservedStore(named, context.group, payload)
 
 
 def _leave_address(

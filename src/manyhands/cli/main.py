@@ -238,6 +238,14 @@ MemoryLimit = Annotated[
         help="Limit for rows, e.g. 8GiB, beyond which no new ones are made; default: none."
     ),
 ]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Go on when all workers have left: for several runs, each in its MANYHANDS_NAMESPACE, "
+        "and for mh.Store.",
+    ),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(help="The secret that workers and servers share; made if it does not exist."),
@@ -272,6 +280,7 @@ def server(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCA = None,
+    keep: Keep = False,
 ) -> None:
     """Start a parameter server, or the coordinator of several, by hand.
 
@@ -296,6 +305,7 @@ def server(
         tls_cert,
         tls_key,
         tls_ca,
+        keep,
     )
     raise typer.Exit(verb(given))
 

@@ -1,6 +1,7 @@
 """`manyhands server`: starts a parameter server, or the coordinator of several, by hand.
 
     manyhands server          one server that also coordinates, for workers of this machine
+    manyhands server --keep   the same, for runs and stores that come and go
 
 As with PS-Lite, on several machines:
 
@@ -73,6 +74,7 @@ class Settings:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     temporary: bool = False  # the token file is deleted at the end
+    keep: bool = False  # go on when the workers have left
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Given:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_ca: Path | None = None
+    keep: bool = False
 
 
 def server(given: Given) -> int:
@@ -126,6 +129,7 @@ def start(settings: Settings) -> Server:
         coordinator=s.coordinator,
         servers=s.servers,
         workers=s.workers,
+        keep=s.keep,
         memory_bytes=s.memory_bytes,
         modules=s.modules,
         tls=accepts,
@@ -142,6 +146,8 @@ def introduce(settings: Settings, running: Server) -> list[str]:
     if s.coordinator is not None:
         return [f"{s.role:<12}{what}, joins the coordinator at {s.coordinator}"]
     for_whom = f"{s.workers} workers" if s.workers else "as many workers as the first says"
+    if s.keep:
+        for_whom = "runs and stores that come and go, until Ctrl-C"
     waits = f"coordinates {s.servers} server{'s' * (s.servers > 1)} for {for_whom}"
     host, port = running.address.rpartition(":")[::2]
     root = f"DMLC_PS_ROOT_URI={host.strip('[]')} DMLC_PS_ROOT_PORT={port}"
@@ -162,6 +168,9 @@ def introduce(settings: Settings, running: Server) -> list[str]:
         lines.append(f"{'servers':<12}{root} {secret} DMLC_ROLE=server manyhands server")
     words = f"data={s.workers or 'N'} servers={s.servers}"
     lines.append(f"{'workers':<12}{root} {secret} manyhands run SCRIPT {words}")
+    if s.keep:
+        lines[-1] = lines[-1].replace(" manyhands run", " MANYHANDS_NAMESPACE=NAME manyhands run")
+        lines.append(f'{"stores":<12}{secret} and mh.Store("{running.address}")')
     return lines
 
 
@@ -190,10 +199,8 @@ def watch(running: Server, stop: Stop, live: bool) -> None:
 
 
 def counted(running: Server) -> dict[str, float]:
-    clock = running.coordinator.clock if running.coordinator is not None else None
-    return together([endpoint.stats() for endpoint in running.endpoints]) | (
-        clock.stats() if clock is not None else {}
-    )
+    runs = running.coordinator.runs.stats() if running.coordinator is not None else {}
+    return together([endpoint.stats() for endpoint in running.endpoints]) | runs
 
 
 def line_of(stats: Mapping[str, float], seconds: float) -> str:
@@ -207,6 +214,8 @@ def line_of(stats: Mapping[str, float], seconds: float) -> str:
     parts.append(f"{size(int(shown['bytes_per_s']))}/s")
     if "running" in shown:
         parts.append(f"{shown['running']:.0f} workers")
+    if shown.get("guests"):
+        parts.append(f"{shown['guests']:.0f} stores")
     if shown.get("staleness"):
         parts.append(f"stale {shown['staleness']:.1f}")
     if shown["refused"]:
@@ -223,6 +232,15 @@ def settle(given: Given, found: ServedBy) -> Settings:
         raise LaunchError(
             f"{servers} servers, but this one was given no coordinator; start one with "
             "--role coordinator, then each server with --coordinator HOST:PORT"
+        )
+    if given.keep and coordinator is not None:
+        raise LaunchError(
+            f"--keep is for the coordinator, at {coordinator}; this server stays as long as that"
+        )
+    if given.keep and given.workers:
+        raise LaunchError(
+            f"--keep with --workers {given.workers}: runs that come and go say themselves how many "
+            "workers they have; leave --workers out"
         )
     bind = _bind(role, given, found, coordinator)
     # the root's port is for the coordinator; a server that joins it listens on any free port
@@ -245,7 +263,7 @@ def settle(given: Given, found: ServedBy) -> Settings:
         token,
         token_file,
         coordinator,
-        given.workers or found.num_workers,
+        None if given.keep else given.workers or found.num_workers,
         servers,
         given.shards,
         memory_bytes,
@@ -254,6 +272,7 @@ def settle(given: Given, found: ServedBy) -> Settings:
         given.tls_key,
         given.tls_ca or (Path(found.tls_ca) if found.tls_ca else None),
         temporary=given.token_file is None and not found.token_file and token_file is not None,
+        keep=given.keep,
     )
 
 

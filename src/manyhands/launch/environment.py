@@ -29,6 +29,7 @@ LAB = "MANYHANDS_LAB"  # hosts of the lab that this process may use, as JSON of 
 LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: the process that made it
 TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by workers and servers
 RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
+NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
@@ -150,6 +151,7 @@ class ServedBy:
     token: str = ""
     token_file: str = ""  # where it is, where the variable does not hold it itself
     tls_ca: str = ""  # file; "": connections are not encrypted
+    namespace: str = ""  # of this run, on servers that serve several
 
     @property
     def coordinator(self) -> str:
@@ -198,6 +200,7 @@ def served(env: Mapping[str, str] | None = None) -> ServedBy:
         env.get(TOKEN, "").strip(),
         env.get(TOKEN_FILE, ""),
         env.get(TLS_CA, ""),
+        env.get(NAMESPACE, "").strip(),
     )
 
 

@@ -60,6 +60,7 @@ class Servers:
     addresses: tuple[str, ...] = ()  # by index; (): started by hand, ask the coordinator
     children: list[Child] = field(default_factory=list)
     tls: ssl.SSLContext | None = None  # to connect with
+    namespace: str = ""  # of this run there
     leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
     supervisor: ServerSupervisor | None = None
     state: str = ""  # where the coordinator keeps its state
@@ -93,15 +94,16 @@ def start(
     process: ProcessInfo,
     store: dist.Store,
     *,
-    workers: int,
+    workers: int | None,
     timeout_s: float,
     options: ServerOptions | None = None,
     token: str | None = None,
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Servers:
-    """Start or join the servers of a run, for so many `workers`. Every rank calls it; it returns on
-    all of them when all servers are up, or raises on all of them what went wrong.
+    """Start or join the servers of a run, for so many `workers` (None: as many as the first says).
+    Every rank calls it; it returns on all of them when all servers are up, or raises on all of them
+    what went wrong.
     """
     options = ServerOptions() if options is None else options
     served = environment.served(env) if served is None else served
@@ -161,7 +163,7 @@ def start(
 
 
 def join(
-    served: ServedBy, count: int, workers: int, options: ServerOptions | None = None
+    served: ServedBy, count: int, workers: int | None, options: ServerOptions | None = None
 ) -> Servers:
     """The servers that the environment names, where they agree with the plan."""
     options = ServerOptions() if options is None else options
@@ -193,11 +195,16 @@ def join(
             f"{environment.TLS_CA}={served.tls_ca} is no certificate ({e}); "
             "give the servers' --tls-ca, PEM"
         ) from e
-    return Servers(served.coordinator, served.secret(), tls=tls)
+    return Servers(served.coordinator, served.secret(), tls=tls, namespace=served.namespace)
 
 
 def _request(
-    count: int, workers: int, address: str, token: str, coordinator: str, options: ServerOptions
+    count: int,
+    workers: int | None,
+    address: str,
+    token: str,
+    coordinator: str,
+    options: ServerOptions,
 ) -> dict[str, Any]:
     """The configuration of one server; it coordinates where it is given no coordinator."""
     return {

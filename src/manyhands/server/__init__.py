@@ -14,6 +14,8 @@ The way of one push:
     request_loop       acknowledges it with a RowsReply, with rows where the request also pulls
 
 `process` runs shards, and in one server of a run the `coordinator`: membership, the slot map
-(`slots`), the workers' `clock` and their `step_counter`. `local_store` and `inproc_store` use
-shards and clock without servers. `snapshots/` saves tables to files while pushes go on.
+(`slots`), the workers' `clock` and their `step_counter`. `namespaces/` keeps several runs, and
+clients without a rank, apart on one server. `local_store` and `inproc_store` use shards and clock
+without servers. `snapshots/` saves tables to files while pushes go on; `replication/` keeps copies
+of shards on other servers.
 """

@@ -6,9 +6,10 @@
                whose connection closes is evicted, so that the others' clocks move on
     operators  ask for the state of servers, drain them, even out their load
 
-`Clock` decides; this class receives the requests. It stores no rows. With `save`, everything that
-an answer tells is saved before it is sent: a coordinator that was killed and started again goes on
-where it was, and repeated requests get the same answers.
+`Clock` decides; this class receives the requests. It stores no rows. Runs of several namespaces
+have a clock each, and clients without a rank have none (`namespaces.run_registry`). With `save`,
+everything that an answer tells is saved before it is sent: a coordinator that was killed and
+started again goes on where it was, and repeated requests get the same answers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import msgspec
 
 from manyhands.errors import PeerLost, StoreError
 from manyhands.server.clock import Clock
+from manyhands.server.namespaces.run_registry import RunRegistry
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.server_registry import ServerRegistry
 from manyhands.server.slots import SlotMap
@@ -35,8 +38,8 @@ GRACE_S = 0.5
 
 
 class Coordinator:
-    """`workers`: how many will join; None: as many as the first one says. `save` keeps a state,
-    `saved` is the one that was kept last."""
+    """`workers`: how many will join; None: as many as the first one says. `keep`: go on when they
+    have left, for the next run. `save` keeps a state, `saved` is the one that was kept last."""
 
     def __init__(
         self,
@@ -44,11 +47,12 @@ class Coordinator:
         workers: int | None = None,
         lease_s: float = 10.0,
         *,
+        keep: bool = False,
         save: Callable[[bytes], None] | None = None,
         saved: bytes | None = None,
     ):
         self.registry, self.lease_s = registry, lease_s
-        self.clock = Clock(workers) if workers is not None else None
+        self.runs = RunRegistry(workers, keep)
         self.evicted: list[int] = []
         self._incarnations: dict[int, int] = {}
         self._left: set[tuple[int, int]] = set()  # (worker, incarnation) that left by itself
@@ -82,15 +86,17 @@ class Coordinator:
             self._closing = True
             self._changed.notify_all()
         self.registry.close()
-        if self.clock is not None:
-            self.clock.close()
+        self.runs.close()
+
+    @property
+    def clock(self) -> Clock | None:
+        """Of the run without a namespace."""
+        return self.runs.clock_of("")
 
     @property
     def over(self) -> bool:
         """Whether all workers have joined, and all have left."""
-        with self._changed:
-            clock, joined = self.clock, len(self._incarnations)
-        return clock is not None and joined == clock.size and not clock.alive()
+        return self.runs.over
 
     # -- state that outlives this process --
 
@@ -99,11 +105,10 @@ class Coordinator:
         if self._save is None:
             return
         with self.registry.lock, self._saving:  # in this order, everywhere
-            clock = self.clock
             state = msgspec.msgpack.encode(
                 {
                     "registry": self.registry.state(),
-                    "clock": None if clock is None else clock.state(),
+                    "runs": self.runs.state(),
                     "incarnations": list(self._incarnations.items()),
                     "leases": list(self._leases.items()),
                     "left": sorted(self._left),
@@ -116,8 +121,7 @@ class Coordinator:
     def _load(self, saved: bytes) -> None:
         state = msgspec.msgpack.decode(saved)
         self.registry.load(state["registry"])
-        if state["clock"] is not None:
-            self.clock = Clock.of(state["clock"])
+        self.runs.load(state["runs"])
         self._incarnations = dict(state["incarnations"])
         self._leases = dict(state["leases"])
         self._left = {(worker, incarnation) for worker, incarnation in state["left"]}
@@ -136,9 +140,9 @@ class Coordinator:
                 gone = not self._heartbeats.get((worker, incarnation)) and not self._closing
                 gone = gone and (worker, incarnation) not in self._left
                 gone = gone and self._incarnations.get(worker) == incarnation
-            if gone and self.clock is not None:
+            if gone:
                 self.evicted.append(worker)
-                self.clock.evict(worker)
+                self.runs.evict(worker, "it did not come back to the coordinator")
 
     # -- servers --
 
@@ -226,6 +230,7 @@ class Coordinator:
             lease_s = self._leases.get(proof.worker, self.lease_s)
             self._heartbeats[who] = self._heartbeats.get(who, 0) + 1
             self._changed.notify_all()
+        self.runs.came_back(proof.worker)
         try:
             channel.limit(lease_s)
             while True:
@@ -246,23 +251,24 @@ class Coordinator:
                     self._heartbeats.pop(who, None)
                 if dead:
                     self.evicted.append(proof.worker)
-            if dead and self.clock is not None:
-                self.clock.evict(
+            if dead:
+                self.runs.evict(
                     proof.worker,
                     f"it {why}, so the coordinator removed it (lease_s={lease_s:g}). Look at its "
                     "log; if it was only paused, raise lease_s and resume the run",
                 )
 
     def _serve_worker(self, channel: Channel, proof: m.Proof) -> None:
-        incarnation = proof.incarnation
+        worker, incarnation = proof.worker, proof.incarnation
         while True:
             head, message = channel.receive()
             try:
                 if isinstance(message, m.Join):
-                    answer: m.Message = self._join(proof.worker, message)
-                    incarnation = self._incarnations[proof.worker]
+                    entered = self._join(proof.worker, message)
+                    answer: m.Message = entered
+                    worker, incarnation = entered.worker, entered.incarnation
                 else:
-                    answer = self._answer(proof.worker, incarnation, message, head.number)
+                    answer = self._answer(worker, incarnation, message, head.number)
             except StoreError as e:
                 answer = m.Failed("store", str(e))
             except PeerLost as e:
@@ -272,18 +278,11 @@ class Coordinator:
             if isinstance(message, m.Leave):
                 return
 
-    def _join(self, worker: int, message: m.Join) -> m.AssignSlots:
+    def _join(self, rank: int, message: m.Join) -> m.AssignSlots:
         slots = self.registry.slot_map()
-        with self._changed:
-            if self.clock is None:
-                self.clock = Clock(message.size)
-            clock = self.clock
-        if message.size != clock.size:
-            raise StoreError(
-                f"worker {worker} expects {message.size} workers, but the coordinator was started "
-                f"for {clock.size}; give both the same number"
-            )
-        joined = clock.join(worker, message.incarnation)
+        if self.runs.keep and not message.guest:
+            self._refuse_busy(rank, message.namespace)
+        worker, joined = self.runs.join(rank, message)
         with self._changed:
             self._incarnations[worker] = joined.incarnation
             if message.lease_s is not None:
@@ -294,11 +293,24 @@ class Coordinator:
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s, answer.recovers = message.lease_s or self.lease_s, self._save is not None
+        answer.worker = worker
         return answer
 
+    def _refuse_busy(self, rank: int, namespace: str) -> None:
+        """Where runs come and go, a second run must not take the place of one that is running. Of a
+        worker that died, the heartbeat connection ends at once."""
+        number = self.runs.number_of(namespace, rank)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: not any(worker == number for worker, _ in self._heartbeats), 2 * GRACE_S
+            ):
+                raise StoreError(
+                    f"rank {rank} of a run is here already, in namespace {namespace!r}; give this "
+                    "run a namespace of its own: MANYHANDS_NAMESPACE=NAME"
+                )
+
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:
-        clock = self.clock
-        if clock is None or self._incarnations.get(worker) is None:
+        if self._incarnations.get(worker) is None:
             raise StoreError(f"worker {worker} sent a request before it joined")
         if incarnation != self._incarnations[worker]:
             raise StoreError(
@@ -306,33 +318,53 @@ class Coordinator:
                 f"{self._incarnations[worker]}; this is incarnation {incarnation}"
             )
         match x:
-            case m.TickClock():
-                tick = clock.tick(
-                    worker, x.clock, x.staleness, x.quorum, x.late, x.delay, x.pending, x.timeout_s
-                )
-                commits = clock.commits_since(x.version)
-                return m.ClockTicked(
-                    tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
-                )
-            case m.ClaimStep():
-                return m.StepClaimed(clock.claim(worker, x.limit, x.shared, number))
-            case m.RequestSync():
-                clock.request_sync(worker)
-            case m.TableCreated():
-                clock.table_created(x.name)
-            case m.AwaitTable():
-                clock.wait_for_table(x.name, x.timeout_s)
             case m.GetSlotMap():
                 return self.registry.slot_map().message()
             case m.GetStats():
-                return m.Stats(clock.stats())
+                return m.Stats(self._stats(worker))
             case m.Ping():
                 pass
             case m.Leave():
                 with self._changed:
                     self._left.add((worker, incarnation))
                     self._changed.notify_all()
-                clock.evict(worker)
+                self.runs.evict(worker)
+            case _:
+                return self._answer_of_run(worker, x, number)
+        return m.Done()
+
+    def _stats(self, worker: int) -> dict[str, float]:
+        run, _ = self.runs.run_of(worker)
+        if run is not None:
+            return run.clock.stats()
+        clock = self.runs.clock_of(self.runs.namespace_of(worker))
+        return ({} if clock is None else clock.stats()) | {"now/guests": float(self.runs.guests())}
+
+    def _answer_of_run(self, worker: int, x: Any, number: int) -> m.Message:
+        """To what only ranks of a run ask: clocks, steps, and tables that rank 0 creates."""
+        run, rank = self.runs.run_of(worker)
+        if run is None:
+            raise StoreError(
+                f"a {type(x).__name__} of a client that is no rank of a run; clocks and steps are "
+                "for ranks: join with a rank and a size"
+            )
+        clock = run.clock
+        match x:
+            case m.TickClock():
+                tick, commits = run.tick(rank, x)
+                return m.ClockTicked(
+                    tick.clock, tick.counted, commits[-1][0] if commits else x.version, commits
+                )
+            case m.ClaimStep():
+                return m.StepClaimed(clock.claim(rank, x.limit, x.shared, number))
+            case m.RequestSync():
+                clock.request_sync(rank)
+            case t.StartTable():
+                return m.Done(run.start_table(x.name, x.there))
+            case m.TableCreated():
+                clock.table_created(x.name)
+            case m.AwaitTable():
+                clock.wait_for_table(x.name, x.timeout_s)
             case _:
                 raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
         return m.Done()

@@ -50,6 +50,10 @@ class ShardCounters:
             self._of["pushed_rows"] += ids.size
             self._sample(table, ids)
 
+    def forget(self, table: str) -> None:
+        self._hot.pop(table, None)
+        self._sampled.pop(table, None)
+
     def values(self) -> dict[str, float]:
         """Counters since the start; gauges under "now/"; shares of hot keys under "hot/"."""
         found: dict[str, float] = {name: float(n) for name, n in self._of.items()}

@@ -30,7 +30,9 @@ from manyhands.core import (
 from manyhands.errors import StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.counters import since, together
+from manyhands.server.namespaces.table_list import total_of
 from manyhands.server.protocol.messages import PushMessage
+from manyhands.server.protocol.table_messages import StoredPart
 from manyhands.server.shard import Shard
 from manyhands.server.slots import even, ranges
 from manyhands.server.snapshots.shard_snapshot import ShardSnapshots
@@ -180,6 +182,30 @@ class LocalStore:
         self._sequence += 1
         self._has_pending |= how.pending
         return Finished()
+
+    # -- tables that come and go --
+
+    def stored(self) -> list[StoredPart]:
+        shards = [shard.stored() for shard in self.shards]
+        self._tables = {part.table.name: part.table for part in shards[0]}
+        return total_of(shards)
+
+    def delete(self, name: str, ids: Tensor) -> int:
+        """Delete rows with their optimizer state; returns how many there were."""
+        numbers = ids_of(self._table(name), ids)
+        self._sequence += 1
+        return sum(
+            shard.delete_rows(self.rank, self._incarnation, self._sequence - 1, name, numbers)
+            for shard in self.shards
+        )
+
+    def drop(self, name: str) -> bool:
+        self._table(name)
+        self._sequence += 1
+        who = self.rank, self._incarnation, self._sequence - 1
+        there = [shard.drop(*who, name) for shard in self.shards]
+        del self._tables[name]
+        return any(there)
 
     # -- background requests: done when they return --
 

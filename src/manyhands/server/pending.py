@@ -87,6 +87,14 @@ class PendingPushes:
     def drop(self, worker: int) -> None:
         self._of.pop(worker, None)
 
+    def forget(self, name: str) -> None:
+        """Drop what was pushed to a table that is no more."""
+        for push in self._of.values():
+            for kept in (push.lrs, push.weights, push.ids, push.updates):
+                kept.pop(name, None)
+        for key in [key for key in self._spare if key[1] == name]:
+            del self._spare[key]
+
     def release(self, worker: int, push: PendingPush) -> None:
         """Keep the buffers of a push for the next one."""
         for name, updates in push.updates.items():

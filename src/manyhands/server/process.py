@@ -62,7 +62,8 @@ class Server:
 
     `coordinator` is the coordinator's address. None: this server coordinates, for `servers` servers
     and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
-    coordinator without tables. `advertise` (HOST or HOST:PORT) is the address that others get,
+    coordinator without tables. With `keep` it goes on when a run is over, for other runs and for
+    `mh.Store`. `advertise` (HOST or HOST:PORT) is the address that others get,
     where it is not the one listened on. `keeper` keeps the coordinator's state for the next one;
     a server whose coordinator has one waits `patience_s` for it to come back. `extra`: the
     coordinator was not started for this server; it takes its part of what the others hold.
@@ -77,6 +78,7 @@ class Server:
         coordinator: str | None = None,
         servers: int = 1,
         workers: int | None = None,
+        keep: bool = False,
         replicas: int = 1,
         ack: Literal["all", "primary"] = "all",
         memory_bytes: int | None = None,
@@ -123,7 +125,7 @@ class Server:
             self._status, modules, connect=self._dial, tell=self._tell, fail=self._fail
         )
         if self._root is None:
-            self._coordinate(servers, workers, replicas, ack, lease_s, keeper)
+            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper)
         else:
             self._registration = Registration(
                 self._root,
@@ -141,6 +143,7 @@ class Server:
         self,
         servers: int,
         workers: int | None,
+        keep: bool,
         replicas: int,
         ack: Literal["all", "primary"],
         lease_s: float,
@@ -149,7 +152,9 @@ class Server:
         registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
         registry.recovers = replicas > 1
         saved, save = (None, None) if keeper is None else (keeper.load(), keeper.save)
-        self.coordinator = Coordinator(registry, workers, lease_s, save=save, saved=saved)
+        self.coordinator = Coordinator(
+            registry, workers, lease_s, keep=keep, save=save, saved=saved
+        )
         registry.changed = self.coordinator.save
 
     @property
@@ -298,6 +303,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         coordinator=config.get("coordinator"),
         servers=config.get("servers") or 1,
         workers=config.get("workers"),
+        keep=bool(config.get("keep")),
         replicas=config.get("replicas") or 1,
         ack=config.get("ack") or "all",
         memory_bytes=config.get("memory_bytes"),

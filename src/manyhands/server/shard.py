@@ -18,10 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from manyhands.core import Table
 from manyhands.errors import StoreError
 from manyhands.server.counters import ShardCounters
 from manyhands.server.dedup import DedupMarks
+from manyhands.server.namespaces.shard_tables import ShardTables
 from manyhands.server.pending import (
     PendingPush,
     PendingPushes,
@@ -29,14 +29,13 @@ from manyhands.server.pending import (
     merge_dense,
     merge_rows,
 )
-from manyhands.server.protocol.messages import PushMessage
+from manyhands.server.protocol.messages import RUN_BITS, PushMessage
 from manyhands.server.slots import SLOTS
 from manyhands.server.table_updates import (
     TablePull,
     TableUpdate,
     check_fits,
     check_options,
-    check_same,
     prepare_rows,
 )
 from manyhands.server.tables.delay_compensation import DelayCompensation
@@ -45,12 +44,12 @@ from manyhands.server.tables.dump import dump_table, restore_table, state_in
 from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.row_storage import INDEX_BYTES
 from manyhands.server.tables.sparse import SparseTable
-from manyhands.server.validate import not_finite, unknown_table
+from manyhands.server.validate import not_finite
 
 EXPIRE_EVERY = 1024  # pushes between two expiries, where the table's options do not tell
 
 
-class Shard:
+class Shard(ShardTables):
     """Thread-safe: one lock for all tables. `warn` gets a text when a table reaches its limit."""
 
     def __init__(
@@ -61,8 +60,9 @@ class Shard:
         modules: Sequence[str] = (),
         warn: Callable[[str], None] = warnings.warn,
     ):
+        super().__init__()
         self.index, self.memory_bytes, self.modules = index, memory_bytes, tuple(modules)
-        self.committed = 0  # the last commit applied
+        self.committed: dict[int, int] = {}  # run -> the last commit applied
         self.version = 0  # pushes applied; a commit counts as one
         self.dedup = DedupMarks()
         self._warn = warn
@@ -74,54 +74,6 @@ class Shard:
         self.compensation = DelayCompensation()
         self._counters = ShardCounters()
         self.lock = threading.Lock()
-
-    # -- tables --
-
-    def create(
-        self,
-        table: Table,
-        span: tuple[int, int] | None = None,
-        values: np.ndarray | None = None,
-        state: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """Create a table, or refuse one that exists with another spec.
-
-        `span` is the range of a dense table that is stored here; `values` and `state` (zeros where
-        None) are what it starts from, by the names that `dump` uses.
-        """
-        with self.lock:
-            old = self.contents.get(table.name)
-            if old is not None:
-                check_same(old, table, span)
-            elif table.length is None:
-                self.contents[table.name] = SparseTable(
-                    table, self.memory_bytes, modules=self.modules
-                )
-            else:
-                start, stop = span if span is not None else (0, table.length)
-                own = self.compensation.take_state(table.name, state or {})
-                self.contents[table.name] = DenseTable(
-                    table, start, stop, values, own, modules=self.modules
-                )
-
-    def spec(self, name: str) -> Table:
-        with self.lock:
-            return self.table(name).spec
-
-    def layout(self, name: str) -> tuple[Table, int]:
-        """Spec of a table, and how many elements of a dense one are stored here."""
-        with self.lock:
-            table = self.table(name)
-            return table.spec, table.values.size if isinstance(table, DenseTable) else 0
-
-    def tables(self) -> list[str]:
-        with self.lock:
-            return list(self.contents)
-
-    def table(self, name: str) -> SparseTable | DenseTable:
-        if name not in self.contents:
-            raise unknown_table(name, self.contents)
-        return self.contents[name]
 
     # -- pull --
 
@@ -307,9 +259,10 @@ class Shard:
         stay pending. A version that was applied before is ignored.
         """
         with self.lock:
-            if version <= self.committed:
+            run = members[0][0] >> RUN_BITS if members else 0
+            if version <= self.committed.get(run, 0):
                 return
-            self.committed = version
+            self.committed[run] = version
             pushes = self.pending.take(members)
             if not pushes:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,6 +11,16 @@ from torch import Tensor
 
 from manyhands.core import Rows, Table, Tensors
 from manyhands.errors import NotFinite, StoreError
+
+NAMESPACE_END = "::"  # between a namespace and the name of a table, as servers know it
+
+
+def check_namespace(namespace: str) -> None:
+    if namespace and not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", namespace):
+        raise StoreError(
+            f"namespace {namespace!r}; up to 100 letters, digits and . _ - are needed, such as "
+            "team-a"
+        )
 
 
 def unknown_table(name: str, tables: Iterable[str]) -> StoreError:

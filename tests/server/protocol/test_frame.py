@@ -25,6 +25,7 @@ from manyhands.server.protocol import (
     messages,
     replication_messages,
     row_encoding,
+    table_messages,
 )
 from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.protocol.frame import Channel, Malformed
@@ -80,7 +81,8 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
 def test_every_kind_of_message_has_a_number_of_its_own() -> None:
     kinds = {
         k
-        for k in [*vars(messages).values(), *vars(replication_messages).values()]
+        for module in (messages, replication_messages, table_messages)
+        for k in vars(module).values()
         if isinstance(k, type) and issubclass(k, messages.Message)
     }
     parts = {
@@ -92,6 +94,7 @@ def test_every_kind_of_message_has_a_number_of_its_own() -> None:
         messages.ShardAddress,
         messages.ServerEntry,
         messages.ShardChain,
+        table_messages.StoredPart,
     }
     assert set(frame.KINDS.values()) == kinds - parts
 

@@ -98,6 +98,11 @@ class RequestSender:
             connection.post(request)
         return requests
 
+    def take_sequence(self, shard: int) -> int:
+        """The next number of a change on a shard; the caller holds `lock`."""
+        self._sequences[shard] += 1
+        return self._sequences[shard] - 1
+
     def receive(self, request: Request, outs: Outs) -> None:
         """Wait for the rows of one shard and write them to `outs`."""
         try:

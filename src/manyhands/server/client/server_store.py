@@ -32,6 +32,7 @@ from manyhands.server.client.dial import Transport
 from manyhands.server.client.heartbeat import Heartbeat
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
+from manyhands.server.client.table_requests import start_table
 from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
 from manyhands.server.counters import since, together
 from manyhands.server.protocol import messages as m
@@ -48,7 +49,8 @@ SLACK_S = 5.0
 
 class ServerStore:
     """`coordinator` is HOST:PORT. All ranks open a store with the same `size`. A worker without a
-    heartbeat for `lease_s` is taken for dead; None: as the coordinator was started."""
+    heartbeat for `lease_s` is taken for dead; None: as the coordinator was started. In `namespace`
+    the workers of one run have their own clock; a `guest` has none, see `guest_store`."""
 
     background = True
 
@@ -65,10 +67,12 @@ class ServerStore:
         transport: Transport = "auto",
         tls: ssl.SSLContext | None = None,
         kkt: float | None = None,
+        namespace: str = "",
+        guest: bool = False,
     ):
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.rank, self.size, self.timeout_s, self._worker = rank, size, timeout_s, rank
         self._token, self._tls = token, tls
         # `_has_pending`: pushed with pending=True in this clock
         self._incarnation, self._clock, self._has_pending = -1, 0, False
@@ -95,9 +99,10 @@ class ServerStore:
 
         try:
             entered = self._control.ask(
-                m.Join(size, None, lease_s), "registration with the coordinator"
+                m.Join(size, None, lease_s, namespace, guest), "registration with the coordinator"
             )
             self._incarnation, self._clock = entered.incarnation, entered.clock
+            self._worker = entered.worker  # what servers know this rank by
             self._heartbeat = Heartbeat(root, token, self._proof("heartbeat"), entered.lease_s, tls)
             self._sender = RequestSender(
                 SlotMap.of(entered),
@@ -116,7 +121,7 @@ class ServerStore:
         self._router = self._sender.router
 
     def _proof(self, role: Any, shard: int = 0) -> m.Proof:
-        return m.Proof(b"", role, shard, self.rank, self._incarnation, b"")
+        return m.Proof(b"", role, shard, self._worker, self._incarnation, b"")
 
     # -- rows --
 
@@ -230,6 +235,8 @@ class ServerStore:
                     timeout_s=self.timeout_s + SLACK_S,
                 )
                 values = state = None
+            else:
+                start_table(self._control, self._sender, table.name)
             vector = first_values(table, values, state)
             for s, connection in enumerate(self._sender.connections):
                 span: tuple[int, int] | None = None

@@ -15,9 +15,11 @@ import numpy as np
 
 from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
+from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.arrays import joined, pack, unpack
 from manyhands.server.protocol.frame import (
     Channel,
@@ -55,6 +57,7 @@ class RequestLoop:
         self._worker, self._incarnation = proof.worker, proof.incarnation
         self._segments: dict[int, arena.ArenaSegment] = {}
         self._keys, self._parts = KeyLists(), ArrayParts()
+        self._known = KnownTables()
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
@@ -119,6 +122,14 @@ class RequestLoop:
                 self._exchange(number, message, memory)
             case m.CreateTable() | m.RestoreTable():
                 self._change_table(number, message, memory)
+            case t.DeleteRows() if message.epoch != self._status.epoch:
+                self._ask_to_resend(number, m.Resend("epoch", self._status.epoch))
+            case t.DeleteRows() | t.DropTable():
+                message.worker, message.incarnation = self._worker, self._incarnation
+                self._change_table(number, message, memory)
+            case t.ListTables():
+                self._known.forget(message.name)
+                self._channel.send(t.TableList(self._shard.stored(message.name)), number)
             case m.DumpTable():
                 content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
                 described, parts = pack(content)
@@ -142,6 +153,8 @@ class RequestLoop:
                 return
             described, parts = pack(whole)
             message = m.RestoreTable(message.name, message.clear, described)
+        elif isinstance(message, m.CreateTable):
+            self._known.forget(message.table.name)
         outcome = self._submit(
             lambda n: r.ForwardTable(n, KIND_OF[type(message)], encode_body(message)),
             lambda: parts,
@@ -223,10 +236,7 @@ class RequestLoop:
         return version
 
     def _spec(self, name: str) -> tuple[Table, int]:
-        found = self._endpoint.specs.get(name)
-        if found is None:
-            found = self._endpoint.specs[name] = self._shard.layout(name)
-        return found
+        return self._known.check(name, self._endpoint.layout(name))
 
     def _ids(self, request: m.TableRequest, cursor: Cursor) -> np.ndarray | None:
         if request.mode == m.DENSE:

@@ -32,7 +32,8 @@ class ShardEndpoint:
         self.replicator = Replicator.alone() if replicator is None else replicator
         self.snapshots = ShardSnapshots(shard)
         # by table: its spec, and how many elements of a dense one are stored here
-        self.specs: dict[str, tuple[Table, int]] = {}
+        self._specs: dict[str, tuple[Table, int]] = {}
+        self._drops = 0  # tables that had been dropped when these were looked up
         self._lock = threading.Lock()
         self._loops: set[RequestLoop] = set()
         self._ended: Counter[str] = Counter()  # counters of connections that have ended
@@ -48,6 +49,16 @@ class ShardEndpoint:
             with self._lock:
                 self._loops.remove(loop)
                 self._ended.update(loop.counters())
+
+    def layout(self, name: str) -> tuple[Table, int]:
+        """Spec of a table, and how many elements of a dense one are stored here."""
+        if self._drops != self.shard.drops:
+            self._drops, self._specs = self.shard.drops, {}
+        specs = self._specs  # another thread may begin anew
+        found = specs.get(name)
+        if found is None:
+            found = specs[name] = self.shard.layout(name)
+        return found
 
     def stats(self) -> dict[str, float]:
         found = self.shard.stats()

@@ -3,13 +3,14 @@
     handshake               Hello, Proof, Welcome or Refused                     (see `handshake`)
     worker -> shard         CreateTable, Exchange (push and pull of all tables at once), DumpTable,
                             RestoreTable, GetStats, Attach (shared memory), Resume; BeginSnapshot,
-                            GetSnapshot, FetchSnapshot, EndSnapshot
+                            GetSnapshot, FetchSnapshot, EndSnapshot; of guests also ListTables,
+                            DeleteRows, DropTable (see `table_messages`)
     shard -> worker         RowsReply, TableContent, Stats, Done, Failed, Resend; SnapshotState,
-                            SnapshotPart
+                            SnapshotPart; TableList
     server -> coordinator   Register, Ready, Copied, Ping
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
     server -> server        Follow, then Forward, ForwardTable, CopyState (see `replication`)
-    worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, TableCreated,
+    worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, StartTable, TableCreated,
                             AwaitTable, GetSlotMap, GetStats, Ping, Leave
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
     operator -> coordinator GetStatus, Drain, Rebalance
@@ -31,6 +32,7 @@ RowCodec = Literal["none", "bf16", "fp16", "int8"]  # how a frame encodes rows a
 # Where the ids of a table are: it is dense and has none; in the payload; the shard has kept them
 # under their hash.
 DENSE, IDS_SENT, IDS_KNOWN = 0, 1, 2
+RUN_BITS = 20  # of a worker's number, that are its rank; those above are the number of its run
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -268,12 +270,15 @@ class AssignSlots(Message):
     version: int = 0  # commits so far
     lease_s: float = 10.0
     recovers: bool = False  # a coordinator that is gone will be back
+    worker: int = 0  # its number among the workers of all runs on the servers
 
 
 class Join(Message):
     size: int
     incarnation: int | None  # None: a new process; else the one that was assigned before
     lease_s: float | None = None  # None: as the coordinator was started
+    namespace: str = ""
+    guest: bool = False  # no rank of a run: nobody waits for it
 
 
 class TickClock(Message):

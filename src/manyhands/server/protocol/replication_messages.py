@@ -37,8 +37,8 @@ class Forward(Message):
 
 
 class ForwardTable(Message):
-    """Change `number` of a shard (0: part of a copy): a CreateTable or RestoreTable, with its
-    payload."""
+    """Change `number` of a shard (0: part of a copy): a CreateTable, RestoreTable, DeleteRows or
+    DropTable, with its payload."""
 
     number: int
     kind: int
@@ -56,7 +56,7 @@ class CopyState(Message):
     """Ends a copy: all that is not rows. The copy has the changes up to `number`."""
 
     number: int
-    committed: int
+    committed: dict[int, int]  # by run
     version: int
     tables: dict[str, list[int]]  # version and optimizer step
     pulled: list[tuple[int, str, int]]

@@ -22,7 +22,7 @@ Arrays = dict[str, np.ndarray]
 
 def give_state(shard: Shard, number: int) -> tuple[r.CopyState, list[np.ndarray]]:
     """Message and payload; nothing may change the shard meanwhile."""
-    arrays: Arrays = {"marks": shard.dedup.dump()}
+    arrays: Arrays = {"marks": shard.dedup.dump(), "deleted": shard.deletions()}
     pending: list[Any] = []
     for worker, push in shard.pending.all():
         at = len(pending)
@@ -54,6 +54,7 @@ def take_state(shard: Shard, message: r.CopyState, arrays: Arrays) -> None:
     with shard.lock:
         shard.committed, shard.version = message.committed, message.version
         shard.dedup.load(arrays["marks"])
+        shard.take_deletions(arrays["deleted"])
         for name, (version, step) in message.tables.items():
             table = shard.contents[name]
             table.version, table.optimizer.step = version, step

@@ -17,6 +17,7 @@ import numpy as np
 
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.arrays import pack
 from manyhands.server.protocol.frame import Channel, Malformed, encode_body
 from manyhands.server.protocol.kinds import KIND_OF
@@ -46,6 +47,10 @@ class _Watched:
     def same(self, table: SparseTable) -> bool:
         """Whether only pushes and erasures have changed it."""
         return table is self.table and table.loads == self.loads
+
+    def remade(self, table: SparseTable | DenseTable) -> bool:
+        """Whether it was dropped and made anew, of another spec."""
+        return table.spec != self.table.spec
 
     def take(self) -> np.ndarray:
         erased, self._erased = self._erased, []
@@ -120,10 +125,17 @@ class Copy:
         """Rows that were pushed after these versions of their tables (all rows of a new table), and
         the erased ones; the versions up to which everything is sent then."""
         seen = {}
+        for name in self._watched.keys() - set(self._shard.tables()):
+            self._drop(name)
         for name in self._shard.tables():
             with self._shard.lock:
-                table = self._shard.table(name)
+                table = self._shard.contents.get(name)
+                if table is None:  # dropped since; the next pass tells the learner
+                    continue
                 seen[name] = table.version
+            if name in self._watched and self._watched[name].remade(table):
+                self._drop(name)
+            with self._shard.lock:
                 if isinstance(table, SparseTable):
                     erased = self._watch(name, table)
             if isinstance(table, DenseTable):
@@ -152,6 +164,11 @@ class Copy:
             watched.end()
         self._watched[name] = _Watched(table)
         return None
+
+    def _drop(self, name: str) -> None:
+        """The learner has a table of a spec that is no more."""
+        self._watched.pop(name).end()
+        self._send(t.DropTable(name, 0, []), [])
 
     def _send_changed(self, name: str, table: SparseTable, since: int) -> None:
         lo = 0

@@ -15,6 +15,7 @@ import numpy as np
 from manyhands.errors import StoreError
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
+from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.arrays import unpack
 from manyhands.server.protocol.frame import Channel, Cursor, Malformed, decode
 from manyhands.server.replication.copied_state import take_state
@@ -165,12 +166,17 @@ def change_table(shard: Shard, message: Any, memory: np.ndarray) -> Any:
     arrays = unpack(message.arrays, memory)
     if isinstance(message, m.CreateTable):
         state = {k.removeprefix("state/"): x for k, x in arrays.items() if k != "values"}
-        shard.create(message.table, message.span, arrays.get("values"), state or None)
+        return int(shard.create(message.table, message.span, arrays.get("values"), state or None))
     elif isinstance(message, m.RestoreTable):
         if message.clear:
             shard.clear(message.name)
         if arrays:
             shard.load(message.name, arrays)
+    elif isinstance(message, t.DeleteRows):
+        who = message.worker, message.incarnation, message.sequence
+        return shard.delete_rows(*who, message.table, arrays["ids"])
+    elif isinstance(message, t.DropTable):
+        return shard.drop(message.worker, message.incarnation, message.sequence, message.table)
     elif isinstance(message, r.EraseRows):
         return shard.erase(message.name, arrays["ids"])
     else:

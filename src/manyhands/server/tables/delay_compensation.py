@@ -96,6 +96,12 @@ class DelayCompensation:
             self._mean_square[name] = state[MEAN_SQUARE].copy()
         return {key: value for key, value in state.items() if key != MEAN_SQUARE}
 
+    def forget(self, name: str) -> None:
+        """Drop all that is kept for a table."""
+        self._mean_square.pop(name, None)
+        for key in [key for key in self.seen if key[1] == name]:
+            del self.seen[key]
+
     def state(self, name: str) -> dict[str, np.ndarray]:
         """A copy of what belongs to a table's state."""
         kept = self._mean_square.get(name)

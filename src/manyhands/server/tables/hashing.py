@@ -12,9 +12,11 @@ from manyhands.kernels.compile import U32, U64, compiled, inlined
 
 
 def seed_of(name: str, seed: int = 0) -> int:
-    """64 bits for a table: of its name alone to place rows, with its seed to initialise them."""
+    """64 bits for a table: of its name alone to place rows, with its seed to initialise them. Its
+    namespace (`NAMESPACE::name`) is left out: rows start the same in every namespace."""
+    own = name.rpartition("::")[2]
     return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
+        hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=8).digest(), "little"
     )
 
 
