@@ -160,9 +160,12 @@ class ServerRegistry:
             self.slots = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
             self.changed()
             return
-        draining = [s.number for s in self._all if s.draining]
-        chains = self._adopt_lost(list(self.slots.chains))
+        self._place(self._adopt_lost(list(self.slots.chains)))
+
+    def _place(self, chains: list[m.ShardChain]) -> None:
+        draining = [s.number for s in self._servers.values() if s.draining]
         self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
+        self._let_go()
 
     def _let_go(self) -> None:
         """Servers that were drained and hold nothing any more may end."""
@@ -246,9 +249,7 @@ class ServerRegistry:
                 return
             chains[shard] = placement.learned(chain)
             self.copies.append((shard, learner, *cost))
-            draining = [s.number for s in self._all if s.draining]
-            self._use(placement.settle(chains, list(self._servers), self.replicas, draining))
-            self._let_go()
+            self._place(chains)
             self._move_one()
         self.publish()
 
@@ -265,7 +266,7 @@ class ServerRegistry:
             learner = -1 if chain.learner == other else chain.learner
             version = chain.version + 1
             chains[shard] = replace(chain, version=version, members=members, learner=learner)
-            self._use(placement.settle(chains, list(self._servers), self.replicas))
+            self._place(chains)
         self.publish()
 
     def slot_map(self, timeout_s: float = 60.0) -> SlotMap:

@@ -7,6 +7,7 @@ last one copies the shard to a learner (`Copy`), and the others' changes come in
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +47,10 @@ class Hosting:
         self._memory_bytes: int | None = None
         self._rates: dict[int, tuple[float, float, float]] = {}  # shard: rows, time, rows a second
         self._copying: set[tuple[int, int]] = set()  # (shard, learner)
+        self._copies = itertools.count(1)  # that this server has begun
+        self._begun: dict[int, tuple[int, int]] = {}  # shard -> (teacher, its copy) that came last
+        # held while a map is used: the shards get chains in their order. Taken before `_changed`
+        self._assigning = threading.Lock()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -75,16 +80,23 @@ class Hosting:
 
     def assign(self, slots: SlotMap, message: m.AssignSlots) -> None:
         """Hold what this map says. Replies to workers from here on are those of its epoch."""
+        with self._assigning:
+            self._use(slots, message)
+
+    def _use(self, slots: SlotMap, message: m.AssignSlots) -> None:
         with self._changed:
             if self._slots is not None and slots.epoch <= self._slots.epoch:
                 return
+            # given up and registered again, under another number: what it has is out of date
+            gone = list(self.endpoints.values()) if self.me not in (-1, message.you) else []
+            self.endpoints = {} if gone else self.endpoints
             self.me, self._memory_bytes = message.you, message.memory_bytes
             mine = {
                 shard
                 for shard, chain in enumerate(slots.chains)
                 if self.me in chain.members or chain.learner == self.me
             }
-            gone = [self.endpoints.pop(shard) for shard in sorted(self.endpoints.keys() - mine)]
+            gone += [self.endpoints.pop(shard) for shard in sorted(self.endpoints.keys() - mine)]
             for shard in sorted(mine - self.endpoints.keys()):
                 self.endpoints[shard] = self._make(shard)
             self._slots = slots
@@ -144,7 +156,14 @@ class Hosting:
                 channel: Channel | None = None
                 try:
                     channel = self._reach(learner, shard)
-                    Copy(endpoint.shard, endpoint.replicator, learner, channel, self._copied).run()
+                    Copy(
+                        endpoint.shard,
+                        endpoint.replicator,
+                        learner,
+                        channel,
+                        next(self._copies),
+                        self._copied,
+                    ).run()
                 except BROKEN:
                     if channel is not None:
                         channel.close()
@@ -188,7 +207,9 @@ class Hosting:
         with self._changed:
             endpoints = dict(self.endpoints)
         for shard, endpoint in endpoints.items():
-            if (learner := endpoint.replicator.member.learner) is not None:
+            replicator = endpoint.replicator
+            learner = replicator.member.learner
+            if learner is not None and learner == replicator.confirmed:
                 self._copied(shard, learner, 0.0, 0)
 
     # -- changes from the server before --
@@ -216,12 +237,22 @@ class Hosting:
             endpoint = self.endpoints.get(shard)
             if endpoint is None or not endpoint.replicator.listens_to(message.server):
                 return None
-            if not message.copy:
-                return endpoint
-            # what an earlier copy left is not worth anything
-            endpoint.replicator.close()
-            endpoint = self.endpoints[shard] = self._make(shard)
-            chain = self._slots.chains[shard] if self._slots is not None else None
-            assert chain is not None
-        endpoint.replicator.assign(chain)
-        return endpoint
+        return endpoint if not message.copy else self._afresh(shard, message)
+
+    def _afresh(self, shard: int, message: r.Follow) -> ShardEndpoint | None:
+        """An empty shard for a copy; None: its sender does not teach this server, or has begun
+        another copy since. (That one may be complete, and the coordinator may count on it.)"""
+        with self._assigning:
+            with self._changed:
+                old, slots = self.endpoints.get(shard), self._slots
+                if slots is None or old is None or old.replicator.teacher != message.server:
+                    return None
+                server, attempt = self._begun.get(shard, (-1, 0))
+                if server == message.server and message.copy <= attempt:
+                    return None
+                self._begun[shard] = message.server, message.copy
+                made = self.endpoints[shard] = self._make(shard)
+            old.replicator.close()
+            made.replicator.wait_for_all = old.replicator.wait_for_all
+            made.replicator.assign(slots.chains[shard])
+        return made

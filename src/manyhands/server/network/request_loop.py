@@ -131,10 +131,16 @@ class RequestLoop:
                 self._known.forget(message.name)
                 self._channel.send(t.TableList(self._shard.stored(message.name)), number)
             case m.DumpTable():
+                self._endpoint.replicator.check_leads()
                 content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
+                self._endpoint.replicator.wait(self._endpoint.replicator.applied)
                 described, parts = pack(content)
                 self._channel.send(m.TableContent(described, stop), number, parts)
-            case m.BeginSnapshot() | m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
+            case m.BeginSnapshot():
+                self._endpoint.replicator.check_leads()
+                reply, payload = answer_snapshot(self._endpoint.snapshots, message)
+                self._channel.send(reply, number, payload)
+            case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
             case m.GetStats():

@@ -18,7 +18,7 @@ class Follow(Message):
 
     server: int  # the sender's number
     version: int  # of the chain
-    copy: bool = False  # the content comes first: forget what is here
+    copy: int = 0  # not 0: the content comes first, forget what is here. The how manieth copy
 
 
 class Forward(Message):

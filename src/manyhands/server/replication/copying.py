@@ -70,24 +70,31 @@ class Copy:
         replicator: Replicator,
         learner: int,
         channel: Channel,
+        attempt: int,
         done: Callable[[int, int, float, int], None],
     ):
         self._shard, self._replicator = shard, replicator
-        self._learner, self._channel, self._done = learner, channel, done
+        self._link, self._channel = Link(learner, channel), channel
+        self._attempt, self._done = attempt, done
         self._watched: dict[str, _Watched] = {}
         self._sent = 0  # rows, in this pass
 
     def run(self) -> None:
+        with self._replicator.state:
+            self._replicator.copying = self._link
         try:
             self._run()
         finally:
+            with self._replicator.state:
+                if self._replicator.copying is self._link:
+                    self._replicator.copying = None
             with self._shard.lock:
                 for watched in self._watched.values():
                     watched.end()
 
     def _run(self) -> None:
         replicator, channel, begun = self._replicator, self._channel, time.monotonic()
-        channel.send(r.Follow(replicator.member.me, replicator.member.version, True))
+        channel.send(r.Follow(replicator.member.me, replicator.member.version, self._attempt))
         self._answered()
         seen = self._send_rows({})
         for _ in range(PASSES):
@@ -97,22 +104,26 @@ class Copy:
                 self._sent <= FEW_ROWS or self._sent > before // 2
             ):  # few are left, or always as many
                 break
+        link, learner = self._link, self._link.server
         with replicator.order:  # nothing changes from here on
             self._send_rows(seen, last=True)
             number = replicator.applied
             message, parts = give_state(self._shard, number)
             channel.send(message, 0, parts)
             with replicator.state:
-                link = Link(self._learner, channel)
-                replicator.member.teach(self._learner)
+                if replicator.copying is not link:
+                    raise Malformed("garbage", "another copy was begun")
+                replicator.copying, replicator.confirmed = None, None
+                replicator.member.teach(learner)
                 replicator.listen(link)
         with replicator.state:
             replicator.state.wait_for(
                 lambda: link.acknowledged >= number or replicator.link is not link
             )
-            if link.acknowledged < number:
-                return
-        self._done(replicator.shard, self._learner, time.monotonic() - begun, channel.sent_bytes)
+            if replicator.link is not link or replicator.member.learner != learner:
+                raise Malformed("garbage", "the learner is gone")
+            replicator.confirmed = learner  # from here on only the coordinator can drop it
+        self._done(replicator.shard, learner, time.monotonic() - begun, channel.sent_bytes)
 
     def _answered(self) -> None:
         """Wait until the learner has applied what was sent: it must not lag behind when workers
@@ -146,9 +157,7 @@ class Copy:
                 self._send(m.RestoreTable(name, True, []), [])
                 self._send_changed(name, table, -1)
             else:
-                if erased.size:
-                    described, parts = pack({"ids": erased})
-                    self._send(r.EraseRows(name, described), parts)
+                self._send_erased(name, erased)
                 self._send_changed(name, table, since.get(name, -1))
         if not last:
             self._channel.send(m.Ping())
@@ -175,6 +184,9 @@ class Copy:
         while lo < END:
             with self._shard.lock:
                 piece = read_piece(table, lo, since=since)
+                # what was erased before: the learner has no room for more rows than there are here
+                erased = self._watched[name].take()
+            self._send_erased(name, erased)
             lo = piece.stop
             self._sent += piece.ids.size
             if piece.ids.size:
@@ -187,6 +199,11 @@ class Copy:
                     arrays[f"{STATE}step"] = steps
                 described, parts = pack(arrays)
                 self._send(m.RestoreTable(name, False, described), parts)
+
+    def _send_erased(self, name: str, ids: np.ndarray) -> None:
+        if ids.size:
+            described, parts = pack({"ids": ids})
+            self._send(r.EraseRows(name, described), parts)
 
     def _send_dense(self, name: str, table: DenseTable) -> None:
         self._send(m.CreateTable(table.spec, (table.start, table.stop), []), [])

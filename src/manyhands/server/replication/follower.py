@@ -7,6 +7,7 @@ the follower says nothing of it: the first server tells the worker.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -67,18 +68,19 @@ class Follower:
     def _take(self, message: Any, memory: np.ndarray) -> None:
         replicator = self._replicator
         with replicator.order:
+            if replicator.incoming is not self._link:
+                raise Malformed("garbage", "another server is before this one now")
             if isinstance(message, r.CopyState):
                 self._finish_copy(message, memory)
             elif isinstance(message, r.ForwardTable) and message.number == 0:
-                replicator.apply(lambda: apply_table(self._shard, message, memory))
+                self._copy(message, memory)
             elif isinstance(message, r.Forward | r.ForwardTable):
                 self._apply(message, memory)
             elif isinstance(message, m.Ping):  # has everything up to here been applied?
                 self._link.channel.send(m.Done())
             else:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a follower")
-        if replicator.member.acknowledged >= replicator.applied:
-            self._answer()
+        self._answer()
 
     def _apply(self, message: r.Forward | r.ForwardTable, memory: np.ndarray) -> None:
         replicator = self._replicator
@@ -94,6 +96,14 @@ class Follower:
             replicator.apply(lambda: apply_push(self._shard, message, memory))
         else:
             replicator.apply(lambda: apply_table(self._shard, message, memory))
+        replicator.finished = message.number
+
+    def _copy(self, message: r.ForwardTable, memory: np.ndarray) -> None:
+        """A part of a copy. Unlike a change, one that is refused here was not refused before."""
+        content = decode(message.kind, message.body)
+        refused = self._replicator.apply(lambda: change_table(self._shard, content, memory))
+        if isinstance(refused, StoreError):
+            raise Malformed("garbage", f"a part of a copy was refused: {refused}")
 
     def _finish_copy(self, message: r.CopyState, memory: np.ndarray) -> None:
         take_state(self._shard, message, unpack(message.arrays, memory))
@@ -101,6 +111,7 @@ class Follower:
             member = self._replicator.member
             member.applied = member.acknowledged = message.number
             member.kept.clear()
+            self._replicator.finished = message.number
         with self._sending:
             self._link.channel.send(m.Done(message.number))
             self._sent = message.number
@@ -110,13 +121,10 @@ class Follower:
     def _acknowledge(self) -> None:
         """Tell the server before what the servers after this one have acknowledged."""
         replicator = self._replicator
-        member = replicator.member
         while True:
             with replicator.state:
                 replicator.state.wait_for(
-                    lambda: (
-                        member.acknowledged > self._sent or replicator.incoming is not self._link
-                    )
+                    lambda: self._known() > self._sent or replicator.incoming is not self._link
                 )
                 if replicator.incoming is not self._link:
                     return
@@ -125,9 +133,14 @@ class Follower:
             except BROKEN:
                 return
 
+    def _known(self) -> int:
+        """What all servers from here on have. Not what is still being applied here: this server
+        may be the first one next, and must show what was acknowledged."""
+        return min(self._replicator.member.acknowledged, self._replicator.finished)
+
     def _answer(self) -> None:
         with self._sending:
-            acknowledged = self._replicator.member.acknowledged
+            acknowledged = self._known()
             if acknowledged > self._sent:
                 self._link.channel.send(m.Done(acknowledged))
                 self._sent = acknowledged
@@ -145,20 +158,22 @@ def apply_push(shard: Shard, x: r.Forward, memory: np.ndarray) -> None:
         count = request.count if ids is None else request.count * spec.dim
         shape = (count,) if ids is None else (request.count, spec.dim)
         parts.append(TableUpdate(request.table, ids, cursor.take(count, spec.dtype).reshape(shape)))
-    for version, members in x.commits:
-        _quietly(lambda: shard.commit(version, members))  # noqa: B023 (called at once)
     for name, version in x.pulled.items():
         shard.pulled[x.worker, name] = version
-    options = x.options
-    if options is not None:
-        _quietly(lambda: shard.push(x.worker, x.incarnation, x.sequence, parts, options))
-    if x.remember:
-        _quietly(lambda: shard.remember(x.worker, x.remember))
+    try:
+        for version, members in x.commits:
+            shard.commit(version, members)
+        if x.options is not None:
+            shard.push(x.worker, x.incarnation, x.sequence, parts, x.options)
+        if x.remember:
+            shard.remember(x.worker, x.remember)
+    except StoreError:
+        pass  # what follows a refusal is left out, as on the first server
 
 
 def apply_table(shard: Shard, x: r.ForwardTable, memory: np.ndarray) -> None:
-    message = decode(x.kind, x.body)
-    _quietly(lambda: change_table(shard, message, memory))
+    with contextlib.suppress(StoreError):
+        change_table(shard, decode(x.kind, x.body), memory)
 
 
 def change_table(shard: Shard, message: Any, memory: np.ndarray) -> Any:
@@ -182,10 +197,3 @@ def change_table(shard: Shard, message: Any, memory: np.ndarray) -> Any:
     else:
         raise Malformed("garbage", f"a {type(message).__name__} does not change tables")
     return 0
-
-
-def _quietly(change: Any) -> None:
-    try:
-        change()
-    except StoreError:
-        pass

@@ -42,20 +42,12 @@ def settle(
     """The same chains where nothing needs to change."""
     holds: Counter[int] = Counter(x for c in chains for x in (*c.members, c.learner))
     staying = [server for server in live if server not in draining]
-    found = []
+    wanted, found = min(replicas, len(staying)), []
     for old in chains:
         chain = _without(old, [x for x in old.members if x not in live])
         if chain.learner != NOBODY and (chain.learner not in staying or not chain.members):
             chain = replace(chain, learner=NOBODY)
-        if chain.leaving not in chain.members:
-            chain = replace(chain, leaving=NOBODY)
-        if chain.leaving == NOBODY:
-            gone = next((x for x in chain.members if x in draining), NOBODY)
-            chain = replace(chain, leaving=gone)
-        wanted = min(replicas, len(staying))
-        others = [x for x in chain.members if x != chain.leaving and x not in draining]
-        if chain.leaving != NOBODY and others and len(others) >= wanted:
-            chain = _without(chain, [chain.leaving])
+        chain, others = _let_leave(chain, wanted, draining)
         if chain.members and chain.learner == NOBODY and len(others) < wanted:
             free = [x for x in staying if x not in chain.members]
             if free:
@@ -64,6 +56,20 @@ def settle(
                 chain = replace(chain, learner=learner)
         found.append(chain)
     return found
+
+
+def _let_leave(
+    chain: ShardChain, wanted: int, draining: Collection[int]
+) -> tuple[ShardChain, list[int]]:
+    """Without those that are to leave, once enough others are there; and the others."""
+    while True:
+        if chain.leaving not in chain.members:
+            gone = next((x for x in chain.members if x in draining), NOBODY)
+            chain = replace(chain, leaving=gone)
+        others = [x for x in chain.members if x != chain.leaving and x not in draining]
+        if chain.leaving == NOBODY or not others or len(others) < wanted:
+            return chain, others
+        chain = _without(chain, [chain.leaving])
 
 
 def _without(chain: ShardChain, gone: Collection[int]) -> ShardChain:

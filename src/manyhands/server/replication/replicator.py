@@ -76,6 +76,9 @@ class Replicator:
         self.link: Link | None = None
         self.incoming: Link | None = None  # from the server before
         self.teacher: int | None = None  # the server that copies this shard to us
+        self.copying: Link | None = None  # to a learner that does not follow yet
+        self.confirmed: int | None = None  # the learner that said it has everything
+        self.finished = 0  # changes whose content is in the tables; `member.applied` runs ahead
         self._connect, self._part, self.fail = connect, part, fail
         self._connecting: int | None = None
         self._closed = False
@@ -124,7 +127,7 @@ class Replicator:
             self.fail(f"shard {self.shard} could not apply a change: {type(e).__name__}: {e}")
             raise NotLeading from e
 
-    def hand_on(self, message: m.Message, parts: Parts) -> None:
+    def hand_on(self, message: m.Message, parts: Parts | Sequence[bytes]) -> None:
         """The caller holds `order`. A connection that breaks here is opened again by its thread."""
         link = self.link
         if link is None:
@@ -137,6 +140,10 @@ class Replicator:
     @property
     def applied(self) -> int:
         return self.member.applied
+
+    def check_leads(self) -> None:
+        if not self.member.leads or self._closed:
+            raise NotLeading
 
     def wait(self, number: int) -> None:
         """Until all servers of the chain have this change."""
@@ -158,6 +165,9 @@ class Replicator:
             member.change(chain.version, chain.members)
             if member.learner is not None and chain.learner != member.learner:
                 member.teach(None)
+            if self.copying is not None and self.copying.server != chain.learner:
+                self.copying.channel.stop()  # it may be stuck in a send, with `order` held
+                self.copying = None
             if self.link is not None and self.link.server != member.after:
                 self.link.channel.stop()
                 self.link = None
@@ -213,16 +223,19 @@ class Replicator:
         _, answer = channel.receive()
         if not isinstance(answer, m.Done):
             raise Malformed("garbage", "the next server does not follow yet")
-        with self.order, self.state:
-            if self.member.after != server or self._closed:
-                channel.close()
-                return
-            missing = self.member.missing(answer.value)
-            if missing is None:
-                raise Parted
+        with self.order:
+            with self.state:
+                if self.member.after != server or self._closed:
+                    channel.close()
+                    return
+                missing = self.member.missing(answer.value)
+                if missing is None:
+                    raise Parted
+                self.listen(Link(server, channel))
+            # without `state`: the coordinator's next chain must get through to stop this send, and
+            # so must acknowledgements, or both sides would wait to send
             for change, payload in (change for _, change in missing):
-                channel.send(change, 0, payload)
-            self.listen(Link(server, channel))
+                self.hand_on(change, payload)
 
     def listen(self, link: Link) -> None:
         """Use this connection from now on; the caller holds `order` and `state`."""
@@ -251,6 +264,10 @@ class Replicator:
             if self.link is not link:
                 return
             self.link = None
+            if self.member.learner == link.server and self.confirmed != link.server:
+                # the copy may be incomplete. The coordinator does not count on it: copy it again
+                self.member.teach(None)
+            self.state.notify_all()
             again = self.member.after == link.server and not self._closed
             if again:
                 self._connecting = link.server
@@ -260,7 +277,7 @@ class Replicator:
     def close(self) -> None:
         with self.state:
             self._closed = True
-            for link in (self.link, self.incoming):
+            for link in (self.link, self.incoming, self.copying):
                 if link is not None:
                     link.channel.stop()
             self.state.notify_all()
