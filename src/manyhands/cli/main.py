@@ -13,7 +13,30 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from manyhands.cli import fault_commands
+from manyhands.cli.options import (
+    Bind,
+    Coordinator,
+    Keep,
+    MemoryLimit,
+    NumServers,
+    NumWorkers,
+    OldRules,
+    OptimizerModules,
+    PlanWords,
+    RunFolder,
+    RunningRun,
+    Script,
+    ServerNumber,
+    ServerPort,
+    ServerRole,
+    ServersVerb,
+    Shards,
+    TlsCA,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    WaitForShards,
+)
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 
 app = typer.Typer(
@@ -48,23 +71,6 @@ OWN = "manyhands.own"  # key of the script's own arguments in a context
 def own(context: typer.Context) -> list[str]:
     """The script's own arguments."""
     return list(context.meta[OWN])
-
-
-Script = Annotated[
-    Path,
-    typer.Argument(
-        help="A Python file that defines task(), or a training loop that calls manyhands.join().",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-PlanWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[WORD=VALUE]...", help="The plan, e.g. data=4 precision=bf16; also a .toml file."
-    ),
-]
-RunFolder = Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)]
 
 
 @app.command()
@@ -208,62 +214,6 @@ def lab(
     raise typer.Exit(verb(hosts, rate, delay, loss, command))
 
 
-ServerRole = Annotated[
-    str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")
-]
-Bind = Annotated[
-    str | None,
-    typer.Option(
-        help="Address to listen at; default: loopback, or the one that reaches the coordinator."
-    ),
-]
-ServerPort = Annotated[
-    int | None, typer.Option(help="0, the default: any free one.", min=0, max=65535)
-]
-NumWorkers = Annotated[int | None, typer.Option(help="Workers that will join.", min=1)]
-NumServers = Annotated[int | None, typer.Option(help="Servers a coordinator waits for.", min=1)]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The coordinator that a server joins; default: it coordinates itself.",
-    ),
-]
-Shards = Annotated[
-    int, typer.Option(help="Shards that serve in parallel; each can use one core.", min=1)
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        help="Limit for rows, e.g. 8GiB, beyond which no new ones are made; default: none."
-    ),
-]
-Keep = Annotated[
-    bool,
-    typer.Option(
-        "--keep",
-        help="Go on when all workers have left: for several runs, each in its MANYHANDS_NAMESPACE, "
-        "and for mh.Store.",
-    ),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(help="The secret that workers and servers share; made if it does not exist."),
-]
-OptimizerModules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--optimizers",
-        metavar="MODULE",
-        help="A module whose server optimizers tables may use; may be given several times.",
-    ),
-]
-OldRules = Annotated[list[str] | None, typer.Option("--rules", hidden=True)]  # of version 0.1
-TlsCert = Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM.")]
-TlsCA = Annotated[Path | None, typer.Option(help="Who signed the others' certificates, PEM.")]
-
-
 @app.command()
 def server(
     role: ServerRole = None,
@@ -308,6 +258,19 @@ def server(
         keep,
     )
     raise typer.Exit(verb(given))
+
+
+@app.command()
+def servers(
+    run: RunningRun,
+    verb: ServersVerb = "status",
+    server: ServerNumber = None,
+    wait: WaitForShards = True,
+) -> None:
+    """Show, add or remove parameter servers of a run while it trains."""
+    from manyhands.cli.servers import servers as work
+
+    raise typer.Exit(work(run, verb, server, wait))
 
 
 @app.command()
@@ -380,9 +343,6 @@ def bench(
     from manyhands.cli.bench import bench as verb
 
     verb(name, json, quick, only)
-
-
-fault_commands.add_to(app)
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ The run directory tells where its coordinator is (`servers.json`, which only its
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from manyhands.assembly.tables import SERVERS_FILE
 from manyhands.errors import LaunchError
+from manyhands.launch import environment
 from manyhands.launch.server_child import MODULE
 from manyhands.server.client.operator import Operator
 
@@ -90,7 +90,7 @@ def add(run: Path, where: dict[str, Any], operator: Operator) -> None:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**environment.variables(), "CUDA_VISIBLE_DEVICES": ""},
         )
     assert process.stdin is not None
     process.stdin.write(json.dumps(config).encode() + b"\n")

@@ -126,40 +126,29 @@ def start(
     )
     children: list[Child] = []
     requests: dict[int, dict[str, Any]] = {}
+    make = lambda root: _request(count, workers, address, shared, root, options)
     try:
         with _errors_to_all_ranks(store, process, shared):
             for i in mine:  # before any wait: starting Python takes a second
                 children.append(spawn(i))
-            coordinator = ""
+            find = lambda: _address(store, first, deadline, shared)
             for child in children:
-                if child.index != first and not coordinator:
-                    coordinator = _address(store, first, deadline, shared)
-                request = _request(count, workers, address, shared, coordinator, options)
-                if child.index == COORDINATOR:
-                    request |= {"shards": 0}
+                root = "" if child.index == first else find()
+                request = make(root) | ({"shards": 0} if child.index == COORDINATOR else {})
                 key, begun = f"servers/{child.index}", begin(child, request, deadline)
                 # a coordinator that is started again must be found where it was
-                request["port"] = int(begun.rpartition(":")[2]) if not coordinator else 0
+                request["port"] = 0 if root else int(begun.rpartition(":")[2])
                 requests[child.index] = request
                 store.set(key, run_token.sign(shared, key, begun))
         addresses = tuple(_address(store, i, deadline, shared) for i in range(count))
-        root = _address(store, first, deadline, shared)
+        found = Servers(find(), shared, addresses, children, state=options.membership)
     except BaseException:
         end(children)
         raise
-    supervisor = None
+    found.leave = lambda: _leave(store, process, bool(children))
     if options.replicas > 1 and children:
-        supervisor = ServerSupervisor(children, requests, timeout_s)
-    leave = lambda: _leave(store, process, bool(children))
-    return Servers(
-        root,
-        shared,
-        addresses,
-        children,
-        leave=leave,
-        supervisor=supervisor,
-        state=options.membership,
-    )
+        found.supervisor = ServerSupervisor(children, requests, timeout_s)
+    return found
 
 
 def join(

@@ -1,7 +1,7 @@
 """Server process: shards that workers reach over sockets. `python -m manyhands.server.process`.
 
     ConnectionListener   accepts and authenticates connections, one thread each
-    Hosting              the shards that this server holds, with their replicas elsewhere
+    HeldShards           the shards that this server holds, with their replicas elsewhere
     Coordinator          in one server of a run: membership, slot map and clock
     Registration         in the others: the connection to the coordinator
 
@@ -31,7 +31,7 @@ from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
 from manyhands.server.malloc_arenas import limit_malloc_arenas
-from manyhands.server.network.hosting import Hosting
+from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
 from manyhands.server.network.registration import Registration
 from manyhands.server.network.shard_endpoint import ServerStatus, ShardEndpoint
@@ -91,9 +91,7 @@ class Server:
         patience_s: float = 0.0,
         extra: bool = False,
     ):
-        if shards < (1 if coordinator is not None else 0):
-            raise StoreError(f"shards={shards}; a server that does not coordinate needs at least 1")
-        _check_replicas(replicas, servers, ack)
+        _check(shards, coordinator, replicas, servers, ack)
         host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
         self._status = ServerStatus()
@@ -102,8 +100,9 @@ class Server:
         self._token, self._client_tls = token, client_tls
         self._shards, self._extra = shards, extra
         self._instance = secrets.randbits(62)
-        held = shards * (replicas if coordinator is None else 1)
-        self._memory_bytes = None if memory_bytes is None or not shards else memory_bytes // held
+        self._memory_bytes = None
+        if memory_bytes is not None and shards:
+            self._memory_bytes = memory_bytes // (shards * replicas)
         self._listener = ConnectionListener(
             host,
             port,
@@ -114,14 +113,10 @@ class Server:
             refused=self._status.refused,
             closing=self._closing,
         )
-        self.port: int = self._listener.port
-        self.host = host if host not in ("0.0.0.0", "::", "") else socket.gethostname()
-        if advertise:
-            named = ":" in advertise
-            self.host, self.port = parse_address(advertise) if named else (advertise, self.port)
+        self.host, self.port = _advertised(host, self._listener.port, advertise)
         self.coordinator: Coordinator | None = None
         self._registration: Registration | None = None
-        self.hosting = Hosting(
+        self.held = HeldShards(
             self._status, modules, connect=self._dial, tell=self._tell, fail=self._fail
         )
         if self._root is None:
@@ -133,8 +128,8 @@ class Server:
                 token=token,
                 tls=client_tls,
                 assign=self._assign,
-                again=self.hosting.tell_again,
-                ping=self.hosting.loads,
+                again=self.held.tell_again,
+                ping=self.held.loads,
                 closing=self._closing,
                 patience_s=patience_s,
             )
@@ -163,11 +158,11 @@ class Server:
 
     @property
     def shards(self) -> list[Shard]:
-        return self.hosting.shards
+        return self.held.shards
 
     @property
     def endpoints(self) -> list[ShardEndpoint]:
-        return [endpoint for _, endpoint in sorted(self.hosting.endpoints.items())]
+        return [endpoint for _, endpoint in sorted(self.held.endpoints.items())]
 
     @property
     def refused(self) -> Counter[str]:
@@ -195,7 +190,7 @@ class Server:
         elif self.coordinator is not None:
             self.coordinator.registry.watch()
             if self._shards:
-                self.coordinator.registry.loads_here = lambda: self.hosting.loads().rates
+                self.coordinator.registry.loads_here = lambda: self.held.loads().rates
                 self.coordinator.register_here(self._register(), self._assign)
             else:
                 self._ready.set()
@@ -216,7 +211,7 @@ class Server:
 
     def close(self) -> None:
         self._closing.set()
-        self.hosting.close()
+        self.held.close()
         if self.coordinator is not None:
             self.coordinator.close()
         self._listener.close()
@@ -229,7 +224,7 @@ class Server:
         self._listener.stop()
         if self._registration is not None:
             self._registration.stop()
-        self.hosting.close()
+        self.held.close()
 
     def __enter__(self) -> Server:
         return self.start()
@@ -241,9 +236,9 @@ class Server:
 
     def _serve(self, channel: Channel, proof: Proof) -> None:
         if proof.role == "data":
-            self.hosting.find(proof.shard).serve(channel, proof)
+            self.held.find(proof.shard).serve(channel, proof)
         elif proof.role == "replica":
-            self.hosting.follow(channel, proof.shard)
+            self.held.follow(channel, proof.shard)
         elif self.coordinator is None:
             raise Malformed(
                 "role", f"this server does not coordinate; the coordinator is at {self._root}"
@@ -252,7 +247,7 @@ class Server:
             self.coordinator.serve(channel, proof)
 
     def _assign(self, message: AssignSlots) -> None:
-        self.hosting.assign(SlotMap.of(message), message)
+        self.held.assign(SlotMap.of(message), message)
         self._ready.set()
 
     def _dial(self, where: ShardAddress) -> Channel:
@@ -275,7 +270,18 @@ class Server:
         self._listener.stop()
 
 
-def _check_replicas(replicas: int, servers: int, ack: str) -> None:
+def _advertised(host: str, port: int, advertise: str | None) -> tuple[str, int]:
+    """The address that others get."""
+    if advertise:
+        return parse_address(advertise) if ":" in advertise else (advertise, port)
+    return host if host not in ("0.0.0.0", "::", "") else socket.gethostname(), port
+
+
+def _check(shards: int, coordinator: str | None, replicas: int, servers: int, ack: str) -> None:
+    if shards < (1 if coordinator is not None else 0):
+        raise StoreError(f"shards={shards}; a server that does not coordinate needs at least 1")
+    if coordinator is not None:
+        return  # the coordinator counts the servers
     if not 1 <= replicas <= servers:
         raise StoreError(
             f"replicas={replicas} with servers={servers}; each copy needs a server of its own: "

@@ -1,5 +1,4 @@
-"""Server registry: the servers of a run, and which of them hold which shards, as the coordinator
-knows it.
+"""Server registry: the servers of a run as their coordinator knows them, and what each holds.
 
     register    a server comes; when all have come, each gets the slot map and confirms it
     lost        its connection is gone (and it does not come back within GRACE_S), its process is

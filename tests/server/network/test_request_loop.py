@@ -33,7 +33,7 @@ def test_a_push_is_applied_only_where_there_is_room_for_the_answer(answer_at: in
         memory = np.zeros(1 << 12, np.uint8)
         memory[: 8 * IDS].view(np.int64)[:] = np.arange(IDS)
         memory[64 : 64 + 4 * IDS * DIM].view(np.float32)[:] = 1
-        loop._segments[1] = arena.ArenaSegment(1, memory)
+        loop._segments.of[1] = arena.ArenaSegment(1, memory)
         keyed = [m.TableRequest("rows", IDS, m.IDS_SENT)]
         wanted = m.Exchange(
             1, 0, keyed, [], m.PushMessage(), arena=m.ArenaRange(1, 0, PAYLOAD, answer_at, 64)

@@ -7,7 +7,6 @@ checked before any of it is applied.
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from manyhands.core import Table
 from manyhands.errors import NotFinite, StoreError
 from manyhands.server.namespaces.known_tables import KnownTables
+from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from manyhands.server.network.shard_endpoint import ShardEndpoint
 
 CHUNK_BYTES = 1 << 21  # of a pull, read and sent at a time
-MAX_SEGMENTS = 8  # of shared memory that one connection may have
 
 
 class _UnknownKeys(Exception):
@@ -55,7 +54,7 @@ class RequestLoop:
         self._endpoint, self._shard, self._channel = endpoint, endpoint.shard, channel
         self._status = endpoint.status
         self._worker, self._incarnation = proof.worker, proof.incarnation
-        self._segments: dict[int, arena.ArenaSegment] = {}
+        self._segments = AttachedSegments(channel)
         self._keys, self._parts = KeyLists(), ArrayParts()
         self._known = KnownTables()
         self._in = self._out = self._chunk = self._scratch_bytes = np.empty(0, np.uint8)
@@ -77,7 +76,8 @@ class RequestLoop:
             head, message = channel.receive()
             memory = self._receive(head.payload_bytes)
             if isinstance(message, m.Attach):
-                self._attach(head.number, message)
+                self._segments.attach(message)
+                channel.send(m.Done(), head.number)
                 continue
             if isinstance(message, m.Resume):
                 self._ignoring = False
@@ -185,8 +185,8 @@ class RequestLoop:
             return
         answer, self._scratch_used = None, 0
         if x.arena is not None:  # both are checked before anything is applied
-            memory = self._arena_view(x.arena.segment, x.arena.at, x.arena.nbytes)
-            answer = self._arena_view(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
+            memory = self._segments.view(x.arena.segment, x.arena.at, x.arena.nbytes)
+            answer = self._segments.view(x.arena.segment, x.arena.answer_at, x.arena.answer_bytes)
         cursor = Cursor(memory)
         parts = [self._update(request, x.codec, cursor) for request in x.push]
         pulls = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
@@ -279,7 +279,7 @@ class RequestLoop:
         raw = (
             cursor.take(nbytes, np.uint8)
             if request.updates_at is None
-            else self._arena_view(*request.updates_at, nbytes)
+            else self._segments.view(*request.updates_at, nbytes)
         )
         if codec == "none":
             return TableUpdate(request.table, ids, raw.view(dtype).reshape(shape))
@@ -372,34 +372,3 @@ class RequestLoop:
                 self._channel.write(views)
         if not begun:
             raise StoreError("the pull names no table; name one at least")
-
-    # -- shared memory --
-
-    def _attach(self, number: int, message: m.Attach) -> None:
-        if self._channel.sock.family != socket.AF_UNIX:
-            raise Malformed(
-                "garbage", "shared memory was offered through a connection that cannot carry it"
-            )
-        _, descriptors, _, _ = socket.recv_fds(self._channel.sock, 1, 1)
-        for gone in message.drop:
-            self._segments.pop(gone, None)
-        if len(descriptors) != 1 or len(self._segments) >= MAX_SEGMENTS:
-            raise Malformed(
-                "garbage",
-                f"{len(descriptors)} descriptors came with {len(self._segments)} segments here",
-            )
-        try:
-            self._segments[message.segment] = arena.attach(
-                message.segment, message.nbytes, descriptors[0]
-            )
-        except ValueError as e:
-            raise Malformed("garbage", str(e)) from e
-        self._channel.send(m.Done(), number)
-
-    def _arena_view(self, number: int, at: int, nbytes: int) -> np.ndarray:
-        segment = self._segments.get(number)
-        if segment is None:
-            raise Malformed("garbage", f"segment {number} was never attached")
-        if at < 0 or nbytes < 0 or at + nbytes > segment.memory.size or at % arena.ALIGN:
-            raise Malformed("size", f"{nbytes} bytes at {at} of a segment of {segment.memory.size}")
-        return segment.memory[at : at + nbytes]

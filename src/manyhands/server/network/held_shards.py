@@ -1,4 +1,4 @@
-"""Hosting: the shards that one server holds, as the newest slot map says.
+"""Held shards: the shards that one server holds, as the newest slot map says.
 
 A shard that the map gives to this server is made; one that it takes away is dropped. The first
 server of a chain serves workers (`ShardEndpoint`); every one hands changes on (`Replicator`); the
@@ -26,7 +26,7 @@ SMOOTH = 0.2  # weight of the newest measurement of a load
 FOLLOW_S = 5.0  # for the slot map that makes a server follow to arrive, after another's came
 
 
-class Hosting:
+class HeldShards:
     """`connect(where, shard)` opens a connection to a shard of another server; `tell(message)`
     sends the coordinator something; `fail(reason)` ends this server."""
 

@@ -1,0 +1,86 @@
+"""Options and arguments of commands that are long or used by several; see `main`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Script = Annotated[
+    Path,
+    typer.Argument(
+        help="A Python file that defines task(), or a training loop that calls manyhands.join().",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+PlanWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[WORD=VALUE]...", help="The plan, e.g. data=4 precision=bf16; also a .toml file."
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)]
+ServerRole = Annotated[
+    str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")
+]
+Bind = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to listen at; default: loopback, or the one that reaches the coordinator."
+    ),
+]
+ServerPort = Annotated[
+    int | None, typer.Option(help="0, the default: any free one.", min=0, max=65535)
+]
+NumWorkers = Annotated[int | None, typer.Option(help="Workers that will join.", min=1)]
+NumServers = Annotated[int | None, typer.Option(help="Servers a coordinator waits for.", min=1)]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The coordinator that a server joins; default: it coordinates itself.",
+    ),
+]
+Shards = Annotated[
+    int, typer.Option(help="Shards that serve in parallel; each can use one core.", min=1)
+]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        help="Limit for rows, e.g. 8GiB, beyond which no new ones are made; default: none."
+    ),
+]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Go on when all workers have left: for several runs, each in its MANYHANDS_NAMESPACE, "
+        "and for mh.Store.",
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="The secret that workers and servers share; made if it does not exist."),
+]
+OptimizerModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--optimizers",
+        metavar="MODULE",
+        help="A module whose server optimizers tables may use; may be given several times.",
+    ),
+]
+OldRules = Annotated[list[str] | None, typer.Option("--rules", hidden=True)]  # of version 0.1
+TlsCert = Annotated[Path | None, typer.Option(help="This server's certificate, PEM.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its key, PEM.")]
+TlsCA = Annotated[Path | None, typer.Option(help="Who signed the others' certificates, PEM.")]
+RunningRun = Annotated[
+    Path, typer.Argument(metavar="run", help="The directory of a run that is training.")
+]
+ServersVerb = Annotated[str, typer.Argument(metavar="verb", help="status, add, drain, rebalance.")]
+ServerNumber = Annotated[
+    int | None, typer.Argument(metavar="server", help="Of drain: the server's number.")
+]
+WaitForShards = Annotated[bool, typer.Option(help="Wait until every shard is where it belongs.")]
