@@ -293,7 +293,7 @@ class Coordinator:
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s, answer.recovers = message.lease_s or self.lease_s, self._save is not None
-        answer.worker = worker
+        answer.worker, answer.hot = worker, self.registry.hot
         return answer
 
     def _refuse_busy(self, rank: int, namespace: str) -> None:

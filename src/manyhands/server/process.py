@@ -30,6 +30,7 @@ from manyhands import membership
 from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
+from manyhands.server.hot_copies.hot_ids import checked_hot
 from manyhands.server.malloc_arenas import limit_malloc_arenas
 from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
@@ -64,9 +65,10 @@ class Server:
     and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
     coordinator without tables. With `keep` it goes on when a run is over, for other runs and for
     `mh.Store`. `advertise` (HOST or HOST:PORT) is the address that others get,
-    where it is not the one listened on. `keeper` keeps the coordinator's state for the next one;
-    a server whose coordinator has one waits `patience_s` for it to come back. `extra`: the
-    coordinator was not started for this server; it takes its part of what the others hold.
+    where it is not the one listened on. Rows with a share `hot_rows` of accesses are copied to all
+    servers, copies at most `hot_age` seconds old. `keeper` keeps the coordinator's state for the
+    next one; a server whose coordinator has one waits `patience_s` for it to come back. `extra`:
+    the coordinator was not started for this server; it takes its part of what the others hold.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Server:
         keep: bool = False,
         replicas: int = 1,
         ack: Literal["all", "primary"] = "all",
+        hot_rows: float = 0.0,
+        hot_age: float = 0.1,
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
@@ -133,6 +137,8 @@ class Server:
                 closing=self._closing,
                 patience_s=patience_s,
             )
+        if self.coordinator is not None:
+            self.coordinator.registry.hot = checked_hot(hot_rows, hot_age)
 
     def _coordinate(
         self,
@@ -312,6 +318,8 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         keep=bool(config.get("keep")),
         replicas=config.get("replicas") or 1,
         ack=config.get("ack") or "all",
+        hot_rows=config.get("hot_rows") or 0.0,
+        hot_age=config.get("hot_age") or 0.1,
         memory_bytes=config.get("memory_bytes"),
         modules=config.get("modules") or (),
         tls=tls,

@@ -30,6 +30,7 @@ from manyhands.errors import ServerLost, StoreError
 from manyhands.server.client.connection import Connection
 from manyhands.server.client.dial import Transport
 from manyhands.server.client.heartbeat import Heartbeat
+from manyhands.server.client.hot_reads import HotReads
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.client.table_requests import start_table
@@ -113,6 +114,8 @@ class ServerStore:
                 timeout_s=timeout_s,
                 version=entered.version,
                 recovers=any(len(chain.members) > 1 for chain in entered.chains),
+                # a guest has no clock: it expects to read what it wrote
+                hot=HotReads(rank, len(entered.shards), 0.0 if guest else entered.hot[1]),
             )
             self._control.patient = self._maps.patient = entered.recovers
         except BaseException:
@@ -135,14 +138,15 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            parts, outs = self._router.wanted(rows, into)
+            copies = not remember and sender.reads_copies()
+            parts, outs = self._router.wanted(rows, into, copies)
             return Pulled(sender, sender.post([], parts, None, remember), outs)
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Pushed:
         sender = self._sender
         with sender.lock:
             sender.check()
-            how = m.PushMessage(self._clock, **options)
+            how = self._how(options)
             requests = sender.post(self._router.parts(rows, updates), [], how, False)
             self._has_pending |= how.pending
             return Pushed(sender, requests)
@@ -154,11 +158,16 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            parts, outs = self._router.wanted(wants, None)
-            how = m.PushMessage(self._clock, **options)
+            how = self._how(options)
+            parts, outs = self._router.wanted(wants, None, sender.reads_copies())
             requests = sender.post(self._router.parts(rows, updates), parts, how, False)
             self._has_pending |= how.pending
             return Pulled(sender, requests, outs)
+
+    def _how(self, options: PushOptions) -> m.PushMessage:
+        if options.get("adapt"):
+            self._sender.hot.stop()
+        return m.PushMessage(self._clock, **options)
 
     def push_buffers(self, rows: Rows) -> Tensors:
         """Memory for the updates of these rows, from which a push is not copied where that is
@@ -209,6 +218,7 @@ class ServerStore:
         with self._sender.lock:
             self._clock, self._has_pending = answer.clock, False
             self._sender.add_commits(answer.version, answer.commits)
+            self._sender.hot.ticked(staleness)
         return Tick(answer.clock, answer.counted)
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
@@ -220,6 +230,7 @@ class ServerStore:
 
     def flush(self) -> None:
         self._sender.flush()
+        self._sender.hot.settle()
 
     # -- whole tables --
 
@@ -252,6 +263,7 @@ class ServerStore:
                     m.CreateTable(table, span, described), f"create of {table.name}", parts
                 )
             self._router.tables[table.name] = table
+            self._sender.hot.settle()
             if self.rank == 0:
                 self._control.ask(m.TableCreated(table.name), f"create of {table.name}")
 
@@ -272,6 +284,7 @@ class ServerStore:
             else:
                 ids_of(table, content["ids"])
                 restore_rows(connections, table, self._router.slots, [arrays])
+            self._sender.hot.settle()
 
     def snapshot(
         self,
@@ -307,6 +320,7 @@ class ServerStore:
             table, slots = self._router.table(name), self._router.slots
             self.flush()
             restore_rows(self._sender.connections, table, slots, contents)
+            self._sender.hot.settle()
 
     # -- statistics and the end --
 

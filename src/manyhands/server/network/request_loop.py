@@ -17,6 +17,7 @@ from manyhands.errors import NotFinite, StoreError
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.protocol import arena, row_encoding
+from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol import table_messages as t
@@ -143,6 +144,9 @@ class RequestLoop:
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
+            case h.ListHot():
+                copies, age = self._status.copies, self._status.copy_age
+                self._channel.send(h.HotList({} if copies is None else copies.listed(age)), number)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:
@@ -310,7 +314,9 @@ class RequestLoop:
             row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        if answer is None and x.codec == "none" and not x.remember and sum(sizes) > 2 * CHUNK_BYTES:
+        copied = self._copied(x, pulls)
+        in_chunks = answer is None and x.codec == "none" and not x.remember and not copied
+        if in_chunks and sum(sizes) > 2 * CHUNK_BYTES:
             self._send_rows_in_chunks(number, pulls, shapes, applied)
             return
         if answer is None:
@@ -327,14 +333,32 @@ class RequestLoop:
             ]
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
-        version = self._pull(x, pulls, outs)
+        own = [at for at in range(len(pulls)) if at not in copied]
+        version = self._pull(x, [pulls[at] for at in own], [outs[at] for at in own]) if own else 0
+        for at, rows in copied.items():
+            outs[at][:] = 0 if rows is None else rows
+        missed = [at for at, rows in copied.items() if rows is None]
         if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
         if x.arena is not None:
-            self._channel.send(m.RowsReply(version, applied), number)
+            self._channel.send(m.RowsReply(version, applied, missed), number)
         else:
-            self._channel.send(m.RowsReply(version, applied), number, raws)
+            self._channel.send(m.RowsReply(version, applied, missed), number, raws)
+
+    def _copied(self, x: m.Exchange, pulls: list[TablePull]) -> dict[int, np.ndarray | None]:
+        """Copies of other shards' hot rows, by their place among the pulls; None: not here."""
+        found: dict[int, np.ndarray | None] = {}
+        for at, (request, pull) in enumerate(zip(x.pull, pulls, strict=True)):
+            if not request.copies or pull.ids is None:
+                continue
+            copies, rows = self._status.copies, None
+            if copies is not None:
+                rows = copies.read(pull.table, pull.ids, x.epoch, request.copies)
+            spec = self._spec(pull.table)[0]
+            same = rows is not None and rows.shape[1] == spec.dim and rows.dtype == spec.dtype
+            found[at] = rows if same else None
+        return found
 
     def _send_rows_in_chunks(
         self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool
