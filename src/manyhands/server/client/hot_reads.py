@@ -26,6 +26,7 @@ from manyhands.server.protocol import hot_messages as h
 from manyhands.server.slots import SlotMap
 
 ASK_S = 0.2  # between two looks at what is hot
+ANSWER_S = 0.01  # until the answer is looked at
 MOST_IDS = 4096  # of a list that is looked at
 
 
@@ -39,7 +40,8 @@ class HotReads:
         self._clock = time.monotonic if clock is None else clock
         self._exact = False
         self._since = self._clock()  # copies must be younger than this
-        self._asked, self._asking = -math.inf, False
+        self._asked = -math.inf
+        self._request: PendingRequest | None = None
         self._ids: dict[str, np.ndarray] = {}  # by table, ascending
         self._lock = threading.Lock()
 
@@ -74,25 +76,20 @@ class HotReads:
             self._ids, self._asked = {}, -math.inf
 
     def ask(self, connection: Connection, slots: SlotMap, timeout_s: float) -> None:
-        """Now and then: ask for the list of copies; nobody waits for the answer."""
-        now = self._clock()
-        if self._asking or now - self._asked < ASK_S:
-            return
-        self._asked, self._asking = now, True
-        asked = PendingRequest(
-            "list of hot rows", lambda: (h.ListHot(), ()), time.monotonic() + timeout_s
-        )
-
-        def answered(_: PendingRequest) -> None:
-            self._asking = False
+        """Now and then: ask for the list of copies. A pull soon after takes the answer, which is
+        there by then: no pull waits for it."""
+        now, asked = self._clock(), self._request
+        if asked is not None and (asked.done or now - self._asked >= ANSWER_S):
+            self._request = None
+            connection.wait(asked, quiet=True)
             if isinstance(asked.answer, h.HotList):
                 self.learn(asked.answer.tables, slots)
-
-        def lost(_: PendingRequest) -> None:
-            self._asking = False
-
-        asked.on_answer, asked.on_loss = answered, lost
-        connection.post(asked)
+        if self._request is None and now - self._asked >= ASK_S:
+            self._asked = now
+            asked = PendingRequest(
+                "list of hot rows", lambda: (h.ListHot(), ()), time.monotonic() + timeout_s
+            )
+            self._request = connection.post(asked)
 
     def learn(self, tables: dict[str, list[int]], slots: SlotMap) -> None:
         found = {}
