@@ -233,7 +233,7 @@ def _check(
         raise PlanError(
             "embeddings=sync has no effect: the model has no mh.Embedding; leave it out"
         )
-    for key in ("cache", "lookahead"):
+    for key in ("cache", "lookahead", "hot_rows"):
         if not embedded and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
             raise PlanError(
                 f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; "
@@ -333,6 +333,8 @@ def _server_options(context: RankContext, plan: Plan, module: nn.Module) -> proc
         tuple(_modules(module)),
         where if plan.replicas > 1 else "",
         context.directory.name,
+        plan.hot_rows,
+        plan.hot_age,
     )
 
 

@@ -22,6 +22,7 @@ from manyhands.server.protocol import (
 from manyhands.server.protocol import (
     frame,
     handshake,
+    hot_messages,
     messages,
     replication_messages,
     row_encoding,
@@ -81,7 +82,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
 def test_every_kind_of_message_has_a_number_of_its_own() -> None:
     kinds = {
         k
-        for module in (messages, replication_messages, table_messages)
+        for module in (hot_messages, messages, replication_messages, table_messages)
         for k in vars(module).values()
         if isinstance(k, type) and issubclass(k, messages.Message)
     }
