@@ -130,19 +130,15 @@ class Coordinator:
     def _await_workers(self) -> None:
         """Workers that do not come back after this coordinator was started again are evicted."""
         begun = time.monotonic()
-        for worker, incarnation in list(self._incarnations.items()):
-            lease_s = self._leases.get(worker, self.lease_s)
+        for who in list(self._incarnations.items()):
+            lease_s = self._leases.get(who[0], self.lease_s)
+            back = lambda who=who: self._closing or self._heartbeats.get(who) or who in self._left
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or self._heartbeats.get((worker, incarnation)),  # noqa: B023
-                    max(0.0, begun + lease_s - time.monotonic()),
-                )
-                gone = not self._heartbeats.get((worker, incarnation)) and not self._closing
-                gone = gone and (worker, incarnation) not in self._left
-                gone = gone and self._incarnations.get(worker) == incarnation
+                self._changed.wait_for(back, max(0.0, begun + lease_s - time.monotonic()))
+                gone = not back() and self._incarnations.get(who[0]) == who[1]
             if gone:
-                self.evicted.append(worker)
-                self.runs.evict(worker, "it did not come back to the coordinator")
+                self.evicted.append(who[0])
+                self.runs.evict(who[0], "it did not come back to a restarted coordinator")
 
     # -- servers --
 
