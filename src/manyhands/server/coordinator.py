@@ -15,8 +15,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.errors import PeerLost, StoreError
+from manyhands.errors import Evicted, PeerLost, StoreError
 from manyhands.server.clock import Clock
+from manyhands.server.elastic.requests import answer_elastic
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.slots import SlotMap
@@ -230,7 +231,7 @@ class Coordinator:
                 else:
                     answer = self._answer(proof.worker, incarnation, message, head.number)
             except StoreError as e:
-                answer = m.Failed("store", str(e))
+                answer = m.Failed("evicted" if isinstance(e, Evicted) else "store", str(e))
             except PeerLost as e:
                 answer = m.Failed("peer", str(e), list(e.ranks))
             channel.send(answer, head.number)
@@ -248,6 +249,7 @@ class Coordinator:
                 f"worker {worker} expects {message.size} workers, but the coordinator was started "
                 f"for {clock.size}; give both the same number"
             )
+        clock.elastic.used |= message.elastic
         joined = clock.join(worker, message.incarnation)
         with self._changed:
             self._incarnations[worker] = joined.incarnation
@@ -259,6 +261,7 @@ class Coordinator:
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s = message.lease_s or self.lease_s
+        answer.commits = clock.commits_since(0) if joined.incarnation else []
         return answer
 
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:
@@ -299,5 +302,7 @@ class Coordinator:
                     self._changed.notify_all()
                 clock.evict(worker)
             case _:
-                raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
+                if (answer := answer_elastic(clock.elastic, worker, x, number)) is None:
+                    raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
+                return answer
         return m.Done()

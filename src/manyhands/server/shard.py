@@ -162,7 +162,8 @@ class Shard:
         scratch: they may be changed.
         """
         with self._lock:
-            if not self._dedup.fresh(worker, incarnation, sequence):
+            steps = () if push.pending else push.steps  # a commit counts pending ones
+            if not self._dedup.fresh(worker, incarnation, sequence, steps, push.done_below):
                 self._counters.add("duplicates")
                 return False
             try:
@@ -181,7 +182,7 @@ class Shard:
             except StoreError:
                 self._counters.add("refused")
                 raise
-            self._dedup.add(worker, incarnation, sequence)
+            self._dedup.add(worker, incarnation, sequence, steps)
             return True
 
     def _check(

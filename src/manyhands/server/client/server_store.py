@@ -33,6 +33,7 @@ from manyhands.server.client.pending_request import PendingRequest
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.counters import since, together
+from manyhands.server.elastic.computed_steps import ComputedSteps
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.slots import SlotMap
@@ -46,7 +47,8 @@ SLACK_S = 5.0
 
 class ServerStore:
     """`coordinator` is HOST:PORT. All ranks open a store with the same `size`. A worker without a
-    heartbeat for `lease_s` is taken for dead; None: as the coordinator was started."""
+    heartbeat for `lease_s` is taken for dead; None: as the coordinator was started. With `elastic`,
+    workers may be replaced, and lease their steps (`elastic.client`)."""
 
     background = True
 
@@ -63,6 +65,7 @@ class ServerStore:
         transport: Transport = "auto",
         tls: ssl.SSLContext | None = None,
         kkt: float | None = None,
+        elastic: bool = False,
     ):
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
@@ -70,6 +73,7 @@ class ServerStore:
         # `_has_pending`: pushed with pending=True in this clock
         self._incarnation, self._clock, self._has_pending = -1, 0, False
         self._last_stats: dict[str, float] = {}
+        self.steps: ComputedSteps | None = None  # of an elastic worker
         self._heartbeat: Heartbeat | None = None
         prove = lambda: self._proof("control")
         self._control = Connection(
@@ -90,7 +94,7 @@ class ServerStore:
 
         try:
             entered = self._control.ask(
-                m.Join(size, None, lease_s), "registration with the coordinator"
+                m.Join(size, None, lease_s, elastic), "registration with the coordinator"
             )
             self._incarnation, self._clock = entered.incarnation, entered.clock
             self._heartbeat = Heartbeat(root, token, self._proof("heartbeat"), entered.lease_s, tls)
@@ -103,6 +107,7 @@ class ServerStore:
                 timeout_s=timeout_s,
                 version=entered.version,
             )
+            self._sender.catch_up(entered.commits)
         except BaseException:
             self._close_control()
             raise
@@ -131,6 +136,8 @@ class ServerStore:
         with sender.lock:
             sender.check()
             how = m.PushMessage(self._clock, **options)
+            if self.steps is not None:
+                self.steps.mark(how)
             requests = sender.post(self._router.parts(rows, updates), [], how, False)
             self._has_pending |= how.pending
             return Pushed(sender, requests)
@@ -205,6 +212,15 @@ class ServerStore:
 
     def request_sync(self) -> None:
         self._control.ask(m.RequestSync(), "sync request")
+
+    def ask(self, message: m.Message, what: str, timeout_s: float | None) -> Any:
+        """Ask the coordinator."""
+        return self._control.ask(message, what, timeout_s=timeout_s)
+
+    @property
+    def incarnation(self) -> int:
+        """How many processes have been this worker before."""
+        return self._incarnation
 
     def flush(self) -> None:
         self._sender.flush()

@@ -7,8 +7,10 @@
     server -> coordinator   Register, Ready
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
     worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, TableCreated,
-                            AwaitTable, GetSlotMap, GetStats, Ping, Leave
-    coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
+                            AwaitTable, GetSlotMap, GetStats, Ping, Leave; elastic workers also
+                            LeaseStep, Gather, GetNote, RequestLeaseSync
+    coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed; StepLeased,
+                            Gathered, Note
 
 Frames of a connection are numbered. A shard that cannot serve request n as it came (it does not
 know the key list, or has another slot map) answers Resend and ignores all that follows until
@@ -71,7 +73,8 @@ class Done(Message):
 class Failed(Message):
     """This request failed; the connection goes on."""
 
-    kind: Literal["store", "finite", "peer", "internal"]  # finite: updates that are not finite
+    # finite: updates that are not finite; evicted: the worker was taken for dead
+    kind: Literal["store", "finite", "peer", "internal", "evicted"]
     text: str
     ranks: list[int] = []  # msgspec copies it
 
@@ -118,6 +121,9 @@ class PushMessage(Message):
     adapt: bool = False
     compensate: float | None = None
     decay: float | None = None
+    # of elastic workers: the steps it sums up, and a step below which all are done
+    steps: list[int] = []  # msgspec copies it
+    done_below: int = 0
 
 
 Commits = list[tuple[int, list[tuple[int, int]]]]  # version, (worker, clock) in rank order
@@ -231,12 +237,14 @@ class AssignSlots(Message):
     clock: int = 0
     version: int = 0  # commits so far
     lease_s: float = 10.0
+    commits: Commits = []  # those that shards may not have yet, to a process that replaces another
 
 
 class Join(Message):
     size: int
     incarnation: int | None  # None: a new process; else the one that was assigned before
     lease_s: float | None = None  # None: as the coordinator was started
+    elastic: bool = False  # workers may be replaced, and lease their steps
 
 
 class TickClock(Message):
@@ -293,12 +301,58 @@ class GetSlotMap(Message):
     pass
 
 
+# -- elastic workers --
+
+
+class LeaseStep(Message):
+    """Steps that are done, and a request for one more; see `elastic.step_ledger`."""
+
+    limit: int
+    done: list[int]
+    note: bytes | None  # in the first request after a sync point; see `elastic.members`
+    news: int  # how many sentences this worker has
+    timeout_s: float
+
+
+class StepLeased(Message):
+    step: int | None
+    again: bool
+    sync_at: int | None
+    news: list[str]  # those that the worker does not have
+    running: list[int]  # live workers
+
+
+class Gather(Message):
+    sync: int
+    number: int
+    payload: bytes
+    timeout_s: float
+
+
+class Gathered(Message):
+    payloads: dict[int, bytes]  # by worker
+
+
+class GetNote(Message):
+    timeout_s: float
+
+
+class Note(Message):
+    syncs: int  # sync points so far
+    note: bytes
+
+
+class RequestLeaseSync(Message):
+    pass
+
+
 _MESSAGES: list[type[Message]] = [
     *(Hello, Proof, Welcome, Refused),
     *(Done, Failed, Resend, Resume, RowsReply),
     *(Exchange, CreateTable, DumpTable, TableContent, RestoreTable, GetStats, Stats, Attach),
     *(Register, Ready, AssignSlots, Join, TickClock, ClockTicked, ClaimStep, StepClaimed),
     *(RequestSync, TableCreated, AwaitTable, Ping, Leave, GetSlotMap),
+    *(LeaseStep, StepLeased, Gather, Gathered, GetNote, Note, RequestLeaseSync),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.
 KINDS: dict[int, type[Message]] = dict(enumerate(_MESSAGES, start=1))
