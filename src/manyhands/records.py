@@ -191,6 +191,9 @@ class Plan:
     zero: Literal[1, 2, 3] = 3
     recompute: bool = False  # drop activations, and compute them again in backward
     servers: int = 0  # processes that store tables
+    # least:most workers: one that dies is left out and replaced; None: then the run ends
+    elastic: str | None = None
+    respawn: int = 10  # processes that are started, over the run, in place of dead ones
     # batches whose rows are prefetched while one computes; 0: none
     lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
@@ -227,6 +230,16 @@ class ProcessInfo:
 
 
 @dataclass(frozen=True)
+class ElasticJob:
+    """Elastic job: its processes may die; the launcher replaces them, and keeps its servers."""
+
+    least: int  # processes that must be at work
+    respawns: int  # processes that may be started in place of dead ones
+    servers: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class Job:
     """Job: what a launcher starts, `size` processes that each unpickle `payload` and call it."""
 
@@ -234,6 +247,7 @@ class Job:
     payload: bytes
     threads: int | None = None  # of each process; None: the cores divided by the processes
     port: int = 0  # of the rendezvous; 0: any free one
+    elastic: ElasticJob | None = None  # None: the job ends with the first process that dies
 
 
 class Launcher(Protocol):

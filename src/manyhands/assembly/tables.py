@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.assembly.elastic.leases import StepLeases
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
 from manyhands.embedding import server_optimizer
@@ -29,6 +30,7 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
+from manyhands.server.elastic.client import ElasticClient
 from manyhands.server.local_store import LocalStore
 from manyhands.server.shard import Shard
 
@@ -50,6 +52,7 @@ class RunTables:
     ):
         self.context, self.plan, self.store = context, plan, store
         self.embeddings = embeddings
+        self.leases: StepLeases | None = None  # where ranks may die and be replaced
         self.dense: list[Table] = []
         self._reported = time.monotonic()
 
@@ -68,6 +71,7 @@ class RunTables:
         """Make tables of the dense parameters, with the optimizer's state of them and what servers
         had saved."""
         sums = strategy.on_server == "sum"
+        shares_steps = strategy.shares_steps or self.leases is not None
         name, options = ("sum", {}) if sums else server_optimizer.server_optimizer_of(optimizer)
         taken = {t.name for t in self.sparse}
         for key, vector in values.items():
@@ -90,7 +94,7 @@ class RunTables:
             self.store.create(table, vector.detach().cpu(), state or None)
             self.dense.append(table)
         size = self.context.process.size
-        if name == "momentum" and strategy.shares_steps and size > 1:
+        if name == "momentum" and shares_steps and size > 1:
             self.context.notice(
                 f"momentum={options['momentum']:g} over {size} ranks that do not wait: stale "
                 "gradients act as momentum already; if the loss grows, lower momentum or the "
@@ -107,7 +111,7 @@ class RunTables:
     def report(self, round: int) -> None:
         """Counters of the servers and of this rank, about once a second, as an event of rank 0."""
         elapsed = time.monotonic() - self._reported
-        if self.context.rank == 0 and elapsed >= EVENT_EVERY_S:
+        if self.context.leads and elapsed >= EVENT_EVERY_S:
             self._reported += elapsed
             # behind a cache, which counts its hits
             store = self.store if self.embeddings is None else self.embeddings.store
@@ -160,19 +164,21 @@ def open_tables(
             f"clip={plan.clip:g} bounds the gradient of parameters; "
             "rows of mh.Embedding are not clipped"
         )
-    store = _connect(context, plan, module)
+    store, leases = _connect(context, plan, module)
     if not embedded:
-        return RunTables(context, plan, store, None)
+        tables = RunTables(context, plan, store, None)
+        tables.leases = leases
+        return tables
     seen: TableStore = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
-    tables = EmbeddingTables(
+    rows = EmbeddingTables(
         module, seen, ids=ids, synchronous=plan.embeddings == "sync", notice=context.notice
     )
-    tables.attach()
+    rows.attach()
     _say_what_is_trained(context, module)
     # in one process the model keeps its rows after the run; those on servers end with them
-    close = tables.close if plan.servers else functools.partial(tables.leave_rows, store)
+    close = rows.close if plan.servers else functools.partial(rows.leave_rows, store)
     context.to_close.insert(0, close)  # before the store that it pushes to
-    return RunTables(context, plan, store, tables)
+    return RunTables(context, plan, store, rows)
 
 
 def _check(
@@ -199,6 +205,12 @@ def _check(
                 f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; "
                 "leave it out"
             )
+    if embedded and plan.elastic is not None:
+        raise PlanError(
+            f"elastic={plan.elastic}: rows of mh.Embedding are pushed apart from the model, and a "
+            "rank that dies between the two would count once in one and twice in the other; leave "
+            "elastic= out"
+        )
     if embedded and plan.precision == "fp16":
         raise PlanError(
             "precision=fp16 scales the loss, and rows of mh.Embedding are updated before that is "
@@ -231,9 +243,11 @@ def rows_of_this_process() -> EmbeddingTables:
     return script_tables(LocalStore(0, 1))
 
 
-def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
+def _connect(
+    context: RankContext, plan: Plan, module: nn.Module
+) -> tuple[TableStore, StepLeases | None]:
     if not plan.servers:
-        return LocalStore(0, 1, [Shard(modules=_modules(module))])
+        return LocalStore(0, 1, [Shard(modules=_modules(module))]), None
     process = context.process
     started = processes.start(
         plan.servers,
@@ -255,9 +269,15 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         lease_s=plan.lease_s or plan.timeout_s,
         payload=payload,
         tls=started.tls,
+        elastic=plan.elastic is not None,
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
-    return ObservedStore(store, context.group, payload)
+    leases = None
+    if plan.elastic is not None:
+        client = ElasticClient(store, marks=plan.strategy.on_server == "optimizer")
+        leases = StepLeases(context, client)
+        context.take_part(client.gather, client.replaces)
+    return ObservedStore(store, context.group, payload), leases
 
 
 def _modules(module: nn.Module) -> list[str]:

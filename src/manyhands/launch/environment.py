@@ -30,6 +30,7 @@ LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: the process that
 TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by workers and servers
 RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
+STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -255,6 +256,13 @@ def options(env: Mapping[str, str] | None = None) -> str:
 def lab(env: Mapping[str, str] | None = None) -> str:
     """The description of the lab that this process runs in; "": in none."""
     return (os.environ if env is None else env).get(LAB, "")
+
+
+def starts(env: Mapping[str, str] | None = None) -> int | None:
+    """How many processes were started as this rank before; None: a rank that dies is not
+    replaced."""
+    env = os.environ if env is None else env
+    return _int(env, STARTS) if STARTS in env else None
 
 
 def hand_over(plan_words: str, plan_options: str) -> None:

@@ -114,6 +114,7 @@ def start(
     modules: Sequence[str] = (),
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
+    address: str | None = None,
 ) -> Servers:
     """Start or join the servers of a run. Every rank calls it; it returns on all of them when all
     servers are up, or raises on all of them what went wrong.
@@ -128,7 +129,8 @@ def start(
         raise LaunchError(f"{count} servers; needed: 1 or more")
     deadline = time.monotonic() + timeout_s
     mine = range(process.rank, count, process.size)
-    address, one_machine = _bind_address(process, store, deadline, env)
+    found = (address, False) if address else _bind_address(process, store, deadline, env)
+    address, one_machine = found
     shared = (
         token
         or run_token.of_environment(env)

@@ -50,6 +50,10 @@ class Recorder:
         self._pending: list[Event] = []
         self._sinks: list[Sink] = [EventFile(path, spans_limit_bytes), *(sinks or [])]
 
+    def add(self, sinks: list[Sink]) -> None:
+        """Show events in more places from here on."""
+        self._sinks += sinks
+
     def emit(self, event: Event) -> None:
         self._pending.append(event)
 

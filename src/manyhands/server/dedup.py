@@ -75,9 +75,7 @@ class DedupMarks:
         mark = self._of.get(worker)
         return mark is not None and incarnation > mark.incarnation
 
-    def add(
-        self, worker: int, incarnation: int, sequence: int, steps: Sequence[int] = ()
-    ) -> None:
+    def add(self, worker: int, incarnation: int, sequence: int, steps: Sequence[int] = ()) -> None:
         """Mark a fresh push as applied."""
         self._steps.add(steps)
         mark = self._of.get(worker)

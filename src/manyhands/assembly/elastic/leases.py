@@ -1,0 +1,47 @@
+"""Step leases of a rank: where its steps come from, and how it tells the run's state to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from manyhands.assembly.rank_context import RankContext
+from manyhands.core import Event
+from manyhands.server.elastic.client import ElasticClient
+
+
+class StepLeases:
+    """What `StepClaims` leases its steps from. With the first request after a sync point it sends a
+    note of the run's state (`make_note`), for a process that may have to replace another."""
+
+    def __init__(self, context: RankContext, client: ElasticClient):
+        self.client, self._context = client, context
+        self.make_note: Callable[[], bytes] | None = None
+        self.sync_at: int | None = None  # where the last answer was a sync point
+        self._unsent = True
+        self._again = self._computes_again = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether a block of steps, pushed as one sum, must end here: before and after a step that
+        a dead worker held."""
+        return self._again or self._computes_again
+
+    def claim_step(self, limit: int) -> int | None:
+        note = self.make_note() if self._unsent and self.make_note is not None else None
+        leased = self.client.lease(limit, note)
+        self._unsent = leased.sync_at is not None
+        self._again, self.sync_at = leased.again, leased.sync_at
+        self._context.follow(self.client.running)
+        news, self.client.news = self.client.news, []
+        for text in news if self._context.leads else ():
+            at = self._context.group.round
+            self._context.recorder.emit(
+                Event(time.time(), self._context.rank, at, "worker", value=text)
+            )
+        return leased.step
+
+    def begin(self, step: int) -> None:
+        """This rank computes a step now."""
+        self.client.steps.begin(step)
+        self._computes_again, self._again = self._again, False
