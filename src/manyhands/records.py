@@ -209,7 +209,8 @@ class Plan:
     keep: int = 3
     best: str | None = None
     timeout_s: float = 600.0
-    # without a heartbeat for so long, a worker is taken for dead; None: timeout_s
+    # without a heartbeat for so long, a worker is taken for dead; None: timeout_s, with elastic=
+    # at most 60
     lease_s: float | None = None
     forecast: dict[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()

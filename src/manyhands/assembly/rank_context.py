@@ -96,7 +96,7 @@ class RankContext:
     replaces: bool = False  # this process took the place of one that died
     _plan_text: str = ""
     _gather: Gather | None = None
-    _reports: bool = False
+    _shown: list[Sink] = field(default_factory=list)  # where it reports in rank 0's place
 
     @property
     def elastic(self) -> ElasticGroup | None:
@@ -118,13 +118,16 @@ class RankContext:
             self.elastic.gather = gather
 
     def follow(self, running: Sequence[int]) -> None:
-        """The ranks that are at work; where this one is now the first, it reports from here on."""
+        """The ranks that are at work; the first of them reports."""
         assert self.elastic is not None
         self.elastic.gather = self._gather
         self.elastic.members = tuple(running)
-        if self.leads and self.rank and not self._reports:
-            self._reports = True
-            self.recorder.add(_sinks(self.directory, self.options))
+        if self.leads and self.rank and not self._shown:
+            self._shown = _sinks(self.directory, self.options)
+            self.recorder.add(self._shown)
+        elif self._shown and not self.leads:  # one before it has come back
+            self.recorder.remove(self._shown)
+            self._shown = []
 
     @property
     def rank(self) -> int:

@@ -36,6 +36,7 @@ from manyhands.server.shard import Shard
 
 PREFIX = "table/"  # of tables in a snapshot's state
 EVENT_EVERY_S = 1.0
+ELASTIC_LEASE_S = 60.0
 
 Ids = Callable[[Any], Mapping[str, Any]]  # of a batch: the ids that its tables will look up
 
@@ -266,7 +267,7 @@ def _connect(
         process.size,
         started.token,
         timeout_s=plan.timeout_s,
-        lease_s=plan.lease_s or plan.timeout_s,
+        lease_s=plan.lease_s or _default_lease_s(plan),
         payload=payload,
         tls=started.tls,
         elastic=plan.elastic is not None,
@@ -278,6 +279,11 @@ def _connect(
         leases = StepLeases(context, client)
         context.take_part(client.gather, client.replaces)
     return ObservedStore(store, context.group, payload), leases
+
+
+def _default_lease_s(plan: Plan) -> float:
+    """Elastic ranks go on without one that says nothing; others would only end with an error."""
+    return plan.timeout_s if plan.elastic is None else min(plan.timeout_s, ELASTIC_LEASE_S)
 
 
 def _modules(module: nn.Module) -> list[str]:

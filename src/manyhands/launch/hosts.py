@@ -230,8 +230,12 @@ class HostsLauncher:
             for w in lost.superfluous(workers) if lost else ():
                 _kill_session(w.process.pid)
                 w.process.wait()
-            if lost and dead and not forwarded and lost.replace(workers):
-                continue
+            if lost and dead:
+                if lost.replace(workers, stopping=forwarded > 0):
+                    continue
+                if lost.failure and not forwarded:  # too few are left: these save, and stop
+                    forwarded = _ask_to_stop(workers)
+                    continue
             if dead:
                 deadline = time.monotonic() + SETTLE_S
                 while time.monotonic() < deadline and any(
@@ -240,14 +244,12 @@ class HostsLauncher:
                     _wait_for_an_end(workers, POLL_S)
                 return
             if stop.requested and not forwarded:
-                forwarded = time.monotonic()
                 print(
                     "\nstopping after this round; Ctrl-C again stops at once",
                     file=sys.stderr,
                     flush=True,
                 )
-                for w in workers:
-                    w.process.send_signal(signal.SIGTERM)
+                forwarded = _ask_to_stop(workers)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
                 return
             _wait_for_an_end(workers, POLL_S)
@@ -325,6 +327,13 @@ def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
         multiprocessing.connection.wait(handles, timeout_s)
     else:
         time.sleep(min(timeout_s, 0.05))
+
+
+def _ask_to_stop(workers: list[_Worker]) -> float:
+    """Returns when that was."""
+    for w in workers:
+        w.process.send_signal(signal.SIGTERM)
+    return time.monotonic()
 
 
 def _attributed(rank: int, size: int, text: str) -> str:

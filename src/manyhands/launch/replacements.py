@@ -3,8 +3,8 @@ that died, as long as enough others are at work.
 
     lost          killed by a signal, ended without a report, or taken for dead and refused since
     at work       a process of the first start, or one that has joined the run in place of another
-    the end       fewer than `least` are at work; or a rank reports an error of its own, which a new
-                  process would meet again
+    the end       fewer than `least` are at work; or a rank at work reports an error of its own,
+                  which a new process would meet again
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class Replacements:
     def spent(self) -> int:
         return sum(self.starts.values())
 
-    def replace(self, workers: list[Any]) -> bool:
-        """Replace or leave out the workers that died; False: the run cannot go on."""
+    def replace(self, workers: list[Any], stopping: bool) -> bool:
+        """Replace the workers that died, or where the run is `stopping` or over leave them out.
+        False: the run cannot go on."""
         for w in [w for w in workers if w.process.poll() not in (None, 0)]:
             said = self.reported(w.rank)
-            over = any(o.process.poll() == 0 for o in workers)
-            if said is not None and said["kind"] != REFUSED and not (over and self.joining(w)):
+            over = stopping or any(o.process.poll() == 0 for o in workers)
+            if said is not None and said["kind"] != REFUSED and not self.joining(w):
                 return False
             workers.remove(w)
             self.lost.append(w)
@@ -61,8 +62,8 @@ class Replacements:
                 continue
             if len(at_work) < self.job.least:
                 self.failure = (
-                    f"{fate}, and with it fewer than elastic={self.job.least}: workers are left "
-                    f"({len(at_work)}); go on from the last checkpoint with --resume"
+                    f"{fate}: {len(at_work)} at work, but elastic={self.job.least}:... needs at "
+                    f"least {self.job.least}; go on from the last checkpoint with --resume"
                 )
                 return False
             if self.spent >= self.job.respawns:
@@ -93,7 +94,8 @@ def run_keys(store: dist.Store) -> dist.Store:
 def _fate(w: Process, said: dict[str, Any] | None) -> str:
     code = w.process.returncode
     if said is not None:
-        return "was taken for dead"
+        first = said["text"].strip().splitlines()[-1:]
+        return "was taken for dead" if said["kind"] == REFUSED else f"could not join: {first[0]}"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 

@@ -54,6 +54,15 @@ class Recorder:
         """Show events in more places from here on."""
         self._sinks += sinks
 
+    def remove(self, sinks: list[Sink]) -> None:
+        """Close sinks that were added."""
+        self.flush()
+        for sink in sinks:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+                with suppress(Exception):
+                    sink.close()
+
     def emit(self, event: Event) -> None:
         self._pending.append(event)
 

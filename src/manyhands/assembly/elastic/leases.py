@@ -34,11 +34,10 @@ class StepLeases:
         self._again, self.sync_at = leased.again, leased.sync_at
         self._context.follow(self.client.running)
         news, self.client.news = self.client.news, []
-        for text in news if self._context.leads else ():
-            at = self._context.group.round
-            self._context.recorder.emit(
-                Event(time.time(), self._context.rank, at, "worker", value=text)
-            )
+        for kind, text in news if self._context.leads else ():
+            rank, at = self._context.rank, self._context.group.round
+            event = Event(time.time(), rank, at, f"worker {kind}", value=text)
+            self._context.recorder.emit(event)
         return leased.step
 
     def begin(self, step: int) -> None:

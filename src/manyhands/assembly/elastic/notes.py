@@ -71,8 +71,7 @@ def join_run(
     buffers: Sequence[Tensor],
 ) -> None:
     """This process goes on where the others are, in place of one that died."""
-    _, note = leases.client.note()
-    enter(trainer, note, buffers)
+    enter(trainer, leases.client.note(), buffers)
     context.follow(leases.client.running)
     replica.stepped()  # the schedule catches up
     context.store.set(f"joined/{context.rank}/{environment.starts()}", "")

@@ -15,7 +15,7 @@ class ElasticClient:
         self._store = store
         self.steps = store.steps = ComputedSteps(marks)
         self.replaces = store.incarnation > 0  # this process replaces one that died
-        self.news: list[str] = []  # that nobody has read yet
+        self.news: list[tuple[str, str]] = []  # that nobody has read yet
         self.running: list[int] = list(range(store.size))  # live workers, as far as is known
         self._news, self._syncs, self._gathered = 0, START, 0
 
@@ -48,14 +48,14 @@ class ElasticClient:
         self.running = sorted(answer.payloads)
         return answer.payloads
 
-    def note(self) -> tuple[int, bytes]:
-        """For a process that replaces another: sync points so far, and what the workers know."""
+    def note(self) -> bytes:
+        """For a process that replaces another: what the workers know."""
         store = self._store
         answer: m.Note = store.ask(
             m.GetNote(store.timeout_s), "state of the run", store.timeout_s + SLACK_S
         )
-        self._syncs = answer.syncs - 1
-        return answer.syncs, answer.note
+        self._syncs, self._news = answer.syncs - 1, answer.news
+        return answer.note
 
     def request_sync(self) -> None:
         self._store.ask(m.RequestLeaseSync(), "sync request", None)

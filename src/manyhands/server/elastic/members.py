@@ -32,8 +32,9 @@ class ElasticMembers:
     def __init__(self, clock: Clock):
         self._clock = clock
         self.ledger, self.gatherings = StepLedger(clock.size), Gatherings(clock.size)
-        self.news: list[str] = []
+        self.news: list[tuple[str, str]] = []  # kind (lost, joined), sentence
         self._notes: dict[int, bytes] = {}  # by period
+        self._heard: dict[int, int] = {}  # of a worker that joined: how much news came before
         self._entering: set[int] = set()  # have joined, and have no note yet
         self.used = False  # by a run whose workers lease steps; before the first one joins
 
@@ -47,7 +48,7 @@ class ElasticMembers:
         back = self.ledger.leave(worker)
         if why:
             steps = f"; its steps go to the others: {', '.join(map(str, back))}" if back else ""
-            self.news.append(f"worker {worker} is lost: {why.partition(',')[0]}{steps}")
+            self.news.append(("lost", f"rank {worker} is lost: {why.partition(',')[0]}{steps}"))
 
     def joined(self, w: _WorkerState) -> None:
         """A new process takes the place of a worker."""
@@ -144,12 +145,13 @@ class ElasticMembers:
         absent = lambda: self.gatherings.absent(key, self._members())
         return self._wait(worker, ask, timeout_s, "at a sync point", absent)
 
-    def note(self, worker: int, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """For a process that has joined: the period it is in, and the note of that."""
+    def note(self, worker: int, timeout_s: float | None = None) -> tuple[int, int, bytes]:
+        """For a process that has joined: the period it is in, how much of the news is from before
+        it, and the note of the period."""
         ask = lambda: self._note(worker)
         return self._wait(worker, ask, timeout_s, "for the state of the run", self._members)
 
-    def _note(self, worker: int) -> tuple[int, bytes] | None:
+    def _note(self, worker: int) -> tuple[int, int, bytes] | None:
         self._clock._member(worker)
         period = self.ledger.periods if worker in self._entering else self.ledger.period(worker)
         found = self._notes.get(period)
@@ -159,8 +161,9 @@ class ElasticMembers:
             self._entering.discard(worker)
             self.ledger.join(worker)
             self.gatherings.join(worker, period)
-            self.news.append(f"worker {worker} has joined: a new process in its place")
-        return None if found is None else (period, found)
+            self.news.append(("joined", f"rank {worker} has joined: a new process in its place"))
+            self._heard[worker] = len(self.news) - 1
+        return None if found is None else (period, self._heard.get(worker, 0), found)
 
     def running(self) -> list[int]:
         """The live workers that know how far the run is."""

@@ -318,7 +318,7 @@ class StepLeased(Message):
     step: int | None
     again: bool
     sync_at: int | None
-    news: list[str]  # those that the worker does not have
+    news: list[tuple[str, str]]  # kind and sentence of those that the worker does not have
     running: list[int]  # live workers
 
 
@@ -339,6 +339,7 @@ class GetNote(Message):
 
 class Note(Message):
     syncs: int  # sync points so far
+    news: int  # how many sentences are from before this process
     note: bytes
 
 
