@@ -100,11 +100,6 @@ class Run:
                 f"{axes} splits the model over ranks, for which manyhands must run it; give it as "
                 "a task() with its loss, or use data= alone in a loop of your own"
             )
-        if context.plan.elastic is not None:
-            raise PlanError(
-                f"elastic={context.plan.elastic}: a process that replaces a dead one must know how "
-                "far the run is, and a loop of your own does not; give it as a task()"
-            )
         plan = dataclasses.replace(
             context.plan,
             batch=context.plan.batch or batch or loader_batch(dataset),

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def counting(folder: Path, words: str) -> list[str]:
 def seen(folder: Path) -> tuple[Tensor, float]:
     """How often each sample was seen, and the epochs that the run says it has done."""
     weights = -saved_weights(folder / "run")["seen"] * BATCH
-    epochs = [e.value["epoch"] for e in read(folder / "run") if e.name == "evaluate"]  # type: ignore[index]
-    return weights, max(epochs)
+    told: list[Any] = [e.value for e in read(folder / "run") if e.name == "evaluate"]
+    return weights, max(value["epoch"] for value in told)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Replacement of dead ranks: of an elastic job, the launcher starts a new process in place of one
-that died, as long as enough others are at work.
+"""Replacement of dead ranks: a new process for one that died, while enough others are at work.
 
     lost          killed by a signal, ended without a report, or taken for dead and refused since
     at work       a process of the first start, or one that has joined the run in place of another

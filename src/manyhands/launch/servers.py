@@ -129,8 +129,7 @@ def start(
         raise LaunchError(f"{count} servers; needed: 1 or more")
     deadline = time.monotonic() + timeout_s
     mine = range(process.rank, count, process.size)
-    found = (address, False) if address else _bind_address(process, store, deadline, env)
-    address, one_machine = found
+    address, one_machine = _bind_address(process, store, deadline, env, address)
     shared = (
         token
         or run_token.of_environment(env)
@@ -365,11 +364,13 @@ def _get(store: dist.Store, key: str, deadline: float, what: str, token: str = "
 
 
 def _bind_address(
-    process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
+    process: ProcessInfo, store: dist.Store, deadline: float, env: Any, given: str | None
 ) -> tuple[str, bool]:
     """Loopback where all ranks share a host, so that no other host can connect; otherwise an
     address that the other hosts reach. And whether they share one.
     """
+    if given:
+        return given, False
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
     here = f"{process.host} {process.machine}"  # two machines may have the same name
     store.set(f"servers/host/{process.rank}", json.dumps([here, ours]))

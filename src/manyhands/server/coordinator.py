@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.errors import Evicted, PeerLost, StoreError
 from manyhands.server.clock import Clock
-from manyhands.server.elastic.requests import answer_elastic
+from manyhands.server.elastic.answers import answer_elastic
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.frame import Channel, Closed, Malformed
 from manyhands.server.slots import SlotMap

@@ -21,7 +21,7 @@ class StepMarks:
     """Not thread-safe: the caller holds the data's lock."""
 
     def __init__(self, below: int = 0, applied: Iterable[int] = ()) -> None:
-        self.below = below  # all steps below it are done everywhere
+        self.below = below  # all steps below it are applied here, or done everywhere
         self.applied = set(applied)
 
     def fresh(self, steps: Sequence[int], done_below: int) -> bool:
@@ -41,3 +41,6 @@ class StepMarks:
 
     def add(self, steps: Sequence[int]) -> None:
         self.applied.update(steps)
+        while self.below in self.applied:  # so that a long epoch takes no memory
+            self.applied.remove(self.below)
+            self.below += 1
