@@ -132,3 +132,32 @@ def test_with_fewer_workers_than_the_least_a_run_saves_and_ends(tmp_path: Path) 
     # what is left has saved: whole steps, none of them twice
     weights = -saved_weights(tmp_path / "run")["seen"] * BATCH
     assert float(weights.max() - weights.min()) <= 1
+
+
+DYING = (
+    COUNTING.replace("        time.sleep(0.002)\n", "        time.sleep(0.002)\n        die(2)\n")
+    .replace("        name = Path", "        die(3)\n        name = Path")
+    .replace("def task():\n", "def task():\n    die(1)\n")
+    + """
+def die(rank):
+    if int(os.environ["RANK"]) == rank and os.environ["MANYHANDS_STARTS"] == "0":
+        os.kill(os.getpid(), 9)
+"""
+)
+
+
+def test_workers_that_die_before_they_join_or_in_their_first_step_are_replaced(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 before it has joined, 2 in its first step, 3 after its push and before its report."""
+    line = counting(tmp_path, "merge=downpour servers=1 elastic=1:4")
+    (tmp_path / "counting.py").write_text(DYING)
+    with command(tmp_path, line) as job:
+        for rank in range(4):
+            started(job, rank)
+        (tmp_path / "enough").touch()
+        assert job.end() == 0, job.err
+    weights, epochs = seen(tmp_path)
+    assert (weights == epochs).all(), (weights.min(), weights.max(), epochs)
+    for rank in (1, 2, 3):
+        assert f"rank {rank} (pid" in job.err

@@ -1,9 +1,9 @@
 """Replacement of dead ranks: a new process for one that died, while enough others are at work.
 
-    lost          killed by a signal, ended without a report, or taken for dead and refused since
-    at work       a process of the first start, or one that has joined the run in place of another
-    the end       fewer than `least` are at work; or a rank at work reports an error of its own,
-                  which a new process would meet again
+lost          killed by a signal, ended without a report, or taken for dead and refused since
+at work       a process of the first start, or one that has joined the run in place of another
+the end       fewer than `least` are at work; or a rank at work reports an error of its own,
+              which a new process would meet again
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Replacements:
                 return False
             if self.spent >= self.job.respawns:
                 spent = f"respawn={self.job.respawns} is used up"
-                _say(f"{fate}; the other {len(at_work)} go on without it ({spent})")
+                _say(f"{fate}; {len(at_work)} at work go on without it ({spent})")
                 continue
             self.starts[w.rank] = self.starts.get(w.rank, 0) + 1
             workers.append(self.restart(w.rank, self.starts[w.rank]))
-            _say(f"{fate}; the other {len(at_work)} go on, a new process takes its place")
+            _say(f"{fate}; {len(at_work)} at work go on, a new process takes its place")
         return True
 
     def joining(self, w: Process) -> bool:

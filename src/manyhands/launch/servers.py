@@ -364,7 +364,7 @@ def _get(store: dist.Store, key: str, deadline: float, what: str, token: str = "
 
 
 def _bind_address(
-    process: ProcessInfo, store: dist.Store, deadline: float, env: Any, given: str | None
+    process: ProcessInfo, store: dist.Store, deadline: float, env: Any, given: str | None = None
 ) -> tuple[str, bool]:
     """Loopback where all ranks share a host, so that no other host can connect; otherwise an
     address that the other hosts reach. And whether they share one.
