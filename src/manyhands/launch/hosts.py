@@ -101,7 +101,9 @@ class HostsLauncher:
         keys = dist.PrefixStore(environment.PREFIX, store)
         hosted = assign_ranks(job.size, self.hosts)
         with Stop() as stop, contextlib.ExitStack() as stack:
-            variables = {} if job.elastic is None else self._serve(job, store, token, stack)
+            served, variables = None, dict[str, str]()
+            if job.elastic is not None:
+                served, variables = self._serve(job, store, token, stack)
 
             def start(rank: int, starts: int = 0) -> _Worker:
                 more = {**variables, environment.STARTS: str(starts)} if variables else {}
@@ -122,11 +124,12 @@ class HostsLauncher:
                     _send(w.process, job.payload)
                 self._watch(workers, stop, replacements)
             finally:
+                fate = served.fate() if served else ""
                 _end(workers + (replacements.lost if replacements else []))
         if replacements and replacements.failure:
             raise LaunchError(replacements.failure)
         if not (replacements and any(w.process.returncode == 0 for w in workers)):
-            self._raise_cause(workers, keys, stop, token)
+            self._raise_cause(workers, keys, stop, token, fate)
         told = [_said(keys, f"result/{w.rank}", token) for w in workers if replacements]
         result = next(filter(None, told), None) or _said(keys, "result", token) or {}
         return {**result, "stopped": stop.requested} if stop.requested and result else result
@@ -159,7 +162,7 @@ class HostsLauncher:
 
     def _serve(
         self, job: Job, store: dist.Store, token: str, stack: contextlib.ExitStack
-    ) -> dict[str, str]:
+    ) -> tuple[servers.Servers, dict[str, str]]:
         """Start the servers of an elastic job here: they must outlive any of its ranks. Returns the
         variables by which ranks find them."""
         assert job.elastic is not None
@@ -174,13 +177,10 @@ class HostsLauncher:
         )
         stack.callback(started.close)
         if not started.children:  # they were started by hand
-            return dict(environment.variables())
+            return started, dict(environment.variables())
         host, _, port = started.coordinator.rpartition(":")
-        return {
-            "DMLC_PS_ROOT_URI": host.strip("[]"),
-            "DMLC_PS_ROOT_PORT": port,
-            environment.TOKEN: token,
-        }
+        where = {"DMLC_PS_ROOT_URI": host.strip("[]"), "DMLC_PS_ROOT_PORT": port}
+        return started, {**where, environment.TOKEN: token}
 
     def _start(
         self, hosted: HostedRank, job: Job, port: int, token: str, more: Mapping[str, str]
@@ -255,8 +255,9 @@ class HostsLauncher:
             _wait_for_an_end(workers, POLL_S)
 
     def _raise_cause(
-        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str
+        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str, fate: str
     ) -> None:
+        """`fate`: of servers that the launcher had started, and that are gone."""
         by_rank = {w.rank: w for w in workers}
         codes = {w.rank: w.process.returncode for w in workers}
         reports = {}
@@ -281,7 +282,8 @@ class HostsLauncher:
                 reports[r]["text"] == said["text"] for r in causes
             ) == len(workers)
             size = 1 if together else len(workers)
-            raise LaunchError(_attributed(rank, size, said["text"]), 2 if said["ours"] else 1)
+            text = "\n".join(filter(None, (_attributed(rank, size, said["text"]), fate)))
+            raise LaunchError(text, 2 if said["ours"] else 1)
         # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested

@@ -29,9 +29,12 @@ class Run:
     """A clock, shards and workers, of which each is a generator: it yields after every message, so
     that it can be killed there. A step adds 1 at its own place of the table."""
 
-    def __init__(self, seed: int, pending: bool, block: int, staleness: float):
+    def __init__(
+        self, seed: int, pending: bool, block: int, staleness: float, size: int | None = None
+    ):
         self.chance = random.Random(seed)
-        self.size, self.shards = self.chance.randint(1, 4), [Shard(i) for i in range(3)]
+        self.size = size or self.chance.randint(1, 4)
+        self.shards = [Shard(i) for i in range(3)]
         self.pending, self.block, self.staleness = pending, block, staleness
         self.clock = Clock(self.size)
         self.clock.elastic.used = True
@@ -133,6 +136,33 @@ class Run:
             self.late.append(worker)
             self.zombies += 1
 
+    def kill_after(self, rank: int, messages: int) -> bool:
+        """All workers in turn; one dies after so many messages, and is replaced ten turns later.
+        False: it had ended before."""
+        for each in range(self.size):
+            self.start(each)
+        sent, dead_since, turn = 0, -1, 0
+        while self.workers:
+            turn += 1
+            assert turn < 10_000, f"no end: {self.clock.elastic.ledger.open()}"
+            for each in sorted(self.workers):
+                try:
+                    next(self.workers[each], None)
+                except PeerLost:
+                    assert self.finished
+                    self.finished.add(each)
+                if each in self.finished:
+                    del self.workers[each]
+                elif each == rank and dead_since < 0:
+                    sent += 1
+                    if sent == messages:
+                        self.kill(rank)
+                        dead_since = turn
+            if dead_since == turn - 10:
+                self.start(rank)
+        self.commit()
+        return dead_since >= 0
+
     def go(self) -> None:
         for rank in range(self.size):
             self.start(rank)
@@ -192,6 +222,27 @@ def test_every_step_counts_once_where_pushes_wait_for_a_commit() -> None:
             assert (shard.dump("v")["values"] == 1).all(), (seed, shard.dump("v")["values"])
         again += run.clock.elastic.ledger.leased_again
     assert again > 20
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("pending", "block"),
+    [(False, 1), (False, 2), (True, 1)],
+    ids=["at once", "two steps a push", "pending"],
+)
+def test_a_death_after_any_message_loses_and_doubles_nothing(
+    pending: bool, block: int, rank: int
+) -> None:
+    messages = 0
+    while True:
+        messages += 1
+        run = Run(messages, pending, block, 0 if pending else 1, size=2)
+        killed = run.kill_after(rank, messages)
+        for shard in run.shards:
+            assert (shard.dump("v")["values"] == 1).all(), (messages, shard.dump("v")["values"])
+        if not killed:
+            break
+    assert messages > 50
 
 
 # -- the parts --
