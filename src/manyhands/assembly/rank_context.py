@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -112,10 +112,16 @@ class RankContext:
     def take_part(self, gather: Gather, replaces: bool) -> None:
         """Of an elastic group: from now on this rank exchanges with the others; one that replaces a
         dead rank only from when it knows what they know (`follow`)."""
+
+        def gather_and_follow(payload: bytes) -> Mapping[int, bytes]:
+            found = gather(payload)
+            self.follow(sorted(found))
+            return found
+
         assert self.elastic is not None
-        self.replaces, self._gather = replaces, gather
+        self.replaces, self._gather = replaces, gather_and_follow
         if not replaces:
-            self.elastic.gather = gather
+            self.elastic.gather = self._gather
 
     def follow(self, running: Sequence[int]) -> None:
         """The ranks that are at work; the first of them reports."""
