@@ -14,6 +14,7 @@ The way of one push:
     request_loop       acknowledges it with a RowsReply, with rows where the request also pulls
 
 `process` runs shards, and in one server of a run the `coordinator`: membership, the slot map
-(`slots`), the workers' `clock` and their `step_counter`. `local_store` and `inproc_store` use
-shards and clock without servers.
+(`slots`), the workers' `clock` and their `step_counter`; where workers may die and be replaced,
+`elastic/` leases them their steps and keeps what they agree on. `local_store` and `inproc_store`
+use shards and clock without servers.
 """
