@@ -24,6 +24,9 @@ from manyhands.server.slots import SlotMap
 
 # After a heartbeat connection broke: the network may have lost it, and its worker reconnects.
 GRACE_S = 0.5
+# Commits that a process which replaces another brings to the shards: each worker brings those that
+# it knows with every request, so that shards lack a few at most.
+CATCH_UP = 256
 
 
 class _ServerState:
@@ -261,7 +264,9 @@ class Coordinator:
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s = message.lease_s or self.lease_s
-        answer.commits = clock.commits_since(0) if joined.incarnation else []
+        answer.commits = (
+            clock.commits_since(max(0, joined.version - CATCH_UP)) if joined.incarnation else []
+        )
         return answer
 
     def _answer(self, worker: int, incarnation: int, x: Any, number: int) -> m.Message:
