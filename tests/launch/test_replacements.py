@@ -12,7 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from manyhands.core import ElasticJob
+from manyhands.launch import run_token
 from manyhands.launch.replacements import Replacements
+
+TOKEN = "secret"
 
 
 @dataclass
@@ -39,7 +42,7 @@ def make() -> Iterator[Make]:
         job = ElasticJob(least, respawns, servers=1, timeout_s=60.0)
         said = {}.get if reports is None else reports.get
         return [start(rank) for rank in range(size)], Replacements(
-            job, start, said, dist.HashStore()
+            job, start, said, dist.HashStore(), TOKEN
         )
 
     yield made
@@ -51,6 +54,10 @@ def make() -> Iterator[Make]:
 def end(worker: Worker, number: int = signal.SIGKILL) -> None:
     worker.process.send_signal(number)
     worker.process.wait()
+
+
+def told(replacements: Replacements, key: str, value: str = "") -> None:
+    replacements.store.set(key, run_token.sign(TOKEN, key, value))
 
 
 def report(kind: str) -> dict[str, Any]:
@@ -78,7 +85,9 @@ def test_who_has_not_joined_yet_is_not_at_work(make: Make) -> None:
     workers, replacements = make(3, least=2)
     end(workers[1])
     assert replacements.replace(workers, stopping=False)
-    replacements.store.set("joined/1/1", "")
+    replacements.store.set("joined/1/1", "")  # by somebody who does not know the token
+    assert replacements.joining(workers[-1])
+    told(replacements, "joined/1/1")
     end(workers[0])
     assert replacements.replace(workers, stopping=False) and not replacements.failure
 
@@ -126,3 +135,18 @@ def test_nobody_is_replaced_in_a_job_that_stops_or_is_over(make: Make) -> None:
     workers[0].process.wait()
     workers[0].process.returncode = 0  # it has done everything
     assert [w.rank for w in replacements.superfluous(workers)] == [1]
+
+
+def test_one_that_hangs_and_was_taken_for_dead_is_killed_and_replaced(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    workers, replacements = make(2)
+    told(replacements, "incarnation/1/0", "0")
+    assert not replacements.superfluous(workers)
+    told(replacements, "lost/1/0")
+    assert replacements.superfluous(workers) == [workers[1]]
+    end(workers[1])
+    assert replacements.replace(workers, stopping=False) and len(workers) == 2
+    assert "said nothing any more and was taken for dead" in capfd.readouterr().err
+    told(replacements, "incarnation/1/1", "1")
+    assert not replacements.superfluous(workers), "its replacement is another incarnation"

@@ -146,6 +146,7 @@ def die(rank):
 )
 
 
+@pytest.mark.slow
 def test_workers_that_die_before_they_join_or_in_their_first_step_are_replaced(
     tmp_path: Path,
 ) -> None:
@@ -161,3 +162,18 @@ def test_workers_that_die_before_they_join_or_in_their_first_step_are_replaced(
     assert (weights == epochs).all(), (weights.min(), weights.max(), epochs)
     for rank in (1, 2, 3):
         assert f"rank {rank} (pid" in job.err
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_taken_for_dead_and_replaced(tmp_path: Path) -> None:
+    line = counting(tmp_path, "merge=dc_asgd servers=2 elastic=1:3 lease_s=1")
+    with command(tmp_path, line) as job:
+        for rank in range(3):
+            started(job, rank)
+        os.kill(processes(job, 1)[-1], signal.SIGSTOP)
+        started(job, 1, 1)
+        (tmp_path / "enough").touch()
+        assert job.end() == 0, job.err
+    weights, epochs = seen(tmp_path)
+    assert (weights == epochs).all(), (weights.min(), weights.max(), epochs)
+    assert "said nothing any more and was taken for dead" in job.err

@@ -117,7 +117,7 @@ class HostsLauncher:
             said = lambda rank: _said(keys, f"error/{rank}", token)
             replacements = None
             if job.elastic is not None:
-                replacements = Replacements(job.elastic, restart, said, run_keys(store))
+                replacements = Replacements(job.elastic, restart, said, run_keys(store), token)
             try:
                 workers += [start(rank) for rank in range(job.size)]
                 for w in workers:

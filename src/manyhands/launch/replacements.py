@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,9 +18,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from manyhands.core import ElasticJob
-from manyhands.launch import environment
+from manyhands.launch import environment, run_token
 
 REFUSED = "Evicted"  # kind of the error of a rank that was taken for dead
+END_S = 20.0  # for the others to end, when the first has done everything
 
 
 class Process(Protocol):
@@ -36,9 +38,12 @@ class Replacements:
     job: ElasticJob
     restart: Callable[[int, int], Any]
     reported: Callable[[int], dict[str, Any] | None]
-    store: dist.Store
+    store: dist.Store  # what ranks `tell`
+    token: str
     starts: dict[int, int] = field(default_factory=dict)  # by rank, beyond the first
     lost: list[Any] = field(default_factory=list)  # processes that died, and what they left
+    hung: list[Any] = field(default_factory=list)  # of these: taken for dead, and killed
+    ended_s: float | None = None  # when the first of all had done everything
     failure: str = ""  # why the run cannot go on
 
     @property
@@ -56,7 +61,7 @@ class Replacements:
             workers.remove(w)
             self.lost.append(w)
             at_work = [o.rank for o in workers if o.process.poll() is None and not self.joining(o)]
-            fate = f"rank {w.rank} (pid {w.process.pid}) {_fate(w, said)}"
+            fate = f"rank {w.rank} (pid {w.process.pid}) {_fate(w, said, w in self.hung)}"
             if over:
                 continue
             if len(at_work) < self.job.least:
@@ -77,12 +82,33 @@ class Replacements:
     def joining(self, w: Process) -> bool:
         """Whether a process that was started in place of another has not joined the run yet."""
         starts = self.starts.get(w.rank, 0)
-        return starts > 0 and not self.store.check([f"joined/{w.rank}/{starts}"])
+        return starts > 0 and self._told(f"joined/{w.rank}/{starts}") is None
 
     def superfluous(self, workers: list[Any]) -> list[Any]:
-        """Processes that join a run which is over."""
-        ended = any(w.process.poll() == 0 for w in workers)
-        return [w for w in workers if w.process.poll() is None and self.joining(w)] if ended else []
+        """Processes to kill: those that the others have taken for dead, though they are not; and of
+        a run that is over, those that were to join it, or that do not end."""
+        if self.ended_s is None and any(w.process.poll() == 0 for w in workers):
+            self.ended_s = time.monotonic()
+        over = self.ended_s is not None
+        late = self.ended_s is not None and time.monotonic() - self.ended_s > END_S
+        running = [w for w in workers if w.process.poll() is None]
+        self.hung += [w for w in running if w not in self.hung and self._taken_for_dead(w)]
+        return [w for w in running if w in self.hung or late or (over and self.joining(w))]
+
+    def _taken_for_dead(self, w: Process) -> bool:
+        now = self._told(f"incarnation/{w.rank}/{self.starts.get(w.rank, 0)}")
+        return now is not None and self._told(f"lost/{w.rank}/{now}") is not None
+
+    def _told(self, key: str) -> str | None:
+        if not self.store.check([key]):
+            return None
+        return run_token.verify(self.token, key, bytes(self.store.get(key)))
+
+
+def tell(store: dist.Store, key: str, value: object = "") -> None:
+    """A rank tells the launcher something, signed: the launcher kills and starts processes by
+    it."""
+    store.set(key, run_token.sign(run_token.of_environment(), key, str(value)))
 
 
 def run_keys(store: dist.Store) -> dist.Store:
@@ -90,8 +116,10 @@ def run_keys(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"{environment.PREFIX}/run/0", store)
 
 
-def _fate(w: Process, said: dict[str, Any] | None) -> str:
+def _fate(w: Process, said: dict[str, Any] | None, hung: bool) -> str:
     code = w.process.returncode
+    if hung:
+        return "said nothing any more and was taken for dead"
     if said is not None:
         first = said["text"].strip().splitlines()[-1:]
         return "was taken for dead" if said["kind"] == REFUSED else f"could not join: {first[0]}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import StoreError
+from manyhands.errors import Evicted, StoreError
 from manyhands.server.elastic.step_marks import StepMarks
 
 # A worker has fewer pushes than this in flight: any older one was applied.
@@ -54,7 +54,7 @@ class DedupMarks:
         if mark is None or incarnation > mark.incarnation:
             return self._fresh_steps(worker, incarnation, sequence, steps, done_below)
         if incarnation < mark.incarnation:
-            raise StoreError(
+            raise Evicted(
                 f"a push of worker {worker}, incarnation {incarnation}, but incarnation "
                 f"{mark.incarnation} took its place; a worker that comes back must join again"
             )

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Event
+from manyhands.launch import environment
+from manyhands.launch.replacements import tell
 from manyhands.server.elastic.client import ElasticClient
 
 
@@ -20,6 +22,9 @@ class StepLeases:
         self.sync_at: int | None = None  # where the last answer was a sync point
         self._unsent = True
         self._again = self._computes_again = False
+        # by this the launcher knows which of its processes a lost one is
+        key = f"incarnation/{context.rank}/{environment.starts()}"
+        tell(context.store, key, client.incarnation)
 
     @property
     def alone(self) -> bool:
@@ -33,12 +38,20 @@ class StepLeases:
         self._unsent = leased.sync_at is not None
         self._again, self.sync_at = leased.again, leased.sync_at
         self._context.follow(self.client.running)
-        news, self.client.news = self.client.news, []
-        for kind, text in news if self._context.leads else ():
-            rank, at = self._context.rank, self._context.group.round
-            event = Event(time.time(), rank, at, f"worker {kind}", value=text)
-            self._context.recorder.emit(event)
+        self._tell()
         return leased.step
+
+    def _tell(self) -> None:
+        """Tell the launcher who is lost, which may be a process that hangs; and if this rank leads,
+        everybody."""
+        news, self.client.news = self.client.news, []
+        for kind, who, text in news:
+            if kind == "lost":
+                tell(self._context.store, f"lost/{who}")
+            if self._context.leads:
+                rank, at = self._context.rank, self._context.group.round
+                event = Event(time.time(), rank, at, f"worker {kind}", value=text)
+                self._context.recorder.emit(event)
 
     def begin(self, step: int) -> None:
         """This rank computes a step now."""

@@ -22,6 +22,7 @@ from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position
 from manyhands.data.step_claims import StepClaims
 from manyhands.launch import environment
+from manyhands.launch.replacements import tell
 from manyhands.replica.module import ModuleReplica
 from manyhands.train import Trainer
 from manyhands.trainer_parts import Milestones
@@ -74,4 +75,4 @@ def join_run(
     enter(trainer, leases.client.note(), buffers)
     context.follow(leases.client.running)
     replica.stepped()  # the schedule catches up
-    context.store.set(f"joined/{context.rank}/{environment.starts()}", "")
+    tell(context.store, f"joined/{context.rank}/{environment.starts()}")

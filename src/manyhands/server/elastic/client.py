@@ -14,8 +14,9 @@ class ElasticClient:
     def __init__(self, store: ServerStore, marks: bool = True):
         self._store = store
         self.steps = store.steps = ComputedSteps(marks)
+        self.incarnation = store.incarnation
         self.replaces = store.incarnation > 0  # this process replaces one that died
-        self.news: list[tuple[str, str]] = []  # that nobody has read yet
+        self.news: list[tuple[str, str, str]] = []  # that nobody has read yet
         self.running: list[int] = list(range(store.size))  # live workers, as far as is known
         self._news, self._syncs, self._gathered = 0, START, 0
 

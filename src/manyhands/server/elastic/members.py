@@ -32,7 +32,8 @@ class ElasticMembers:
     def __init__(self, clock: Clock):
         self._clock = clock
         self.ledger, self.gatherings = StepLedger(clock.size), Gatherings(clock.size)
-        self.news: list[tuple[str, str]] = []  # kind (lost, joined), sentence
+        # kind (lost, joined), rank/incarnation, sentence
+        self.news: list[tuple[str, str, str]] = []
         self._notes: dict[int, bytes] = {}  # by period
         self._heard: dict[int, int] = {}  # of a worker that joined: how much news came before
         self._entering: set[int] = set()  # have joined, and have no note yet
@@ -48,7 +49,8 @@ class ElasticMembers:
         back = self.ledger.leave(worker)
         if why:
             steps = f"; its steps go to the others: {', '.join(map(str, back))}" if back else ""
-            self.news.append(("lost", f"rank {worker} is lost: {why.partition(',')[0]}{steps}"))
+            text = f"rank {worker} is lost: {why.partition(',')[0]}{steps}"
+            self.news.append(("lost", self._who(worker), text))
 
     def joined(self, w: _WorkerState) -> None:
         """A new process takes the place of a worker."""
@@ -161,7 +163,8 @@ class ElasticMembers:
             self._entering.discard(worker)
             self.ledger.join(worker)
             self.gatherings.join(worker, period)
-            self.news.append(("joined", f"rank {worker} has joined: a new process in its place"))
+            text = f"rank {worker} has joined: a new process in its place"
+            self.news.append(("joined", self._who(worker), text))
             self._heard[worker] = len(self.news) - 1
         return None if found is None else (period, self._heard.get(worker, 0), found)
 
@@ -169,6 +172,9 @@ class ElasticMembers:
         """The live workers that know how far the run is."""
         with self._clock._changed:
             return self._members()
+
+    def _who(self, worker: int) -> str:
+        return f"{worker}/{self._clock._workers[worker].incarnation}"
 
     def _members(self) -> list[int]:
         workers = self._clock._workers

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from manyhands.errors import StoreError
+from manyhands.errors import Evicted
 
 
 class StepMarks:
@@ -33,7 +33,7 @@ class StepMarks:
             self.applied = {s for s in self.applied if s >= done_below}
         known = [s for s in steps if s < self.below or s in self.applied]
         if known and len(known) < len(steps):
-            raise StoreError(
+            raise Evicted(
                 f"a push of steps {list(steps)}, of which other workers pushed {known} already: "
                 "its worker was taken for dead, and must join again"
             )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from manyhands.core import Table
-from manyhands.errors import NotFinite, StoreError
+from manyhands.errors import Evicted, NotFinite, StoreError
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack, unpack
@@ -31,6 +31,12 @@ MAX_SEGMENTS = 8  # of shared memory that one connection may have
 
 class _UnknownKeys(Exception):
     """A request names a key list by its hash, and this end does not have it (any more)."""
+
+
+def _kind(e: StoreError) -> Literal["finite", "evicted", "store"]:
+    return (
+        "finite" if isinstance(e, NotFinite) else "evicted" if isinstance(e, Evicted) else "store"
+    )
 
 
 class RequestLoop:
@@ -76,9 +82,7 @@ class RequestLoop:
                 self._keys = KeyLists()  # as the worker does when it gets this
                 self._ask_to_resend(head.number, m.Resend("keys"))
             except StoreError as e:
-                channel.send(
-                    m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
-                )
+                channel.send(m.Failed(_kind(e), str(e)), head.number)
             except (Malformed, OSError):
                 raise
             except Exception as e:  # a fault of ours, or no memory: only this worker gets an error

@@ -318,7 +318,8 @@ class StepLeased(Message):
     step: int | None
     again: bool
     sync_at: int | None
-    news: list[tuple[str, str]]  # kind and sentence of those that the worker does not have
+    # kind, rank/incarnation and sentence of those that the worker does not have
+    news: list[tuple[str, str, str]]
     running: list[int]  # live workers
 
 
