@@ -83,22 +83,22 @@ def seen(folder: Path) -> tuple[Tensor, float]:
 
 
 @pytest.mark.parametrize(
-    ("words", "weight", "first"),
+    ("words", "weight", "victims"),
     [
-        ("merge=downpour merge.n_push=2 servers=2 elastic=1:3", 1.0, 1),
-        ("staleness=1 servers=1 elastic=1:3", 1 / 3, 2),
+        ("merge=downpour merge.n_push=2 servers=2 elastic=1:3", 1.0, (1, 0)),
+        ("staleness=1 servers=1 elastic=1:3", 1 / 3, (2,)),
     ],
     ids=["downpour", "bounded staleness"],
 )
 def test_a_run_outlives_its_workers_and_counts_every_sample_once(
-    tmp_path: Path, words: str, weight: float, first: int
+    tmp_path: Path, words: str, weight: float, victims: tuple[int, ...]
 ) -> None:
     line = counting(tmp_path, words)
-    chance = random.Random(first)
+    chance = random.Random(words)
     with command(tmp_path, line) as job:
         for rank in range(3):
             started(job, rank)
-        for victim in (first, 0):  # also the one that writes and reports
+        for victim in victims:  # also 0, which writes and reports
             job.until(lambda: chance.random() < 0.02, "a moment by chance")
             kill(job, victim)
             started(job, victim, 1)
@@ -112,7 +112,7 @@ def test_a_run_outlives_its_workers_and_counts_every_sample_once(
     )
     assert (weights == weights[0]).all(), "every sample as often as every other"
     told = [(e.name, str(e.value)) for e in read(tmp_path / "run") if e.name.startswith("worker")]
-    for rank in (first, 0):
+    for rank in victims:
         assert any(n == "worker lost" and f"rank {rank} is lost" in v for n, v in told), told
         assert any(n == "worker joined" and f"rank {rank} has joined" in v for n, v in told), told
         assert f"rank {rank} (pid {processes(job, rank)[0]}) was killed by SIGKILL" in job.err
