@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from manyhands.errors import (
+    Evicted,
     NotFinite,
     PeerLost,
     ServerLost,
@@ -274,6 +275,8 @@ class Connection(Reconnection):
     def _failure(self, pending: PendingRequest, answer: m.Failed) -> Exception:
         if answer.kind in ("store", "finite"):
             return (NotFinite if answer.kind == "finite" else StoreError)(answer.text)
+        if answer.kind == "evicted":
+            return Evicted(answer.text)
         if answer.kind == "peer":
             return PeerLost(answer.text, tuple(answer.ranks))
         return ServerLost(f"server {self.where} failed in a {pending.what}: {answer.text}")
