@@ -27,6 +27,7 @@ from manyhands.server.replication.copied_state import give_state
 from manyhands.server.shard import Shard
 from manyhands.server.snapshots import row_pieces
 from manyhands.server.table_updates import TableUpdate
+from manyhands.server.tables.row_storage import INDEX_BYTES
 from support.failover import settled
 from support.servers import TOKEN, joined
 
@@ -324,9 +325,10 @@ def test_a_refused_commit_leaves_out_the_push_behind_it_on_every_copy() -> None:
 
 def test_a_full_table_whose_rows_expire_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner has as little room: rows that were erased meanwhile must go first."""
-    monkeypatch.setattr(row_pieces, "ROWS", 16)
-    table = Table("t", dim=4, options=LR, expire_after=4)
-    shard, copy = Shard(0, memory_bytes=40 * 40), Shard(0, memory_bytes=40 * 40)
+    monkeypatch.setattr(row_pieces, "ROWS", 8)
+    table = Table("t", dim=4, options=LR, expire_after=8)
+    most = 36 * (table.dim * 4 + INDEX_BYTES)  # what eight pushes and a half make
+    shard, copy = (Shard(0, memory_bytes=most, warn=lambda _: None) for _ in range(2))
     shard.create(table)
     refused: list[StoreError] = []
 
