@@ -29,6 +29,10 @@ def nothing(*_: object) -> None:
     pass
 
 
+def nobody(*_: object) -> Channel:
+    raise ConnectionError("there is nobody")
+
+
 def ends(what: Callable[[], object]) -> None:
     """It does not wait for ever."""
     thread = threading.Thread(target=what, daemon=True)
@@ -163,7 +167,7 @@ def slots(epoch: int, chain: m.ShardChain) -> SlotMap:
 
 def test_a_server_that_was_given_up_and_comes_back_begins_with_nothing() -> None:
     """It has another number then, and what it has is out of date."""
-    hosting = Hosting(ServerStatus(), (), connect=nothing, tell=nothing, fail=nothing)  # type: ignore[arg-type]
+    hosting = Hosting(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
 
     def use(epoch: int, chain: m.ShardChain, you: int) -> None:
         message = slots(epoch, chain).message()
@@ -181,7 +185,7 @@ def test_a_server_that_was_given_up_and_comes_back_begins_with_nothing() -> None
 
 
 def test_an_old_copy_does_not_replace_a_newer_one() -> None:
-    hosting = Hosting(ServerStatus(), (), connect=nothing, tell=nothing, fail=nothing)  # type: ignore[arg-type]
+    hosting = Hosting(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
     chain = m.ShardChain(1, [0], learner=1)
     message = slots(1, chain).message()
     message.you = 1
