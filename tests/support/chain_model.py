@@ -2,8 +2,8 @@
 
 `ChainMember` and `placement` are the real ones. Connections are pairs of FIFO queues that break; a
 server's content is the list of the ops that it has applied. What `replicator`, `follower`,
-`copying`, `held_shards` and `server_registry` do with threads is here a step each: `chain_steps` lists
-all that can happen next. A step copies what it changes, so states share the rest.
+`copying`, `held_shards` and `server_registry` do with threads is here a step each: `chain_steps`
+lists all that can happen next. A step copies what it changes, so states share the rest.
 """
 
 from __future__ import annotations

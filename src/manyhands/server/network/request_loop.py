@@ -141,7 +141,10 @@ class RequestLoop:
                 described, parts = pack(content)
                 self._channel.send(m.TableContent(described, stop), number, parts)
             case m.BeginSnapshot():
-                self._endpoint.replicator.check_leads()
+                try:
+                    self._endpoint.replicator.check_leads()
+                except NotLeading:  # its connection knows no other server
+                    raise StoreError(f"shard {self._shard.index} has moved; begin again") from None
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
