@@ -139,7 +139,7 @@ class Chains:
                 for x in self.there:
                     self.node(x).maps += ((self.epoch, self.chain),)
 
-    # -- a server gets a map (Hosting.assign, Replicator.assign) --
+    # -- a server gets a map (HeldShards.assign, Replicator.assign) --
 
     def use(self, n: int, epoch: int, chain: ShardChain) -> None:
         node = self.node(n)
@@ -238,7 +238,7 @@ class Chains:
                 session.sent = value
 
     def take(self, s: int) -> None:
-        """The next message arrives at the server after (Hosting.follow, Follower)."""
+        """The next message arrives at the server after (HeldShards.follow, Follower)."""
         session = self.session(s)
         message, session.fwd = session.fwd[0], session.fwd[1:]
         node = self.node(session.dst)

@@ -205,7 +205,7 @@ def check(fleet: Fleet, store: ServerStore, local: LocalStore, names: list[str])
 
 def same_copies(fleet: Fleet) -> None:
     """All that a server keeps of a shard, not only tables, is the same on both."""
-    for one, other in zip(*(server.hosting.shards for server in fleet.servers), strict=True):
+    for one, other in zip(*(server.held.shards for server in fleet.servers), strict=True):
         states = [give_state(shard, 0) for shard in (one, other)]
         a, b = (message for message, _ in states)
         assert (a.committed, a.version) == (b.committed, b.version)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from manyhands.server.network.hosting import Hosting
 
 from manyhands.core import Table
+from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.shard_endpoint import ServerStatus
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
@@ -167,7 +167,7 @@ def slots(epoch: int, chain: m.ShardChain) -> SlotMap:
 
 def test_a_server_that_was_given_up_and_comes_back_begins_with_nothing() -> None:
     """It has another number then, and what it has is out of date."""
-    hosting = Hosting(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
+    hosting = HeldShards(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
 
     def use(epoch: int, chain: m.ShardChain, you: int) -> None:
         message = slots(epoch, chain).message()
@@ -185,7 +185,7 @@ def test_a_server_that_was_given_up_and_comes_back_begins_with_nothing() -> None
 
 
 def test_an_old_copy_does_not_replace_a_newer_one() -> None:
-    hosting = Hosting(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
+    hosting = HeldShards(ServerStatus(), (), connect=nobody, tell=nothing, fail=nothing)
     chain = m.ShardChain(1, [0], learner=1)
     message = slots(1, chain).message()
     message.you = 1
