@@ -7,6 +7,7 @@
     +-- ServerLost       a parameter server died, or does not respond in time
     +-- StoreError       a server refused a request: wrong ids, memory limit       (also ValueError)
     |   +-- NotFinite    ... because its values are NaN or infinite
+    |   +-- Evicted      ... because the worker was taken for dead, and the others went on
     +-- Deadlock         ranks wait for each other, or exchange different things
     +-- Diverged         loss or parameters are NaN or infinite
     +-- CheckpointError  a checkpoint is missing, damaged, or of another model
@@ -61,6 +62,10 @@ class NotFinite(StoreError):
     """A parameter server refused a push because some of its values are NaN or infinite."""
 
 
+class Evicted(StoreError):
+    """The coordinator has taken this worker for dead; the others went on without it."""
+
+
 class Deadlock(ManyhandsError):
     """Ranks wait for each other, or exchange different things in one call."""
 
@@ -91,9 +96,11 @@ class Fenced(MembershipError):
 class LaunchError(ManyhandsError):
     """Processes could not be started, or one of them failed.
 
-    `exit_code` is the exit code that the command should return.
+    `exit_code` is the exit code that the command should return; `kind` names the class of the
+    error that a rank reported.
     """
 
-    def __init__(self, message: str, exit_code: int = 1):
+    def __init__(self, message: str, exit_code: int = 1, kind: str = ""):
         super().__init__(message)
         self.exit_code = exit_code
+        self.kind = kind  # the class of the error that a rank reported

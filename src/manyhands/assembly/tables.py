@@ -8,16 +8,15 @@ all of it.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.assembly.elastic.leases import StepLeases
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
 from manyhands.embedding import server_optimizer
@@ -35,6 +34,7 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
+from manyhands.server.elastic.client import ElasticClient
 from manyhands.server.local_store import LocalStore
 from manyhands.server.namespaces.namespaced_store import NamespacedStore
 from manyhands.server.shard import Shard
@@ -44,6 +44,7 @@ from manyhands.server.snapshots.table_reader import TableReader
 PREFIX = "table/"  # of tables in a snapshot's state
 EVENT_EVERY_S = 1.0
 SERVERS_FILE = "servers.json"
+ELASTIC_LEASE_S = 60.0
 
 Ids = Callable[[Any], Mapping[str, Any]]  # of a batch: the ids that its tables will look up
 
@@ -60,6 +61,7 @@ class RunTables:
     ):
         self.context, self.plan, self.store = context, plan, store
         self.embeddings = embeddings
+        self.leases: StepLeases | None = None  # where ranks may die and be replaced
         self.dense: list[Table] = []
         self._files = TableFiles(plan.save_tables == "incremental")
         self._reported = time.monotonic()
@@ -79,6 +81,7 @@ class RunTables:
         """Make tables of the dense parameters, with the optimizer's state of them and what servers
         had saved."""
         sums = strategy.on_server == "sum"
+        shares_steps = strategy.shares_steps or self.leases is not None
         name, options = ("sum", {}) if sums else server_optimizer.server_optimizer_of(optimizer)
         taken = {t.name for t in self.sparse}
         for key, vector in values.items():
@@ -101,7 +104,7 @@ class RunTables:
             self.store.create(table, vector.detach().cpu(), state or None)
             self.dense.append(table)
         size = self.context.process.size
-        if name == "momentum" and strategy.shares_steps and size > 1:
+        if name == "momentum" and shares_steps and size > 1:
             self.context.notice(
                 f"momentum={options['momentum']:g} over {size} ranks that do not wait: stale "
                 "gradients act as momentum already; if the loss grows, lower momentum or the "
@@ -118,7 +121,7 @@ class RunTables:
     def report(self, round: int) -> None:
         """Counters of the servers and of this rank, about once a second, as an event of rank 0."""
         elapsed = time.monotonic() - self._reported
-        if self.context.rank == 0 and elapsed >= EVENT_EVERY_S:
+        if self.context.leads and elapsed >= EVENT_EVERY_S:
             self._reported += elapsed
             # behind a cache, which counts its hits
             store = self.store if self.embeddings is None else self.embeddings.store
@@ -194,19 +197,21 @@ def open_tables(
             f"clip={plan.clip:g} bounds the gradient of parameters; "
             "rows of mh.Embedding are not clipped"
         )
-    store = _connect(context, plan, module)
+    store, leases = _connect(context, plan, module)
     if not embedded:
-        return RunTables(context, plan, store, None)
+        tables = RunTables(context, plan, store, None)
+        tables.leases = leases
+        return tables
     seen: TableStore = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
-    tables = EmbeddingTables(
+    rows = EmbeddingTables(
         module, seen, ids=ids, synchronous=plan.embeddings == "sync", notice=context.notice
     )
-    tables.attach()
+    rows.attach()
     _say_what_is_trained(context, module)
     # in one process the model keeps its rows after the run; those on servers end with them
-    close = tables.close if plan.servers else functools.partial(tables.leave_rows, store)
+    close = rows.close if plan.servers else functools.partial(rows.leave_rows, store)
     context.to_close.insert(0, close)  # before the store that it pushes to
-    return RunTables(context, plan, store, tables)
+    return RunTables(context, plan, store, rows)
 
 
 def _check(
@@ -239,6 +244,12 @@ def _check(
                 f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; "
                 "leave it out"
             )
+    if embedded and plan.elastic is not None:
+        raise PlanError(
+            f"elastic={plan.elastic}: rows of mh.Embedding are pushed apart from the model, and a "
+            "rank that dies between the two would count once in one and twice in the other; leave "
+            "elastic= out"
+        )
     if embedded and plan.precision == "fp16":
         raise PlanError(
             "precision=fp16 scales the loss, and rows of mh.Embedding are updated before that is "
@@ -271,11 +282,18 @@ def rows_of_this_process() -> EmbeddingTables:
     return script_tables(LocalStore(0, 1))
 
 
-def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
+def _connect(
+    context: RankContext, plan: Plan, module: nn.Module
+) -> tuple[TableStore, StepLeases | None]:
     if not plan.servers:
-        return LocalStore(0, 1, [Shard(modules=_modules(module))])
+        return LocalStore(0, 1, [Shard(modules=_modules(module))]), None
     process = context.process
-    options = _server_options(context, plan, module)
+    # of an elastic run, the launcher has started them
+    options = (
+        server_options(plan, context.directory, _modules(module))
+        if plan.elastic is None
+        else processes.ServerOptions()
+    )
     started = processes.start(
         plan.servers,
         process,
@@ -285,8 +303,6 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         options=options,
     )
     context.to_close.append(started.close)
-    if process.rank == 0 and started.children:
-        _leave_address(context, started, options)
     context.server_failures = started.fate
     payload: Any = plan.compress if plan.compress in SERVER_CODECS else "none"
     store = ServerStore(
@@ -295,44 +311,40 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         process.size,
         started.token,
         timeout_s=plan.timeout_s,
-        lease_s=plan.lease_s or plan.timeout_s,
+        lease_s=plan.lease_s or _default_lease_s(plan),
         payload=payload,
         tls=started.tls,
         namespace=started.namespace,
+        elastic=plan.elastic is not None,
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
+    leases = None
+    if plan.elastic is not None:
+        client = ElasticClient(store, marks=plan.strategy.on_server == "optimizer")
+        leases = StepLeases(context, client)
+        context.take_part(client.gather, client.replaces)
     named = NamespacedStore(store, started.namespace) if started.namespace else store
-    return ObservedStore(named, context.group, payload)
+    return ObservedStore(named, context.group, payload), leases
 
 
-def _leave_address(
-    context: RankContext, started: processes.Servers, options: processes.ServerOptions
-) -> None:
-    """Leave a file in the run directory by which `manyhands servers` finds the servers; only its
-    owner can read it."""
-    file = context.directory / SERVERS_FILE
-    told = {
-        "coordinator": started.coordinator,
-        "token": started.token,
-        "modules": options.modules,
-        "memory_bytes": options.memory_bytes,
-    }
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out:
-        json.dump(told, out)
-    context.to_close.append(lambda: file.unlink(missing_ok=True))
+def _default_lease_s(plan: Plan) -> float:
+    """Elastic ranks go on without one that says nothing; others would only end with an error."""
+    return plan.timeout_s if plan.elastic is None else min(plan.timeout_s, ELASTIC_LEASE_S)
 
 
-def _server_options(context: RankContext, plan: Plan, module: nn.Module) -> processes.ServerOptions:
-    where = plan.membership or str(context.directory / "membership")
+def server_options(
+    plan: Plan, directory: Path, modules: Sequence[str] = ()
+) -> processes.ServerOptions:
+    """How the servers of a run are started."""
     return processes.ServerOptions(
         plan.shards,
         plan.replicas,
         plan.ack,
         None if plan.server_memory is None else parse_bytes(plan.server_memory),
-        tuple(_modules(module)),
-        where if plan.replicas > 1 else "",
-        context.directory.name,
+        tuple(modules),
+        (plan.membership or str(directory / "membership")) if plan.replicas > 1 else "",
+        directory.name,
+        str(directory / SERVERS_FILE),
         plan.hot_rows,
         plan.hot_age,
     )

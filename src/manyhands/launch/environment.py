@@ -31,6 +31,7 @@ TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by worke
 RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
+STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -258,6 +259,13 @@ def options(env: Mapping[str, str] | None = None) -> str:
 def lab(env: Mapping[str, str] | None = None) -> str:
     """The description of the lab that this process runs in; "": in none."""
     return (os.environ if env is None else env).get(LAB, "")
+
+
+def starts(env: Mapping[str, str] | None = None) -> int | None:
+    """How many processes were started as this rank before; None: a rank that dies is not
+    replaced."""
+    env = os.environ if env is None else env
+    return _int(env, STARTS) if STARTS in env else None
 
 
 def hand_over(plan_words: str, plan_options: str) -> None:

@@ -17,12 +17,14 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+import os
 import shutil
 import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -49,6 +51,9 @@ class ServerOptions:
     modules: tuple[str, ...] = ()  # of custom optimizers, that servers may import
     membership: str = ""  # where the coordinator keeps its state: a folder, or etcd://HOST:PORT
     run: str = "run"  # the run's name there
+    # a file for their address and token, by which `manyhands servers` finds them; only its owner
+    # can read it
+    address_file: str = ""
     hot_rows: float = 0.0  # share of accesses from which on a row is copied to all servers
     hot_age: float = 0.1  # seconds that a copy may be old
 
@@ -66,6 +71,7 @@ class Servers:
     leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
     supervisor: ServerSupervisor | None = None
     state: str = ""  # where the coordinator keeps its state
+    address_file: str = ""
 
     def alive(self) -> bool:
         """Whether all servers that this process started are running."""
@@ -87,6 +93,8 @@ class Servers:
         coordinates = any(child.index == COORDINATOR for child in self.children)
         end(self.children)
         self.children.clear()
+        if self.address_file:
+            Path(self.address_file).unlink(missing_ok=True)
         if coordinates and self.state and not self.state.startswith("etcd://"):
             shutil.rmtree(self.state, ignore_errors=True)  # of no use to another run
 
@@ -102,23 +110,21 @@ def start(
     token: str | None = None,
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
+    address: str | None = None,
 ) -> Servers:
     """Start or join the servers of a run, for so many `workers` (None: as many as the first says).
     Every rank calls it; it returns on all of them when all servers are up, or raises on all of them
     what went wrong.
     """
-    options = ServerOptions() if options is None else options
-    served = environment.served(env) if served is None else served
+    options, served = options or ServerOptions(), served or environment.served(env)
     if served.coordinator:
         return join(served, count, workers, options)
-    if count < 1:
-        raise LaunchError(f"{count} servers; needed: 1 or more")
+    _check_count(count)
     deadline = time.monotonic() + timeout_s
-    mine = list(range(process.rank, count, process.size))
     first = COORDINATOR if options.replicas > 1 else 0  # the index of the one that coordinates
-    if process.rank == 0 and first == COORDINATOR:
-        mine.insert(0, COORDINATOR)
-    address, one_machine = _bind_address(process, store, deadline, env)
+    mine = [COORDINATOR] if process.rank == 0 and first == COORDINATOR else []
+    mine += range(process.rank, count, process.size)
+    address, one_machine = _bind_address(process, store, deadline, env, address)
     shared = (
         token
         or run_token.of_environment(env)
@@ -148,9 +154,32 @@ def start(
         end(children)
         raise
     found.leave = lambda: _leave(store, process, bool(children))
+    if process.rank == 0:
+        _leave_address(found, options)
     if options.replicas > 1 and children:
         found.supervisor = ServerSupervisor(children, requests, timeout_s)
     return found
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise LaunchError(f"{count} servers; needed: 1 or more")
+
+
+def _leave_address(servers: Servers, options: ServerOptions) -> None:
+    if not options.address_file:
+        return
+    servers.address_file = options.address_file
+    told = {
+        "coordinator": servers.coordinator,
+        "token": servers.token,
+        "modules": options.modules,
+        "memory_bytes": options.memory_bytes,
+    }
+    file = Path(options.address_file)
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out:
+        json.dump(told, out)
 
 
 def join(
@@ -281,11 +310,13 @@ def _get(store: dist.Store, key: str, deadline: float, what: str, token: str = "
 
 
 def _bind_address(
-    process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
+    process: ProcessInfo, store: dist.Store, deadline: float, env: Any, given: str | None = None
 ) -> tuple[str, bool]:
     """Loopback where all ranks share a host, so that no other host can connect; otherwise an
     address that the other hosts reach. And whether they share one.
     """
+    if given:
+        return given, False
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
     here = f"{process.host} {process.machine}"  # two machines may have the same name
     store.set(f"servers/host/{process.rank}", json.dumps([here, ours]))

@@ -54,6 +54,8 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     given = _spelt_out(_collect(words))
     _refuse_renamed(given)
     axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
+    if given.get("elastic") is not None:
+        axes = {"data": checks.elastic_bounds(str(given["elastic"]))[1]} | axes
     for axis, n in axes.items():
         if n < 1:
             raise PlanError(
@@ -175,7 +177,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     told = lambda k: (
         (plan.servers or k not in SERVER_WORDS)
         and (
-            k not in ("shards", "replicas", "hot_rows", "hot_age", *REPLICA_WORDS)
+            k not in ("shards", "on_loss", "hot_rows", "hot_age", *REPLICA_WORDS)
             or getattr(plan, k) != checks.default(k)
         )
         and (k not in AXIS_WORDS or getattr(plan.layout, AXIS_WORDS[k]) > 1)

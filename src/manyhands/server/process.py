@@ -65,8 +65,8 @@ class Server:
     and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
     coordinator without tables. With `keep` it goes on when a run is over, for other runs and for
     `mh.Store`. `advertise` (HOST or HOST:PORT) is the address that others get,
-    where it is not the one listened on. Rows with a share `hot_rows` of accesses are copied to all
-    servers, copies at most `hot_age` seconds old. `keeper` keeps the coordinator's state for the
+    where it is not the one listened on. Rows with the share `hot[0]` of accesses are copied to all
+    servers, copies at most `hot[1]` seconds old. `keeper` keeps the coordinator's state for the
     next one; a server whose coordinator has one waits `patience_s` for it to come back. `extra`:
     the coordinator was not started for this server; it takes its part of what the others hold.
     """
@@ -83,8 +83,7 @@ class Server:
         keep: bool = False,
         replicas: int = 1,
         ack: Literal["all", "primary"] = "all",
-        hot_rows: float = 0.0,
-        hot_age: float = 0.1,
+        hot: tuple[float, float] = (0.0, 0.1),
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
@@ -98,15 +97,10 @@ class Server:
         _check(shards, coordinator, replicas, servers, ack)
         host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
-        self._status = ServerStatus()
-        self._closing, self._ready = threading.Event(), threading.Event()
-        self._failed: str | None = None
-        self._token, self._client_tls = token, client_tls
-        self._shards, self._extra = shards, extra
-        self._instance = secrets.randbits(62)
-        self._memory_bytes = None
-        if memory_bytes is not None and shards:
-            self._memory_bytes = memory_bytes // (shards * replicas)
+        self._status, self._failed, self._extra = ServerStatus(), "", extra
+        self._closing, self._ready, self._shards = threading.Event(), threading.Event(), shards
+        self._token, self._client_tls, self._instance = token, client_tls, secrets.randbits(62)
+        self._memory_bytes = memory_bytes and memory_bytes // (max(1, shards) * replicas)
         self._listener = ConnectionListener(
             host,
             port,
@@ -124,7 +118,7 @@ class Server:
             self._status, modules, connect=self._dial, tell=self._tell, fail=self._fail
         )
         if self._root is None:
-            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper)
+            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper, hot)
         else:
             self._registration = Registration(
                 self._root,
@@ -137,8 +131,6 @@ class Server:
                 closing=self._closing,
                 patience_s=patience_s,
             )
-        if self.coordinator is not None:
-            self.coordinator.registry.hot = checked_hot(hot_rows, hot_age)
 
     def _coordinate(
         self,
@@ -149,9 +141,10 @@ class Server:
         ack: Literal["all", "primary"],
         lease_s: float,
         keeper: membership.Keeper | None,
+        hot: tuple[float, float],
     ) -> None:
         registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
-        registry.recovers = replicas > 1
+        registry.recovers, registry.hot = replicas > 1, checked_hot(*hot)
         saved, save = (None, None) if keeper is None else (keeper.load(), keeper.save)
         self.coordinator = Coordinator(
             registry, workers, lease_s, keep=keep, save=save, saved=saved
@@ -178,8 +171,8 @@ class Server:
     @property
     def lost(self) -> str | None:
         """Why this server can no longer serve, when it ended by itself."""
-        if self._failed is not None or self._registration is None:
-            return self._failed
+        if self._failed or self._registration is None:
+            return self._failed or None
         return self._registration.lost
 
     def _register(self) -> Register:
@@ -318,8 +311,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         keep=bool(config.get("keep")),
         replicas=config.get("replicas") or 1,
         ack=config.get("ack") or "all",
-        hot_rows=config.get("hot_rows") or 0.0,
-        hot_age=config.get("hot_age") or 0.1,
+        hot=(config.get("hot_rows") or 0.0, config.get("hot_age") or 0.1),
         memory_bytes=config.get("memory_bytes"),
         modules=config.get("modules") or (),
         tls=tls,

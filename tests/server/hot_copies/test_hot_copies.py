@@ -64,7 +64,7 @@ def served(running: list[Server]) -> list[int]:
 
 def test_a_hot_row_is_read_from_the_shard_of_the_worker_and_sums_are_exact() -> None:
     with (
-        servers(3, workers=3, hot_rows=0.05, hot_age=AGE) as running,
+        servers(3, workers=3, hot=(0.05, AGE)) as running,
         workers(running[0], 3) as stores,
     ):
         key = key_of(stores[0], 0)
@@ -96,7 +96,7 @@ def test_a_hot_row_is_read_from_the_shard_of_the_worker_and_sums_are_exact() -> 
 
 def test_a_batch_of_hot_rows_is_one_request_and_others_go_with_it() -> None:
     with (
-        servers(3, workers=1, hot_rows=0.05, hot_age=10 * AGE) as running,
+        servers(3, workers=1, hot=(0.05, 10 * AGE)) as running,
         joined(running[0]) as store,
     ):
         store.create(SUMS)
@@ -124,7 +124,7 @@ def test_a_batch_of_hot_rows_is_one_request_and_others_go_with_it() -> None:
 def test_a_copy_that_is_too_old_is_not_served(transport: str, payload: str) -> None:
     """The bound, with a clock that a test moves: the owner answers in place of an old copy."""
     with (
-        servers(2, workers=1, hot_rows=0.9, hot_age=AGE) as running,
+        servers(2, workers=1, hot=(0.9, AGE)) as running,
         joined(running[0], transport=transport, payload=payload) as store,
     ):
         store.create(SUMS)
@@ -166,7 +166,7 @@ def test_a_copy_that_is_too_old_is_not_served(transport: str, payload: str) -> N
 
 def test_a_row_that_is_not_wanted_any_more_is_dropped() -> None:
     with (
-        servers(2, workers=1, hot_rows=0.2, hot_age=AGE) as running,
+        servers(2, workers=1, hot=(0.2, AGE)) as running,
         joined(running[0]) as store,
     ):
         store.create(SUMS)
@@ -187,7 +187,7 @@ def test_a_synchronous_run_is_the_same_with_copies_and_without() -> None:
     def run(share: float) -> tuple[list[torch.Tensor], list[int]]:
         seen: list[list[torch.Tensor]] = [[], []]
         with (
-            servers(2, workers=2, hot_rows=share, hot_age=0.001) as running,
+            servers(2, workers=2, hot=(share, 0.001)) as running,
             workers(running[0], 2) as stores,
         ):
             ada = Table("ada", dim=4, optimizer="adagrad", options={"lr": 0.1}, seed=3)
@@ -214,14 +214,14 @@ def test_a_synchronous_run_is_the_same_with_copies_and_without() -> None:
 def test_a_single_worker_sees_the_same_training_as_without() -> None:
     found = []
     for share in (0.0, 0.01):
-        with servers(2, hot_rows=share) as running, joined(running[0]) as store:
+        with servers(2, hot=(share, 0.1)) as running, joined(running[0]) as store:
             found.append(play(store))
     for a, b in zip(*found, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_a_guest_reads_what_it_wrote() -> None:
-    with servers(2, workers=1, hot_rows=0.01, hot_age=AGE) as running, joined(running[0]) as store:
+    with servers(2, workers=1, hot=(0.01, AGE)) as running, joined(running[0]) as store:
         store.create(SUMS)
         key = torch.tensor([key_of(store, 1)])
         hot(store, int(key))
@@ -235,7 +235,7 @@ def test_a_guest_reads_what_it_wrote() -> None:
 
 def test_an_owner_dies_while_its_row_is_hot_and_no_push_is_lost() -> None:
     with (
-        threads(3, 2, 2, hot_rows=0.05, hot_age=AGE) as (root, running),
+        threads(3, 2, 2, hot=(0.05, AGE)) as (root, running),
         workers(root, 2) as stores,
     ):
         key = key_of(stores[0], 1)
@@ -265,6 +265,7 @@ def test_an_owner_dies_while_its_row_is_hot_and_no_push_is_lost() -> None:
 
 def kill(running: Servers, number: int) -> None:
     """Kill the server of this number and start another."""
-    at = next(i for i, end in enumerate(running.kill) if end.__self__.held.me == number)  # type: ignore
+    numbers = [end.__self__.held.me for end in running.kill]  # of bound methods
+    at = numbers.index(number)
     running.kill[at]()
     running.kill[at] = running._spawn()

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from manyhands.server.client.hot_reads import MOST_IDS, HotReads
+from manyhands.server.hot_copies.hot_reads import MOST_IDS, HotReads
 from manyhands.server.protocol.messages import ShardAddress
 from manyhands.server.slots import SlotMap
 

@@ -20,10 +20,10 @@ import torch
 from manyhands.core import Rows, Tensors
 from manyhands.errors import ManyhandsError, StoreError
 from manyhands.server.client.connection import Connection
-from manyhands.server.client.hot_reads import HotReads
 from manyhands.server.client.push_buffers import PushBuffers
 from manyhands.server.client.request import Moved, Outs, Pulled, Request, ShardPart, describe
 from manyhands.server.client.route import Router
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SLOTS, SlotMap
 
@@ -88,6 +88,8 @@ class RequestSender:
     ) -> list[Request]:
         """Send parts, by table and shard. `how` is None without a push."""
         requests = []
+        if how is not None and how.adapt:
+            self.hot.stop()
         for s, connection in enumerate(self.connections):
             wanted = [parts[s] for parts in pull if parts[s].count]
             if s == self.hot.shard:  # after those of the shards
@@ -170,6 +172,13 @@ class RequestSender:
     def add_commits(self, version: int, commits: m.Commits) -> None:
         self.version = version
         self._commits += commits
+
+    def catch_up(self, commits: m.Commits) -> None:
+        """Commits that were made before this process joined, and that a shard may not have: only
+        the workers that they were told to know of them, and one of these may be dead."""
+        if commits:
+            self._applied = [commits[0][0] - 1] * len(self.connections)
+            self._commits = list(commits)
 
     def commits_for(self, connection: Connection) -> tuple[m.Commits, int]:
         """What a shard must apply before it serves; it ignores commits that it has."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Rows, Table, Tensors
-from manyhands.server.client.hot_reads import HotReads
 from manyhands.server.client.request import Outs, ShardPart
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SlotMap, ranges
 from manyhands.server.tables.gradient_kernels import finite

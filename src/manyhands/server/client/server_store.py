@@ -18,6 +18,7 @@ import contextlib
 import math
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -30,12 +31,13 @@ from manyhands.errors import ServerLost, StoreError
 from manyhands.server.client.connection import Connection
 from manyhands.server.client.dial import Transport
 from manyhands.server.client.heartbeat import Heartbeat
-from manyhands.server.client.hot_reads import HotReads
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.client.table_requests import start_table
 from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
 from manyhands.server.counters import since, together
+from manyhands.server.elastic.computed_steps import ComputedSteps
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack
 from manyhands.server.slots import SlotMap
@@ -51,7 +53,8 @@ SLACK_S = 5.0
 class ServerStore:
     """`coordinator` is HOST:PORT. All ranks open a store with the same `size`. A worker without a
     heartbeat for `lease_s` is taken for dead; None: as the coordinator was started. In `namespace`
-    the workers of one run have their own clock; a `guest` has none, see `guest_store`."""
+    the workers of one run have their own clock; a `guest` has none, see `guest_store`.
+    With `elastic`, workers may be replaced, and lease their steps (`elastic.client`)."""
 
     background = True
 
@@ -70,6 +73,7 @@ class ServerStore:
         kkt: float | None = None,
         namespace: str = "",
         guest: bool = False,
+        elastic: bool = False,
     ):
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
@@ -78,6 +82,7 @@ class ServerStore:
         # `_has_pending`: pushed with pending=True in this clock
         self._incarnation, self._clock, self._has_pending = -1, 0, False
         self._last_stats: dict[str, float] = {}
+        self.steps: ComputedSteps | None = None  # of an elastic worker
         self._heartbeat: Heartbeat | None = None
         prove = lambda: self._proof("control")
         # two: a tick may wait for other ranks, and a lost server must be found meanwhile
@@ -86,21 +91,11 @@ class ServerStore:
             for _ in range(2)
         )
 
-        def connect(where: m.ShardAddress, sender: RequestSender) -> Connection:
-            return Connection(
-                where,
-                token,
-                lambda: self._proof("data", where.shard),
-                timeout_s=timeout_s,
-                transport=transport,
-                tls=tls,
-                on_epoch=sender.on_epoch,
-                on_absence=sender.on_absence,
-            )
-
+        connect = partial(self._connect, transport)
         try:
             entered = self._control.ask(
-                m.Join(size, None, lease_s, namespace, guest), "registration with the coordinator"
+                m.Join(size, None, lease_s, namespace, guest, elastic),
+                "registration with the coordinator",
             )
             self._incarnation, self._clock = entered.incarnation, entered.clock
             self._worker = entered.worker  # what servers know this rank by
@@ -118,10 +113,25 @@ class ServerStore:
                 hot=HotReads(rank, len(entered.shards), 0.0 if guest else entered.hot[1]),
             )
             self._control.patient = self._maps.patient = entered.recovers
+            self._sender.catch_up(entered.commits)
         except BaseException:
             self._close_control()
             raise
         self._router = self._sender.router
+
+    def _connect(
+        self, transport: Transport, where: m.ShardAddress, sender: RequestSender
+    ) -> Connection:
+        return Connection(
+            where,
+            self._token,
+            lambda: self._proof("data", where.shard),
+            timeout_s=self.timeout_s,
+            transport=transport,
+            tls=self._tls,
+            on_epoch=sender.on_epoch,
+            on_absence=sender.on_absence,
+        )
 
     def _proof(self, role: Any, shard: int = 0) -> m.Proof:
         return m.Proof(b"", role, shard, self._worker, self._incarnation, b"")
@@ -146,7 +156,9 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            how = self._how(options)
+            how = m.PushMessage(self._clock, **options)
+            if self.steps is not None:
+                self.steps.mark(how)
             requests = sender.post(self._router.parts(rows, updates), [], how, False)
             self._has_pending |= how.pending
             return Pushed(sender, requests)
@@ -158,16 +170,11 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            how = self._how(options)
             parts, outs = self._router.wanted(wants, None, sender.reads_copies())
+            how = m.PushMessage(self._clock, **options)
             requests = sender.post(self._router.parts(rows, updates), parts, how, False)
             self._has_pending |= how.pending
             return Pulled(sender, requests, outs)
-
-    def _how(self, options: PushOptions) -> m.PushMessage:
-        if options.get("adapt"):
-            self._sender.hot.stop()
-        return m.PushMessage(self._clock, **options)
 
     def push_buffers(self, rows: Rows) -> Tensors:
         """Memory for the updates of these rows, from which a push is not copied where that is
@@ -227,6 +234,15 @@ class ServerStore:
 
     def request_sync(self) -> None:
         self._control.ask(m.RequestSync(), "sync request")
+
+    def ask(self, message: m.Message, what: str, timeout_s: float | None) -> Any:
+        """Ask the coordinator."""
+        return self._control.ask(message, what, timeout_s=timeout_s)
+
+    @property
+    def incarnation(self) -> int:
+        """How many processes have been this worker before."""
+        return self._incarnation
 
     def flush(self) -> None:
         self._sender.flush()

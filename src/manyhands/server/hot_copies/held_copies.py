@@ -10,10 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from manyhands.server.protocol.messages import Exchange
+from manyhands.server.table_updates import TablePull
 
 Rows = tuple[np.ndarray, np.ndarray]  # ids, and a row for each
 
@@ -132,3 +136,20 @@ class HeldCopies:
             order = order[last]
             reads = np.zeros(order.size, np.int64)
             self._tables[name] = _Table(ids[order], rows[order], asked[order], epoch[order], reads)
+
+
+def read_copies(
+    copies: HeldCopies | None, x: Exchange, pulls: Sequence[TablePull], layouts: Sequence[Any]
+) -> dict[int, np.ndarray | None]:
+    """What of a request is read from copies, by its place among the pulls; None: not here, too old,
+    or of a table that had other rows. A layout is (dtype, count, width, shape) of a pull."""
+    found: dict[int, np.ndarray | None] = {}
+    for at, (request, pull) in enumerate(zip(x.pull, pulls, strict=True)):
+        if request.copies and pull.ids is not None:
+            rows = None
+            if copies is not None:
+                rows = copies.read(pull.table, pull.ids, x.epoch, request.copies)
+            dtype, _, _, shape = layouts[at]
+            fits = rows is not None and rows.shape == shape and rows.dtype == dtype
+            found[at] = rows if fits else None
+    return found

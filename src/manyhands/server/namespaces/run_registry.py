@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from manyhands.core import Tick
 from manyhands.errors import StoreError
 from manyhands.server.clock import Clock, Commit, Membership
+from manyhands.server.namespaces.clock_state import clock_of, clock_state
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.messages import RUN_BITS
 from manyhands.server.validate import check_namespace
@@ -92,10 +93,14 @@ class RunState:
         tick = self.clock.tick(
             rank, x.clock, x.staleness, x.quorum, x.late, x.delay, x.pending, x.timeout_s
         )
+        return tick, self.commits_since(x.version)
+
+    def commits_since(self, version: int) -> list[Commit]:
+        """Later commits, in the numbers that servers use."""
         base = self.number << RUN_BITS
-        return tick, [
+        return [
             (version + self.committed, [(base + member, clock) for member, clock in members])
-            for version, members in self.clock.commits_since(x.version - self.committed)
+            for version, members in self.clock.commits_since(version - self.committed)
         ]
 
 
@@ -150,6 +155,12 @@ class RunRegistry:
                     f"worker {rank} expects {message.size} workers, but {_the_run(run)} for "
                     f"{run.clock.size}; give both the same number"
                 )
+            if message.elastic and self.keep:
+                raise StoreError(
+                    "elastic= on servers that other runs use too (--keep): steps of two runs could "
+                    "be taken for each other; let the run start its own servers"
+                )
+            run.clock.elastic.used |= message.elastic
             joined = run.join(rank, message.incarnation)
             return (run.number << RUN_BITS) + rank, joined
 
@@ -198,7 +209,13 @@ class RunRegistry:
             return {
                 "runs": [
                     [
-                        *(run.number, run.namespace, run.clock.state(), run.earlier, run.committed),
+                        *(
+                            run.number,
+                            run.namespace,
+                            clock_state(run.clock),
+                            run.earlier,
+                            run.committed,
+                        ),
                         *(sorted(run.joined), run.latest, run.died),
                         *(sorted(run.tables), sorted(run.left_tables)),
                     ]
@@ -211,7 +228,7 @@ class RunRegistry:
     def load(self, state: Mapping[str, Any]) -> None:
         for number, name, clock, earlier, committed, *rest in state["runs"]:
             joined, latest, died, tables, left = rest
-            run = RunState(number, name, Clock.of(clock), earlier, committed, set(joined), latest)
+            run = RunState(number, name, clock_of(clock), earlier, committed, set(joined), latest)
             run.died, run.tables, run.left_tables = died, set(tables), set(left)
             self._by_name[name] = self._by_number[number] = run
         self._guests = {guest: incarnation for guest, incarnation, _ in state["guests"]}

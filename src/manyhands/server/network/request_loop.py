@@ -8,12 +8,13 @@ checked before any of it is applied.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from manyhands.core import Table
-from manyhands.errors import NotFinite, StoreError
+from manyhands.errors import Evicted, NotFinite, StoreError
+from manyhands.server.hot_copies.held_copies import read_copies
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.protocol import arena, row_encoding
@@ -46,6 +47,12 @@ CHUNK_BYTES = 1 << 21  # of a pull, read and sent at a time
 
 class _UnknownKeys(Exception):
     """A request names a key list by its hash, and this end does not have it (any more)."""
+
+
+def _kind(e: StoreError) -> Literal["finite", "evicted", "store"]:
+    return (
+        "finite" if isinstance(e, NotFinite) else "evicted" if isinstance(e, Evicted) else "store"
+    )
 
 
 class RequestLoop:
@@ -95,9 +102,7 @@ class RequestLoop:
             except NotLeading:
                 self._ask_to_resend(head.number, m.Resend("epoch", self._status.epoch))
             except StoreError as e:
-                channel.send(
-                    m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
-                )
+                channel.send(m.Failed(_kind(e), str(e)), head.number)
             except (Malformed, OSError):
                 raise
             except Exception as e:  # a fault of ours, or no memory: only this worker gets an error
@@ -138,15 +143,17 @@ class RequestLoop:
                 described, parts = pack(content)
                 self._channel.send(m.TableContent(described, stop), number, parts)
             case m.BeginSnapshot():
-                self._endpoint.replicator.check_leads()
+                try:
+                    self._endpoint.replicator.check_leads()
+                except NotLeading:  # its connection knows no other server
+                    raise StoreError(f"shard {self._shard.index} has moved; begin again") from None
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
             case h.ListHot():
-                copies, age = self._status.copies, self._status.copy_age
-                self._channel.send(h.HotList({} if copies is None else copies.listed(age)), number)
+                self._channel.send(h.HotList(self._status.hot_copies()), number)
             case m.GetStats():
                 self._channel.send(m.Stats(self._endpoint.stats()), number)
             case _:
@@ -314,7 +321,7 @@ class RequestLoop:
             row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        copied = self._copied(x, pulls)
+        copied = read_copies(self._status.copies, x, pulls, shapes)
         in_chunks = answer is None and x.codec == "none" and not x.remember and not copied
         if in_chunks and sum(sizes) > 2 * CHUNK_BYTES:
             self._send_rows_in_chunks(number, pulls, shapes, applied)
@@ -345,20 +352,6 @@ class RequestLoop:
             self._channel.send(m.RowsReply(version, applied, missed), number)
         else:
             self._channel.send(m.RowsReply(version, applied, missed), number, raws)
-
-    def _copied(self, x: m.Exchange, pulls: list[TablePull]) -> dict[int, np.ndarray | None]:
-        """Copies of other shards' hot rows, by their place among the pulls; None: not here."""
-        found: dict[int, np.ndarray | None] = {}
-        for at, (request, pull) in enumerate(zip(x.pull, pulls, strict=True)):
-            if not request.copies or pull.ids is None:
-                continue
-            copies, rows = self._status.copies, None
-            if copies is not None:
-                rows = copies.read(pull.table, pull.ids, x.epoch, request.copies)
-            spec = self._spec(pull.table)[0]
-            same = rows is not None and rows.shape[1] == spec.dim and rows.dtype == spec.dtype
-            found[at] = rows if same else None
-        return found
 
     def _send_rows_in_chunks(
         self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool

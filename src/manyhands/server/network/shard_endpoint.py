@@ -26,6 +26,10 @@ class ServerStatus:
     copies: HeldCopies | None = None  # of hot rows
     copy_age: float = 0.0
 
+    def hot_copies(self) -> dict[str, list[int]]:
+        """Ids of the copies here that may be read, by table."""
+        return {} if self.copies is None else self.copies.listed(self.copy_age)
+
 
 class ShardEndpoint:
     """Serves the connections of one shard."""

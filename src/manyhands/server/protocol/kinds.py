@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.server.protocol import elastic_messages as e
 from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
@@ -20,6 +21,7 @@ _MESSAGES: list[type[m.Message]] = [
     *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part, r.EraseRows, r.Loads),
     *(r.GetStatus, r.ServerStatusReply, r.Drain, r.Rebalance),
     *(t.ListTables, t.TableList, t.DeleteRows, t.DropTable, t.StartTable),
+    *(e.LeaseStep, e.StepLeased, e.Gather, e.Gathered, e.GetNote, e.Note, e.RequestLeaseSync),
     *(h.FetchHot, h.HotContent, h.ListHot, h.HotList),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.
