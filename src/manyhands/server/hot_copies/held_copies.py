@@ -33,13 +33,14 @@ class _Source:
 
 @dataclass(eq=False)
 class _Table:
-    """Copies of one table, of all sources; never changed but for `reads`."""
+    """Copies of one table, of all sources; never changed but for `reads`. Lists, not arrays: most
+    requests are for a row or two."""
 
-    ids: np.ndarray  # ascending
+    place: dict[int, int]  # by id
     rows: np.ndarray
-    asked: np.ndarray  # when, for each row
-    epoch: np.ndarray
-    reads: np.ndarray
+    asked: list[float]  # when, for each row
+    epoch: list[int]
+    reads: list[int]
 
 
 class HeldCopies:
@@ -72,25 +73,23 @@ class HeldCopies:
         """The rows of these ids, none older than `age`; None: not all of them are here so."""
         held = self._tables.get(table)
         if held is not None and ids.size:
-            at = np.searchsorted(held.ids, ids)
-            at[at == held.ids.size] = 0
-            oldest = self._clock() - age
-            if (
-                (held.ids[at] == ids).all()
-                and (held.asked[at] >= oldest).all()
-                and (held.epoch[at] == epoch).all()
-            ):
-                held.reads[at] += 1
-                self.served += ids.size
-                return held.rows[at]
+            at, oldest = [held.place.get(key, -1) for key in ids.tolist()], self._clock() - age
+            if all(a >= 0 and held.asked[a] >= oldest and held.epoch[a] == epoch for a in at):
+                for a in at:
+                    held.reads[a] += 1
+                self.served += len(at)
+                return held.rows[at[0] : at[0] + 1] if len(at) == 1 else held.rows[at]
         self.missed += 1
         return None
 
     def listed(self, age: float) -> dict[str, list[int]]:
         """Ids of copies that are no older than `age`, by table."""
         oldest = self._clock() - age
-        found = {name: held.ids[held.asked >= oldest] for name, held in self._tables.items()}
-        return {name: ids.tolist() for name, ids in found.items() if ids.size}
+        found = {
+            name: [key for key, a in held.place.items() if held.asked[a] >= oldest]
+            for name, held in self._tables.items()
+        }
+        return {name: ids for name, ids in found.items() if ids}
 
     def take_reads(self, source: int) -> list[tuple[str, list[int], list[int]]]:
         """How often copies of this source were read since the last call: table, ids, counts."""
@@ -107,12 +106,11 @@ class HeldCopies:
 
     def _collect(self, name: str) -> None:
         held = self._tables.get(name)
-        if held is not None and held.reads.any():
-            taken = held.reads.copy()
-            held.reads -= taken
+        if held is not None and any(held.reads):
             counted = self._reads.setdefault(name, Counter())
-            for at in np.flatnonzero(taken):
-                counted[int(held.ids[at])] += int(taken[at])
+            for key, a in held.place.items():
+                counted[key] += held.reads[a]
+                held.reads[a] = 0
 
     def _merge(self, names: set[str]) -> None:
         for name in names:
@@ -134,8 +132,13 @@ class HeldCopies:
             order = np.lexsort((asked, ids))
             last = np.append(ids[order][1:] != ids[order][:-1], True)
             order = order[last]
-            reads = np.zeros(order.size, np.int64)
-            self._tables[name] = _Table(ids[order], rows[order], asked[order], epoch[order], reads)
+            self._tables[name] = _Table(
+                {key: a for a, key in enumerate(ids[order].tolist())},
+                rows[order],
+                asked[order].tolist(),
+                epoch[order].tolist(),
+                [0] * order.size,
+            )
 
 
 def read_copies(
