@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -128,9 +129,9 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
     claims = []
     try:
         for name in wanted:
+            seconds = 0.5 if quick else 3.0
             runs: dict[str, Callable[[], float]] = {
-                each: lambda group=group, name=name: group.run(name, 0.5 if quick else 3.0)  # type: ignore
-                for each, group in groups.items()
+                each: partial(group.run, name, seconds) for each, group in groups.items()
             }
             found = alternate(runs, 1 if quick else 5)
             ours, peer = (median(found[each]) for each in ("copies", "plain"))

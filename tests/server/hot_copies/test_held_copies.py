@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from manyhands.server.hot_copies.held_copies import HeldCopies
+from manyhands.server.protocol.hot_messages import CopyReads
 
 
 def rows(*ids: int, value: float = 0.0, dim: int = 2) -> tuple[np.ndarray, np.ndarray]:
@@ -63,13 +64,19 @@ def test_a_table_that_was_made_anew_with_other_rows_does_not_mix() -> None:
 
 
 def test_reads_are_counted_once_and_reported_to_the_source() -> None:
-    held = HeldCopies(lambda: 0.0)
+    now = [0.0]
+    held = HeldCopies(lambda: now[0])
     held.put(1, 1, 0.0, {"t": rows(5, 6)})
     held.put(2, 1, 0.0, {"t": rows(7)})
-    held.read("t", ids(5, 7), 1, 1.0)
-    held.put(1, 1, 0.0, {"t": rows(5, 6)})  # a refresh loses no counts
-    held.read("t", ids(5), 1, 1.0)
-    assert held.take_reads(1) == [("t", [5], [2])]
+    assert held.take_reads(1) == held.take_reads(2) == []
+    now[0] = 1.0
+    held.read("t", ids(5, 7), 1, 1.0, worker=3)
+    held.put(1, 1, 1.0, {"t": rows(5, 6)})  # a refresh loses no counts
+    held.read("t", ids(5), 1, 1.0, worker=4)
+    assert held.take_reads(1) == [CopyReads("t", [5], [2], [3, 4])]
     assert held.take_reads(1) == []
-    assert held.take_reads(2) == [("t", [7], [1])]
+    assert held.take_reads(2) == [CopyReads("t", [7], [1], [3, 4])]
+    now[0] = 2.0
+    held.read("t", ids(6), 1, 1.0, worker=4)
+    assert held.take_reads(1) == [CopyReads("t", [6], [1], [4])]
     assert held.take_reads(9) == []

@@ -89,6 +89,10 @@ def test_a_hot_row_is_read_from_the_shard_of_the_worker_and_sums_are_exact() -> 
                 assert time.monotonic() < until, "no copy is read"
                 assert (stores[rank].pull(rows)["sums"] == sum(pushes)).all()
         assert served(running)[0] == 0  # of rank 0, whose shard owns the row
+        # staleness is measured: the owner hears of reads elsewhere
+        shard = running[0].shards[0]
+        pulled = [shard.pulled[store._worker, "sums"] for store in stores]
+        assert pulled[1] > 0 and pulled[2] > 0
         stores[2].push(rows, {"sums": ONES}).wait()
         stores[1].flush()  # what all have pushed, from now on
         assert (stores[1].pull(rows)["sums"] == sum(pushes) + 1).all()

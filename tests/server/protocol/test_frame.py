@@ -103,6 +103,7 @@ def test_every_kind_of_message_has_a_number_of_its_own() -> None:
         messages.ServerEntry,
         messages.ShardChain,
         table_messages.StoredPart,
+        hot_messages.CopyReads,
     }
     assert set(frame.KINDS.values()) == kinds - parts
 

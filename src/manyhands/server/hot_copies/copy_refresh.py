@@ -137,9 +137,7 @@ class CopyRefresh:
             if not isinstance(message, h.FetchHot):
                 raise Malformed("garbage", f"a {type(message).__name__} came for hot rows")
 
-    def _collect(
-        self, reads: list[tuple[str, list[int], list[int]]]
-    ) -> tuple[int, dict[str, Rows]]:
+    def _collect(self, reads: list[h.CopyReads]) -> tuple[int, dict[str, Rows]]:
         """The hot rows of all shards that this server leads, by table."""
         epoch, found = self._epoch(), dict[str, list[Rows]]()
         for shard, replicator in self._led():
@@ -157,7 +155,7 @@ class CopyRefresh:
         }
 
 
-def hot_rows_of(shard: Shard, reads: list[tuple[str, list[int], list[int]]]) -> dict[str, Rows]:
+def hot_rows_of(shard: Shard, reads: list[h.CopyReads]) -> dict[str, Rows]:
     """The hot rows of one shard as they are now; `reads` of copies count as reads of its own."""
     found: dict[str, Rows] = {}
     with shard.lock:
@@ -165,10 +163,14 @@ def hot_rows_of(shard: Shard, reads: list[tuple[str, list[int], list[int]]]) -> 
         if hot is None:
             return {}
         known = hot.now()
-        for name, read, counts in reads:
-            mine = set(known[name].tolist()) if name in known else set()
-            some = [(key, n) for key, n in zip(read, counts, strict=True) if key in mine]
-            hot.read_elsewhere(name, [key for key, _ in some], [n for _, n in some])
+        for read in reads:
+            mine = set(known[read.table].tolist()) if read.table in known else set()
+            pairs = zip(read.ids, read.counts, strict=True)
+            some = {key: n for key, n in pairs if key in mine}
+            if some:
+                hot.read_elsewhere(read.table, list(some), list(some.values()))
+                for worker in read.workers:  # the staleness of its next push is counted from here
+                    shard.pulled[worker, read.table] = shard.contents[read.table].version
         for name, ids in known.items():
             table = shard.contents.get(name)
             if isinstance(table, SparseTable):

@@ -7,6 +7,7 @@ slot map that it came by, and no other.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from manyhands.server.protocol.hot_messages import CopyReads
 from manyhands.server.protocol.messages import Exchange
 from manyhands.server.table_updates import TablePull
 
@@ -51,6 +53,8 @@ class HeldCopies:
         self._sources: dict[int, _Source] = {}
         self._tables: dict[str, _Table] = {}
         self._reads: dict[str, Counter[int]] = {}
+        self._readers: dict[str, dict[int, float]] = {}  # by table and worker: the last read
+        self._taken: dict[int, float] = {}  # by source: when its reads were taken
         self.served = self.missed = 0  # rows; parts of requests
 
     def put(self, source: int, epoch: int, asked: float, tables: Mapping[str, Rows]) -> None:
@@ -69,12 +73,16 @@ class HeldCopies:
             if gone is not None:
                 self._merge(set(gone.tables))
 
-    def read(self, table: str, ids: np.ndarray, epoch: int, age: float) -> np.ndarray | None:
+    def read(
+        self, table: str, ids: np.ndarray, epoch: int, age: float, worker: int = 0
+    ) -> np.ndarray | None:
         """The rows of these ids, none older than `age`; None: not all of them are here so."""
         held = self._tables.get(table)
         if held is not None and ids.size:
-            at, oldest = [held.place.get(key, -1) for key in ids.tolist()], self._clock() - age
+            at, now = [held.place.get(key, -1) for key in ids.tolist()], self._clock()
+            oldest = now - age
             if all(a >= 0 and held.asked[a] >= oldest and held.epoch[a] == epoch for a in at):
+                self._readers.setdefault(table, {})[worker] = now
                 for a in at:
                     held.reads[a] += 1
                 self.served += len(at)
@@ -91,17 +99,20 @@ class HeldCopies:
         }
         return {name: ids for name, ids in found.items() if ids}
 
-    def take_reads(self, source: int) -> list[tuple[str, list[int], list[int]]]:
-        """How often copies of this source were read since the last call: table, ids, counts."""
+    def take_reads(self, source: int) -> list[CopyReads]:
+        """How often copies of this source were read since the last call."""
         with self._lock:
-            there = self._sources.get(source)
+            there, now = self._sources.get(source), self._clock()
+            since, self._taken[source] = self._taken.get(source, -math.inf), now
             found = []
             for name, (ids, _) in ({} if there is None else there.tables).items():
                 self._collect(name)
                 counted = self._reads.get(name, Counter())
                 counts = {key: counted.pop(key) for key in ids.tolist() if counted[key]}
                 if counts:
-                    found.append((name, list(counts), list(counts.values())))
+                    read = list(self._readers.get(name, {}).items())
+                    workers = [worker for worker, when in read if when > since]
+                    found.append(CopyReads(name, list(counts), list(counts.values()), workers))
             return found
 
     def _collect(self, name: str) -> None:
@@ -123,6 +134,7 @@ class HeldCopies:
             if not parts:
                 self._tables.pop(name, None)
                 self._reads.pop(name, None)
+                self._readers.pop(name, None)
                 continue
             ids = np.concatenate([ids for _, ids, _ in parts])
             rows = np.concatenate([rows for _, _, rows in parts])
@@ -142,7 +154,11 @@ class HeldCopies:
 
 
 def read_copies(
-    copies: HeldCopies | None, x: Exchange, pulls: Sequence[TablePull], layouts: Sequence[Any]
+    copies: HeldCopies | None,
+    worker: int,
+    x: Exchange,
+    pulls: Sequence[TablePull],
+    layouts: Sequence[Any],
 ) -> dict[int, np.ndarray | None]:
     """What of a request is read from copies, by its place among the pulls; None: not here, too old,
     or of a table that had other rows. A layout is (dtype, count, width, shape) of a pull."""
@@ -151,7 +167,7 @@ def read_copies(
         if request.copies and pull.ids is not None:
             rows = None
             if copies is not None:
-                rows = copies.read(pull.table, pull.ids, x.epoch, request.copies)
+                rows = copies.read(pull.table, pull.ids, x.epoch, request.copies, worker)
             dtype, _, _, shape = layouts[at]
             fits = rows is not None and rows.shape == shape and rows.dtype == dtype
             found[at] = rows if fits else None

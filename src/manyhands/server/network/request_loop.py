@@ -321,7 +321,7 @@ class RequestLoop:
             row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        copied = read_copies(self._status.copies, x, pulls, shapes)
+        copied = read_copies(self._status.copies, self._worker, x, pulls, shapes)
         in_chunks = answer is None and x.codec == "none" and not x.remember and not copied
         if in_chunks and sum(sizes) > 2 * CHUNK_BYTES:
             self._send_rows_in_chunks(number, pulls, shapes, applied)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from manyhands.server.protocol.messages import ArraySpec, Message
 
 
+class CopyReads(Message):
+    """Reads of copies of one table."""
+
+    table: str
+    ids: list[int]
+    counts: list[int]
+    workers: list[int]  # who read
+
+
 class FetchHot(Message):
     """From server to server: send the hot rows of the shards that you lead."""
 
-    reads: list[tuple[str, list[int], list[int]]]  # of copies, since the last: table, ids, counts
+    reads: list[CopyReads]  # of copies, since the last
 
 
 class HotContent(Message):
