@@ -207,6 +207,9 @@ class Plan:
     lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
     cache_age: int = 8
+    # rows with this share of a server's accesses are copied to all servers; 0: none
+    hot_rows: float = 0.0
+    hot_age: float = 0.1  # seconds that such a copy may be old
     # async: rows are updated push by push; sync: those of all ranks and one step together
     embeddings: Literal["async", "sync"] = "async"
     threads: int | None = None

@@ -31,6 +31,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path | None)
         # always the more frequent answer: 0.55, and of the made-up rows 0.63
         ("click", "data=1 servers=1 steps=150 cache=1000 cache_age=2", 0.55),
         pytest.param("click", "data=2 servers=1 steps=100", 0.55, marks=pytest.mark.slow),
+        pytest.param(
+            "click", "data=2 servers=2 steps=100 hot_rows=0.02", 0.55, marks=pytest.mark.slow
+        ),
         # the variance is 1.0, the mean 3
         pytest.param("factorise", "data=2 servers=2 steps=300", 1.2, marks=pytest.mark.slow),
     ],

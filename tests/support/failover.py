@@ -75,11 +75,15 @@ def processes(count: int, replicas: int, workers: int) -> Iterator[tuple[Server,
 
 
 @contextmanager
-def threads(count: int, replicas: int, workers: int) -> Iterator[tuple[Server, Servers]]:
+def threads(
+    count: int, replicas: int, workers: int, **words: Any
+) -> Iterator[tuple[Server, Servers]]:
     """All servers in threads of this process; a kill ends their sockets without a word."""
     with ExitStack() as stack:
         root = stack.enter_context(
-            Server(shards=0, token=TOKEN, servers=count, workers=workers, replicas=replicas)
+            Server(
+                shards=0, token=TOKEN, servers=count, workers=workers, replicas=replicas, **words
+            )
         )
 
         def spawn() -> Callable[[], None]:

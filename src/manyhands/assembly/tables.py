@@ -238,7 +238,7 @@ def _check(
         raise PlanError(
             "embeddings=sync has no effect: the model has no mh.Embedding; leave it out"
         )
-    for key in ("cache", "lookahead"):
+    for key in ("cache", "lookahead", "hot_rows"):
         if not embedded and getattr(plan, key) != Plan.__dataclass_fields__[key].default:
             raise PlanError(
                 f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; "
@@ -345,6 +345,8 @@ def server_options(
         (plan.membership or str(directory / "membership")) if plan.replicas > 1 else "",
         directory.name,
         str(directory / SERVERS_FILE),
+        plan.hot_rows,
+        plan.hot_age,
     )
 
 

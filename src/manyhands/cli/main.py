@@ -320,9 +320,9 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="allreduce, compression, data-parallel, exchange, gpu, merge-strategies, "
-            "model-parallel, overhead, robust, server, slow-network, sparse, store, stragglers, "
-            "or all."
+            help="allreduce, compression, data-parallel, exchange, gpu, hot-rows, "
+            "merge-strategies, model-parallel, overhead, robust, server, slow-network, sparse, "
+            "store, stragglers, or all."
         ),
     ],
     json: Annotated[

@@ -54,6 +54,8 @@ class ServerOptions:
     # a file for their address and token, by which `manyhands servers` finds them; only its owner
     # can read it
     address_file: str = ""
+    hot_rows: float = 0.0  # share of accesses from which on a row is copied to all servers
+    hot_age: float = 0.1  # seconds that a copy may be old
 
 
 @dataclass
@@ -192,6 +194,11 @@ def join(
                 f"{said}= of the plan is for servers that the run starts itself, but it joins "
                 f"those at {served.coordinator}; give `manyhands server` --{said} instead"
             )
+    if options.hot_rows:
+        raise LaunchError(
+            f"hot_rows={options.hot_rows:g} of the plan is for servers that the run starts itself, "
+            f"but it joins those at {served.coordinator}; leave it out"
+        )
     if served.role not in (None, "worker"):
         raise LaunchError(
             f"DMLC_ROLE={served.role}, but this process trains; start it with DMLC_ROLE=worker, "
@@ -237,6 +244,8 @@ def _request(
         "ack": options.ack,
         "memory_bytes": options.memory_bytes,
         "modules": list(options.modules),
+        "hot_rows": options.hot_rows,
+        "hot_age": options.hot_age,
         "membership": options.membership if not coordinator else "",
         # of this start of the run: a resumed run has other servers
         "run": f"{options.run}-{hashlib.sha256(token.encode()).hexdigest()[:12]}",

@@ -20,6 +20,8 @@ SERVER_WORDS = (
     "lookahead",
     "cache",
     "cache_age",
+    "hot_rows",
+    "hot_age",
     "embeddings",
     "lease_s",
     "shards",
@@ -117,6 +119,7 @@ def _check_numbers(plan: Plan) -> None:
                 "add servers=1"
             )
     _check_replicas(plan)
+    _check_hot(plan)
     if plan.cache_age != default("cache_age") and not plan.cache:
         raise PlanError(
             f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
@@ -142,6 +145,37 @@ def _check_replicas(plan: Plan) -> None:
             )
     if plan.server_memory is not None:
         parse_bytes(plan.server_memory)
+
+
+def _check_hot(plan: Plan) -> None:
+    """Copies of hot rows are for runs whose reads may be a moment old."""
+    word = f"hot_rows={plan.hot_rows:g}"
+    if not 0 <= plan.hot_rows < 1:
+        raise PlanError(f"{word}, but a share of accesses is needed: 0 or more, less than 1")
+    if not 0 < plan.hot_age < math.inf:
+        raise PlanError(f"hot_age={plan.hot_age:g}, but seconds are needed, more than 0")
+    if not plan.hot_rows:
+        if plan.hot_age != default("hot_age"):
+            raise PlanError(
+                f"hot_age={plan.hot_age:g} has no effect without copies of hot rows; add "
+                "hot_rows=0.01, say"
+            )
+        return
+    if plan.servers < 2:
+        raise PlanError(
+            f"{word} copies rows to other servers, and there is {plan.servers}; set servers=2 or "
+            "more, or leave it out"
+        )
+    exact = "embeddings=sync" if plan.embeddings == "sync" else ""
+    if getattr(plan.strategy, "staleness", None) == 0:
+        exact = "staleness=0"
+    elif plan.merge in ("backup", "async_admm"):  # their rounds are committed together
+        exact = f"merge={plan.merge}"
+    if exact:
+        raise PlanError(
+            f"{word} lets a rank read rows that are {plan.hot_age:g} s old, and {exact} lets it "
+            "read the newest only; leave one of them out"
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -293,7 +293,7 @@ class Coordinator:
         answer = slots.message()
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s, answer.recovers = message.lease_s or self.lease_s, self._save is not None
-        answer.worker = worker
+        answer.worker, answer.hot = worker, self.registry.hot
         run, _ = self.runs.run_of(worker)
         if run is not None and joined.incarnation:
             answer.commits = run.commits_since(max(0, joined.version - CATCH_UP))

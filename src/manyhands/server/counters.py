@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from manyhands.server.hot_copies.hot_ids import HotIds
 from manyhands.server.slots import SLOTS
 from manyhands.server.tables.hashing import seed_of, slot_of
 
@@ -30,6 +31,7 @@ class ShardCounters:
         self._hot: dict[str, Counter[int]] = {}
         self._sampled: Counter[str] = Counter()  # table -> ids
         self._requests = 0
+        self.hot_ids: HotIds | None = None  # where hot rows are copied
         self.loads = np.zeros(SLOTS)
 
     def add(self, name: str, number: int = 1) -> None:
@@ -52,6 +54,8 @@ class ShardCounters:
 
     def forget(self, table: str) -> None:
         self._hot.pop(table, None)
+        if self.hot_ids is not None:
+            self.hot_ids.forget(table)
         self._sampled.pop(table, None)
 
     def values(self) -> dict[str, float]:
@@ -72,6 +76,8 @@ class ShardCounters:
         step = max(1, ids.size // IDS)
         some = np.ascontiguousarray(ids[(self._requests // EVERY) % step :: step][:IDS])
         np.add.at(self.loads, slot_of(some, seed_of(table), SLOTS), step * EVERY)
+        if self.hot_ids is not None:
+            self.hot_ids.sampled(table, some, step * EVERY)
         keys = self._hot.setdefault(table, Counter())
         keys.update(some.tolist())
         self._sampled[table] += some.size

@@ -30,6 +30,7 @@ from manyhands import membership
 from manyhands.errors import ManyhandsError, ServerLost, StoreError
 from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
+from manyhands.server.hot_copies.hot_ids import checked_hot
 from manyhands.server.malloc_arenas import limit_malloc_arenas
 from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
@@ -64,9 +65,10 @@ class Server:
     and `workers` workers, and keeps `replicas` of every shard; then `shards` may be 0, for a
     coordinator without tables. With `keep` it goes on when a run is over, for other runs and for
     `mh.Store`. `advertise` (HOST or HOST:PORT) is the address that others get,
-    where it is not the one listened on. `keeper` keeps the coordinator's state for the next one;
-    a server whose coordinator has one waits `patience_s` for it to come back. `extra`: the
-    coordinator was not started for this server; it takes its part of what the others hold.
+    where it is not the one listened on. Rows with the share `hot[0]` of accesses are copied to all
+    servers, copies at most `hot[1]` seconds old. `keeper` keeps the coordinator's state for the
+    next one; a server whose coordinator has one waits `patience_s` for it to come back. `extra`:
+    the coordinator was not started for this server; it takes its part of what the others hold.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Server:
         keep: bool = False,
         replicas: int = 1,
         ack: Literal["all", "primary"] = "all",
+        hot: tuple[float, float] = (0.0, 0.1),
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
         tls: ssl.SSLContext | None = None,
@@ -94,10 +97,9 @@ class Server:
         _check(shards, coordinator, replicas, servers, ack)
         host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
-        self._status, self._failed = ServerStatus(), ""
-        self._closing, self._ready = threading.Event(), threading.Event()
+        self._status, self._failed, self._extra = ServerStatus(), "", extra
+        self._closing, self._ready, self._shards = threading.Event(), threading.Event(), shards
         self._token, self._client_tls, self._instance = token, client_tls, secrets.randbits(62)
-        self._shards, self._extra = shards, extra
         self._memory_bytes = memory_bytes and memory_bytes // (max(1, shards) * replicas)
         self._listener = ConnectionListener(
             host,
@@ -116,7 +118,7 @@ class Server:
             self._status, modules, connect=self._dial, tell=self._tell, fail=self._fail
         )
         if self._root is None:
-            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper)
+            self._coordinate(servers, workers, keep, replicas, ack, lease_s, keeper, hot)
         else:
             self._registration = Registration(
                 self._root,
@@ -140,9 +142,10 @@ class Server:
         ack: Literal["all", "primary"],
         lease_s: float,
         keeper: membership.Keeper | None,
+        hot: tuple[float, float],
     ) -> None:
         registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
-        registry.recovers = replicas > 1
+        registry.recovers, registry.hot = replicas > 1, checked_hot(*hot)
         saved, save = (None, None) if keeper is None else (keeper.load(), keeper.save)
         self.coordinator = Coordinator(
             registry, workers, lease_s, keep=keep, save=save, saved=saved
@@ -314,6 +317,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         keep=bool(config.get("keep")),
         replicas=config.get("replicas") or 1,
         ack=config.get("ack") or "all",
+        hot=(config.get("hot_rows") or 0.0, config.get("hot_age") or 0.1),
         memory_bytes=config.get("memory_bytes"),
         modules=config.get("modules") or (),
         tls=tls,

@@ -68,7 +68,7 @@ class ServerRegistry:
     ):
         self.num_servers, self.replicas, self.ack, self.lease_s = servers, replicas, ack, lease_s
         self.slots: SlotMap | None = None
-        self.recovers = False
+        self.recovers, self.hot = False, (0.0, 0.0)  # `hot`: see AssignSlots
         self.losses: list[tuple[int, str]] = []  # servers that were lost, and why
         self.loads: dict[int, float] = {}  # rows a second, by shard
         self.loads_here: Callable[[], dict[int, float]] = dict  # of a server in this process
@@ -215,7 +215,7 @@ class ServerRegistry:
             todo = [(s, s.send) for s in self._all if s.send is not None and s.epoch < slots.epoch]
             limits = [s.entry.memory_bytes for s in self._all]
         message = slots.message()
-        message.ack = self.ack
+        message.ack, message.hot = self.ack, self.hot
         message.memory_bytes = min((x for x in limits if x is not None), default=None)
         for server, send in todo:
             send(replace(message, you=server.number))

@@ -21,6 +21,7 @@ import numpy as np
 from manyhands.errors import StoreError
 from manyhands.server.counters import ShardCounters
 from manyhands.server.dedup import DedupMarks
+from manyhands.server.hot_copies.hot_ids import HotIds
 from manyhands.server.namespaces.shard_tables import ShardTables
 from manyhands.server.pending import (
     PendingPush,
@@ -50,7 +51,8 @@ EXPIRE_EVERY = 1024  # pushes between two expiries, where the table's options do
 
 
 class Shard(ShardTables):
-    """Thread-safe: one lock for all tables. `warn` gets a text when a table reaches its limit."""
+    """Thread-safe: one lock for all tables. `warn` gets a text when a table reaches its limit. From
+    the share `hot` of accesses on an id is hot (`hot_copies`)."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Shard(ShardTables):
         *,
         memory_bytes: int | None = None,
         modules: Sequence[str] = (),
+        hot: float = 0.0,
         warn: Callable[[str], None] = warnings.warn,
     ):
         super().__init__()
@@ -73,7 +76,12 @@ class Shard(ShardTables):
         self.pulled: dict[tuple[int, str], int] = {}
         self.compensation = DelayCompensation()
         self._counters = ShardCounters()
+        self._counters.hot_ids = HotIds(hot) if hot else None
         self.lock = threading.Lock()
+
+    @property
+    def hot_ids(self) -> HotIds | None:
+        return self._counters.hot_ids
 
     # -- pull --
 

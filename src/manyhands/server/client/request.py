@@ -40,6 +40,7 @@ class ShardPart:
     partition: Partition | None = None  # of a sparse one
     ids: np.ndarray | None = None
     key: int = 0
+    hot: bool = False  # copies of hot rows, at the shard of this worker's choice
     direct: bool = False  # ids as given, with their repeats: rows come back in that order
     updates: np.ndarray | None = None  # all of them, as given; None: a pull
     ready: np.ndarray | None = None  # updates by distinct id, where they had to be made before
@@ -178,6 +179,7 @@ class Request(PendingRequest):
             *((False, part) for part in self.pull),
         ]:
             keyed = m.TableRequest(part.table.name, part.count)
+            keyed.copies = self.sender.hot.age if part.hot else 0.0
             (message.push if given else message.pull).append(keyed)
             if part.ids is not None:
                 keyed.mode = m.IDS_SENT
@@ -248,14 +250,21 @@ class Request(PendingRequest):
             return
         assert block is not None
         cursor = Cursor(block.memory, self.answer_at)
-        for part in self.pull:
+        for at, part in enumerate(self.pull):
             out = outs[part.table.name]
-            if out is None:
+            if at in self.answer.missed:
+                cursor.take(part.raw_bytes(self.code), np.uint8)
+            elif out is None:
                 array = part.rows(cursor)
                 self.connection.arena.lend(block, array)
                 outs[part.table.name] = torch.from_numpy(array)
             else:
                 part.read(self.code, cursor, out.detach().numpy().reshape(-1))
+
+    @property
+    def missed(self) -> list[ShardPart]:
+        """Hot rows of which the shard had no copy that is new enough."""
+        return [self.pull[at] for at in self.answer.missed] if self.pull else []
 
     def abandon(self) -> None:
         """The caller gave up the rows."""

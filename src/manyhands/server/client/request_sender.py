@@ -23,6 +23,7 @@ from manyhands.server.client.connection import Connection
 from manyhands.server.client.push_buffers import PushBuffers
 from manyhands.server.client.request import Moved, Outs, Pulled, Request, ShardPart, describe
 from manyhands.server.client.route import Router
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SLOTS, SlotMap
 
@@ -41,9 +42,10 @@ class RequestSender:
         timeout_s: float,
         version: int,
         recovers: bool = False,
+        hot: HotReads,
     ):
         self.code, self.timeout_s, self.version = code, timeout_s, version
-        self.lock = threading.RLock()
+        self.lock, self.hot = threading.RLock(), hot
         self.counted: Counter[str] = Counter()
         self.failures: list[Exception] = []  # of pushes that no `wait` has reported
         self.closed = False
@@ -52,7 +54,7 @@ class RequestSender:
         self.connections = [connect(where, self) for where in slots.shards]
         for connection in self.connections:
             connection.patient = recovers
-        self.router = Router(slots, code, kkt, all(c.shared for c in self.connections))
+        self.router = Router(slots, code, kkt, all(c.shared for c in self.connections), hot)
         self._commits: m.Commits = []
         self._moved: list[Request] = []
         self._sequences = [0] * len(self.connections)
@@ -86,8 +88,12 @@ class RequestSender:
     ) -> list[Request]:
         """Send parts, by table and shard. `how` is None without a push."""
         requests = []
+        if how is not None and how.adapt:
+            self.hot.stop()
         for s, connection in enumerate(self.connections):
             wanted = [parts[s] for parts in pull if parts[s].count]
+            if s == self.hot.shard:  # after those of the shards
+                wanted += [parts[-1] for parts in pull if parts[-1].hot]
             if how is None and not wanted and self._applied[s] == self.version:
                 continue
             given = [parts[s] for parts in push]
@@ -97,6 +103,14 @@ class RequestSender:
             requests.append(request)
             connection.post(request)
         return requests
+
+    def reads_copies(self) -> bool:
+        """Whether a pull may read copies of hot rows now; the caller holds `lock`."""
+        hot = self.hot
+        if not hot.usable or min(self._applied) < self.version or self.router.kkt is not None:
+            return False
+        hot.ask(self.connections[hot.shard], self.router.slots, self.timeout_s)
+        return True
 
     def take_sequence(self, shard: int) -> int:
         """The next number of a change on a shard; the caller holds `lock`."""
@@ -108,6 +122,10 @@ class RequestSender:
         try:
             request.connection.wait(request)
             request.read(outs)
+            for part in request.missed:
+                self.counted["hot_missed"] += part.count
+                self.hot.missed(part.table.name)
+                self._pull_again(part, outs)
         except Moved:
             self._resend_moved()
             self._pull_moved(request, outs)
@@ -171,6 +189,7 @@ class RequestSender:
     def committed(self, connection: Connection, version: int) -> None:
         s = self.connections.index(connection)
         self._applied[s] = max(self._applied[s], version)
+        self.hot.settle()
         self._commits = [commit for commit in self._commits if commit[0] > min(self._applied)]
 
     # -- slot-map changes --
@@ -234,16 +253,20 @@ class RequestSender:
 
     def _pull_moved(self, request: Request, outs: Outs) -> None:
         for part in request.pull:
-            assert part.ids is not None
-            name = part.table.name
-            with self.lock:
-                self.check()
-                parts, again = self.router.wanted({name: torch.from_numpy(part.ids)}, None)
-                reply = Pulled(self, self.post([], parts, None, False), again)
-            rows, out = reply.result()[name], outs[name]
-            if out is None:
-                outs[name] = rows
-            elif part.direct:
-                out.copy_(rows)
-            else:
-                part.spread(rows.numpy().reshape(-1), out.detach().numpy().reshape(-1))
+            self._pull_again(part, outs)
+
+    def _pull_again(self, part: ShardPart, outs: Outs) -> None:
+        """Ask the shards that own the rows of a part now."""
+        assert part.ids is not None
+        name = part.table.name
+        with self.lock:
+            self.check()
+            parts, again = self.router.wanted({name: torch.from_numpy(part.ids)}, None)
+            reply = Pulled(self, self.post([], parts, None, False), again)
+        rows, out = reply.result()[name], outs[name]
+        if out is None:
+            outs[name] = rows
+        elif part.direct:
+            out.copy_(rows)
+        else:
+            part.spread(rows.numpy().reshape(-1), out.detach().numpy().reshape(-1))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from manyhands.core import Rows, Table, Tensors
 from manyhands.server.client.request import Outs, ShardPart
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SlotMap, ranges
 from manyhands.server.tables.gradient_kernels import finite
@@ -41,8 +42,10 @@ PARTITIONS = 4  # remembered for each table: a push nearly always follows a pull
 
 
 class Router:
-    def __init__(self, slots: SlotMap, code: m.RowCodec, kkt: float | None, shared: bool):
-        self.slots, self.code, self.kkt = slots, code, kkt
+    def __init__(
+        self, slots: SlotMap, code: m.RowCodec, kkt: float | None, shared: bool, hot: HotReads
+    ):
+        self.slots, self.code, self.kkt, self.hot = slots, code, kkt, hot
         self.shards, self.shared = len(slots.shards), shared  # all connections share memory
         self.generation = 0  # how often rows moved to other shards
         self.counted: Counter[str] = Counter()
@@ -65,9 +68,13 @@ class Router:
             self._partitions.clear()
             self.generation += 1
         self.slots = slots
+        self.hot.moved()
 
-    def wanted(self, rows: Rows, into: Tensors | None) -> tuple[list[list[ShardPart]], Outs]:
-        """Parts of a pull, by table and shard, and the tensors that its rows go to."""
+    def wanted(
+        self, rows: Rows, into: Tensors | None, copies: bool = False
+    ) -> tuple[list[list[ShardPart]], Outs]:
+        """Parts of a pull, by table and shard, and the tensors that its rows go to. With `copies`,
+        hot rows of a table are one more part."""
         parts, outs = [], Outs()
         for name, ids in rows.items():
             table, given = self.table(name), None if into is None else into[name]
@@ -89,7 +96,7 @@ class Router:
                 continue
             if given is None:
                 outs[name] = torch.empty(numbers.size, table.dim, dtype=dtype_of(table))
-            parts += self.parts({name: ids})
+            parts += self.parts({name: ids}, copies=copies)
         return parts, outs
 
     def _direct(self, table: Table, ids: np.ndarray) -> bool:
@@ -110,7 +117,9 @@ class Router:
     def _key(self, table: Table, ids: np.ndarray) -> int:
         return 0 if self.shared else key_of(ids, table.name)
 
-    def parts(self, rows: Rows, updates: Tensors | None = None) -> list[list[ShardPart]]:
+    def parts(
+        self, rows: Rows, updates: Tensors | None = None, copies: bool = False
+    ) -> list[list[ShardPart]]:
         """Parts of a push, or without `updates` of a pull, by table and shard."""
         if updates is not None and rows.keys() != updates.keys():
             raise unequal_tables(rows, updates)
@@ -131,7 +140,9 @@ class Router:
                 key = self._key(table, numbers)
                 parts = [ShardPart(table, 0, ids=numbers, key=key, direct=True, updates=given)]
             else:
-                cut = self._partition(table, ids_of(table, ids))
+                numbers = ids_of(table, ids)
+                hot = self.hot.ids(name, numbers.size) if copies else None
+                cut = self._partition(table, numbers, hot)
                 given = (
                     None
                     if updates is None
@@ -143,6 +154,8 @@ class Router:
                     )
                     for s in range(self.shards)
                 ]
+                if hot is not None and (some := cut.ids(self.shards)).size:
+                    parts.append(ShardPart(table, self.shards, partition=cut, ids=some, hot=True))
                 if given is not None and cut.zero is not None:
                     for part in parts:
                         self._withhold(part, cut.zero)
@@ -153,10 +166,10 @@ class Router:
             found.append(parts)
         return found
 
-    def _partition(self, table: Table, ids: np.ndarray) -> Partition:
-        if (known := self._known(table, ids)) is not None:
+    def _partition(self, table: Table, ids: np.ndarray, hot: np.ndarray | None = None) -> Partition:
+        if (known := self._known(table, ids, hot)) is not None:
             return known
-        cut = partition(ids, table.name, self.slots.owner, self.shards)
+        cut = partition(ids, table.name, self.slots.owner, self.shards, hot)
         if self.kkt is not None and table.optimizer == "ftrl":
             cut.zero = np.zeros(cut.distinct.size * table.dim, np.bool_)
         kept = self._partitions.setdefault(table.name, [])
@@ -165,10 +178,13 @@ class Router:
             kept.pop(0)
         return cut
 
-    def _known(self, table: Table, ids: np.ndarray) -> Partition | None:
-        return next(
-            (cut for cut in reversed(self._partitions.get(table.name, [])) if cut.same(ids)), None
-        )
+    def _known(self, table: Table, ids: np.ndarray, hot: np.ndarray | None) -> Partition | None:
+        for cut in reversed(self._partitions.get(table.name, [])):
+            # without hot ids among them all is as if none were known
+            fits = cut.hot is hot or (hot is None and cut.starts[-1] == cut.starts[-2])
+            if fits and cut.same(ids):
+                return cut
+        return None
 
     def _withhold(self, part: ShardPart, zero: np.ndarray) -> None:
         """KKT filter: |g| <= l1 - delta cannot move a weight that is 0, but for what the server has

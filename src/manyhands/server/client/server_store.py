@@ -37,6 +37,7 @@ from manyhands.server.client.table_requests import start_table
 from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
 from manyhands.server.counters import since, together
 from manyhands.server.elastic.computed_steps import ComputedSteps
+from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack
 from manyhands.server.slots import SlotMap
@@ -108,6 +109,8 @@ class ServerStore:
                 timeout_s=timeout_s,
                 version=entered.version,
                 recovers=any(len(chain.members) > 1 for chain in entered.chains),
+                # a guest has no clock: it expects to read what it wrote
+                hot=HotReads(rank, len(entered.shards), 0.0 if guest else entered.hot[1]),
             )
             self._control.patient = self._maps.patient = entered.recovers
             self._sender.catch_up(entered.commits)
@@ -145,7 +148,8 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            parts, outs = self._router.wanted(rows, into)
+            copies = not remember and sender.reads_copies()
+            parts, outs = self._router.wanted(rows, into, copies)
             return Pulled(sender, sender.post([], parts, None, remember), outs)
 
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Pushed:
@@ -166,7 +170,7 @@ class ServerStore:
         sender = self._sender
         with sender.lock:
             sender.check()
-            parts, outs = self._router.wanted(wants, None)
+            parts, outs = self._router.wanted(wants, None, sender.reads_copies())
             how = m.PushMessage(self._clock, **options)
             requests = sender.post(self._router.parts(rows, updates), parts, how, False)
             self._has_pending |= how.pending
@@ -221,6 +225,7 @@ class ServerStore:
         with self._sender.lock:
             self._clock, self._has_pending = answer.clock, False
             self._sender.add_commits(answer.version, answer.commits)
+            self._sender.hot.ticked(staleness)
         return Tick(answer.clock, answer.counted)
 
     def claim_step(self, limit: int, shared: bool) -> int | None:
@@ -241,6 +246,7 @@ class ServerStore:
 
     def flush(self) -> None:
         self._sender.flush()
+        self._sender.hot.settle()
 
     # -- whole tables --
 
@@ -273,6 +279,7 @@ class ServerStore:
                     m.CreateTable(table, span, described), f"create of {table.name}", parts
                 )
             self._router.tables[table.name] = table
+            self._sender.hot.settle()
             if self.rank == 0:
                 self._control.ask(m.TableCreated(table.name), f"create of {table.name}")
 
@@ -293,6 +300,7 @@ class ServerStore:
             else:
                 ids_of(table, content["ids"])
                 restore_rows(connections, table, self._router.slots, [arrays])
+            self._sender.hot.settle()
 
     def snapshot(
         self,
@@ -328,6 +336,7 @@ class ServerStore:
             table, slots = self._router.table(name), self._router.slots
             self.flush()
             restore_rows(self._sender.connections, table, slots, contents)
+            self._sender.hot.settle()
 
     # -- statistics and the end --
 

@@ -12,7 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from manyhands.server.hot_copies.copy_refresh import CopyRefresh
+from manyhands.server.hot_copies.held_copies import HeldCopies
 from manyhands.server.network.shard_endpoint import ServerStatus, ShardEndpoint
+from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol.frame import Channel, Malformed
@@ -46,6 +49,8 @@ class HeldShards:
         self.me = -1
         self._slots: SlotMap | None = None
         self._memory_bytes: int | None = None
+        self._hot = 0.0, 0.0  # share of accesses, and age of copies: see `hot_copies`
+        self.refresh: CopyRefresh | None = None
         self._rates: dict[int, tuple[float, float, float]] = {}  # shard: rows, time, rows a second
         self._copying: set[tuple[int, int]] = set()  # (shard, learner)
         self._copies = itertools.count(1)  # that this server has begun
@@ -76,6 +81,8 @@ class HeldShards:
             self._changed.notify_all()
         for endpoint in endpoints:
             endpoint.replicator.close()
+        if self.refresh is not None:
+            self.refresh.close()
 
     # -- the slot map --
 
@@ -92,6 +99,7 @@ class HeldShards:
             gone = list(self.endpoints.values()) if self.me not in (-1, message.you) else []
             self.endpoints = {} if gone else self.endpoints
             self.me, self._memory_bytes = message.you, message.memory_bytes
+            self._hot = message.hot
             mine = {
                 shard
                 for shard, chain in enumerate(slots.chains)
@@ -112,9 +120,13 @@ class HeldShards:
         with self._changed:
             self._changed.notify_all()
         self._start_copies(slots, endpoints)
+        if self._hot[0]:
+            self._copy_hot(slots)
 
     def _make(self, shard: int) -> ShardEndpoint:
-        made = Shard(shard, memory_bytes=self._memory_bytes, modules=self._modules)
+        made = Shard(
+            shard, memory_bytes=self._memory_bytes, modules=self._modules, hot=self._hot[0]
+        )
         replicator = Replicator(
             shard,
             self.me,
@@ -132,6 +144,33 @@ class HeldShards:
         return self._connect(
             m.ShardAddress(where.host, where.port, shard, where.local, where.machine)
         )
+
+    # -- copies of hot rows --
+
+    def _copy_hot(self, slots: SlotMap) -> None:
+        """Hold copies of the hot rows of other shards; the caller holds `_assigning`."""
+        if self.refresh is None:
+            self._status.copies, self._status.copy_age = HeldCopies(), self._hot[1]
+            self.refresh = CopyRefresh(
+                self._hot[1],
+                copies=self._status.copies,
+                connect=lambda server: self._reach(server, 0),
+                led=self._led,
+                epoch=lambda: self._status.epoch,
+            )
+        leads = [chain.members[0] for chain in slots.chains if chain.members]
+        alone = leads.count(self.me) == 1  # its hot rows need no copy here
+        if not self._closed:
+            self.refresh.assign((s for s in set(leads) if s != self.me or not alone), self.me)
+        if self._closed:
+            self.refresh.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _led(self) -> list[tuple[Shard, Replicator]]:
+        with self._changed:
+            endpoints = list(self.endpoints.values())
+        return [(e.shard, e.replicator) for e in endpoints if e.replicator.member.leads]
 
     # -- copies to learners --
 
@@ -217,6 +256,11 @@ class HeldShards:
 
     def follow(self, channel: Channel, shard: int) -> None:
         _, message = channel.receive()
+        if isinstance(message, h.FetchHot):
+            with self._changed:  # its sender may have got the slot map first
+                self._changed.wait_for(lambda: self._closed or self.refresh is not None, FOLLOW_S)
+            if self.refresh is not None:
+                self.refresh.serve(channel, message)
         if not isinstance(message, r.Follow):
             raise Malformed("garbage", f"a {type(message).__name__} came, where a server hands on")
         endpoint = self._followed(shard, message)

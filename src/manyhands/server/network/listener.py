@@ -87,9 +87,9 @@ class ConnectionListener:
                     self.threads.discard(thread)
 
         thread = threading.Thread(target=body, name=f"manyhands-{name}", daemon=True)
-        with self._lock:
+        with self._lock:  # `close` joins what is in the set: only threads that have started
+            thread.start()
             self.threads.add(thread)
-        thread.start()
 
     # -- accept --
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from manyhands.core import Table
 from manyhands.errors import Evicted, NotFinite, StoreError
+from manyhands.server.hot_copies.held_copies import read_copies
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.network.late_answers import LateAnswers
 from manyhands.server.protocol import arena, row_encoding
+from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol import table_messages as t
@@ -163,6 +165,8 @@ class RequestLoop:
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._send(reply, number, payload)
+            case h.ListHot():
+                self._send(h.HotList(self._status.hot_copies()), number)
             case m.GetStats():
                 self._send(m.Stats(self._endpoint.stats()), number)
             case _:
@@ -344,7 +348,9 @@ class RequestLoop:
             row_encoding.nbytes(x.codec, count, dtype.itemsize, width)
             for dtype, count, width, _ in shapes
         ]
-        if answer is None and x.codec == "none" and not x.remember and sum(sizes) > 2 * CHUNK_BYTES:
+        copied = read_copies(self._status.copies, x, pulls, shapes)
+        in_chunks = answer is None and x.codec == "none" and not x.remember and not copied
+        if in_chunks and sum(sizes) > 2 * CHUNK_BYTES:
             self._send_rows_in_chunks(number, pulls, shapes, applied)
             return
         if answer is None:
@@ -361,14 +367,18 @@ class RequestLoop:
             ]
         else:
             outs = [self._scratch(count, dtype).reshape(shape) for dtype, count, _, shape in shapes]
-        version = self._pull(x, pulls, outs)
+        own = [at for at in range(len(pulls)) if at not in copied]
+        version = self._pull(x, [pulls[at] for at in own], [outs[at] for at in own]) if own else 0
+        for at, rows in copied.items():
+            outs[at][:] = 0 if rows is None else rows
+        missed = [at for at, rows in copied.items() if rows is None]
         if x.codec != "none":
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
         if x.arena is not None:
-            self._send(m.RowsReply(version, applied), number)
+            self._send(m.RowsReply(version, applied, missed), number)
         else:
-            self._send(m.RowsReply(version, applied), number, raws)
+            self._send(m.RowsReply(version, applied, missed), number, raws)
 
     def _send_rows_in_chunks(
         self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool

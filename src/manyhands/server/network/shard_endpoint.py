@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from manyhands.core import Table
+from manyhands.server.hot_copies.held_copies import HeldCopies
 from manyhands.server.network.request_loop import RequestLoop
 from manyhands.server.protocol.frame import Channel
 from manyhands.server.protocol.messages import Proof
@@ -22,6 +23,12 @@ class ServerStatus:
     epoch: int = 0
     first: int = -1  # the first of its shards, which tells the counters of the server
     refused: Counter[str] = field(default_factory=Counter)  # by reason
+    copies: HeldCopies | None = None  # of hot rows
+    copy_age: float = 0.0
+
+    def hot_copies(self) -> dict[str, list[int]]:
+        """Ids of the copies here that may be read, by table."""
+        return {} if self.copies is None else self.copies.listed(self.copy_age)
 
 
 class ShardEndpoint:
@@ -70,4 +77,6 @@ class ShardEndpoint:
             found["now/queue"] = max(0, sum(loop.busy for loop in self._loops) - 1)
         if self.status.first == self.shard.index:
             found |= {f"refused/{reason}": n for reason, n in list(self.status.refused.items())}
+            if (copies := self.status.copies) is not None:
+                found |= {"copies_read": copies.served, "copies_missed": copies.missed}
         return found

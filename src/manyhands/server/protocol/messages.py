@@ -100,6 +100,7 @@ class RowsReply(Message):
 
     version: int  # of the shard, when it was read
     applied: bool  # False: the push had been applied before
+    missed: list[int] = []  # which pulled tables' copies are not here, or too old
 
 
 # -- data --
@@ -114,6 +115,8 @@ class TableRequest(Message):
     key: int = 0  # hash of the ids
     # segment and offset of its updates, where they are not with the rest of the payload
     updates_at: tuple[int, int] | None = None
+    # seconds; not 0: of a pull, copies of other shards' hot rows that are no older
+    copies: float = 0.0
 
 
 class PushMessage(Message):
@@ -277,6 +280,8 @@ class AssignSlots(Message):
     recovers: bool = False  # a coordinator that is gone will be back
     worker: int = 0  # its number among the workers of all runs on the servers
     commits: Commits = []  # those that shards may not have yet, to a process that replaces another
+    # hot rows are copied: from which share of accesses on (0: none), and the age of a copy, s
+    hot: tuple[float, float] = (0.0, 0.0)
 
 
 class Join(Message):

@@ -14,14 +14,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import U64, compiled
+from manyhands.kernels.compile import U64, compiled, inlined
 from manyhands.server.tables.hashing import mix, seed_of
 from manyhands.server.tables.row_lookup import equal
 
+NOT_HOT = np.empty(0, np.int64)
+
+
+@inlined
+def _among(hot, wanted):
+    low, high = 0, hot.size
+    while low < high:
+        middle = (low + high) >> 1
+        if hot[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low < hot.size and hot[low] == wanted
+
 
 @compiled
-def _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, keys):
-    """Returns how many ids are distinct. `starts` and `keys` begin as zeros."""
+def _split(ids, seed, owner, hot, buckets, distinct, first, shard, where, starts, keys):
+    """Returns how many ids are distinct. `starts` and `keys` begin as zeros. Ids that are in `hot`
+    (ascending) make the last group."""
     mask, slots, found = U64(buckets.size - 1), U64(owner.size - 1), 0
     buckets[:] = -1
     many = keys.size > 1
@@ -37,6 +52,8 @@ def _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, key
                 first[found] = i
                 where[i] = found
                 s = U64(owner[hashed & slots]) if many else U64(0)
+                if hot.size and _among(hot, wanted):
+                    s = U64(keys.size - 1)
                 shard[found] = s
                 keys[s] += hashed * U64(2 * starts[s + U64(1)] + 1)  # depends on the order
                 starts[s + U64(1)] += 1
@@ -136,6 +153,7 @@ class Partition:
     starts: list[int]
     keys: list[int]  # hash of each shard's list
     zero: np.ndarray | None = None  # which numbers of the rows were 0 when last pulled (KKT filter)
+    hot: np.ndarray | None = None  # ids that make a group of their own, after those of the shards
 
     def same(self, ids: np.ndarray) -> bool:
         mine = self.raw
@@ -155,21 +173,25 @@ class Partition:
         _spread(rows, self.where, self.starts[shard], self.starts[shard + 1], dim, out)
 
 
-def partition(ids: np.ndarray, table: str, owner: np.ndarray, shards: int) -> Partition:
-    n = ids.size
+def partition(
+    ids: np.ndarray, table: str, owner: np.ndarray, shards: int, hot: np.ndarray | None = None
+) -> Partition:
+    """`hot`, ascending: ids that make one more group, whatever their shard."""
+    n, shards = ids.size, shards + (hot is not None)
     ids = ids.copy()  # the caller may change its array while this is in use
     buckets = np.empty(max(16, 1 << (2 * n - 1).bit_length() if n else 16), np.int32)
     distinct, first, shard = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.uint16)
     starts, keys = np.zeros(shards + 1, np.int64), np.zeros(shards, np.uint64)
     where, seed = np.empty(n, np.int32), U64(seed_of(table))
-    found = _split(ids, seed, owner, buckets, distinct, first, shard, where, starts, keys)
+    some = NOT_HOT if hot is None else hot
+    found = _split(ids, seed, owner, some, buckets, distinct, first, shard, where, starts, keys)
     distinct, first, shard = distinct[:found], first[:found], shard[:found]
     if shards > 1:
         grouped, first_grouped = np.empty_like(distinct), np.empty_like(first)
         moved_to = np.empty(found, np.int32)
         _regroup(distinct, first, shard, where, starts, grouped, first_grouped, moved_to)
         distinct, first = grouped, first_grouped
-    return Partition(ids, distinct, first, where, starts.tolist(), keys.tolist())
+    return Partition(ids, distinct, first, where, starts.tolist(), keys.tolist(), hot=hot)
 
 
 def key_of(ids: np.ndarray, table: str) -> int:
