@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.assembly.chaos.frame_setup import install_frame_faults
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
 from manyhands.embedding import server_optimizer
@@ -288,6 +289,7 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
     if process.rank == 0 and started.children:
         _leave_address(context, started, options)
     context.server_failures = started.fate
+    install_frame_faults(process.rank)
     payload: Any = plan.compress if plan.compress in SERVER_CODECS else "none"
     store = ServerStore(
         started.coordinator,

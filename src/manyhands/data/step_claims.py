@@ -37,6 +37,7 @@ class StepClaims:
         self._claimed: Position | None = None
         self._claimed_steps = at.steps
         self._must_sync = False  # the counter said so, and the sync is still to come
+        self.on_step: Callable[[StepSamples], None] | None = None  # before it is computed
 
     def claim(self, limit: float) -> bool:
         """Whether this rank has a step to compute; claims one where it has none."""
@@ -57,6 +58,8 @@ class StepClaims:
                 )
             step = self._split.step_samples(self._claimed)
             self._claimed, self.latest, self._claimed_steps = None, step.after, step.after.steps
+            if self.on_step is not None:
+                self.on_step(step)
             yield step
 
     def claimed_steps(self) -> int:

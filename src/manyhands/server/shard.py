@@ -357,6 +357,7 @@ class Shard(ShardTables):
                 sum(t.nbytes for t in sparse) + sum(t.values.nbytes for t in dense)
             )
             found["now/held"] = float(len(self.pending))
+            found["now/version"] = float(self.version)
             return found
 
     def slot_loads(self) -> np.ndarray:

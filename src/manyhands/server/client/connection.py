@@ -27,6 +27,7 @@ from manyhands.errors import (
     ServerLost,
     StoreError,
 )
+from manyhands.server.client import frame_faults
 from manyhands.server.client.dial import Transport, choose_transport, open_channel
 from manyhands.server.client.pending_request import Parts, PendingRequest
 from manyhands.server.protocol import handshake
@@ -60,6 +61,7 @@ class Connection:
     ):
         self._token, self._proof, self._tls = token, proof, tls
         self.timeout_s, self._transport = timeout_s, transport
+        self._faults = frame_faults.installed()
         self._address(where)
         # whoever is not there will be back, or another server takes its place
         self.patient = False
@@ -72,6 +74,7 @@ class Connection:
         self.instance: int | None = None
         self.reconnects = -1
         self.sent_bytes = self.received_bytes = 0
+        self.acknowledged = 0  # pushes, but for pending ones
         self._attached: set[int] = set()
         self._channel: Channel | None = None
         self._reader: threading.Thread | None = None
@@ -87,6 +90,7 @@ class Connection:
     def _address(self, where: m.ShardAddress) -> None:
         self.where = where
         self.local, self.shared = choose_transport(where, self._transport, self._tls)
+        self.shared = self.shared and self._faults is None
         self._threaded = not self.shared and self._tls is None and self._proof().role == "data"
 
     def redirect(self, where: m.ShardAddress, life: int, lost: str) -> None:
@@ -226,7 +230,11 @@ class Connection:
                 self._attach(channel)
             before = channel.sent_bytes
             message, parts = pending.compose()
+            if self._faults is not None:
+                self._faults.wait()
             channel.send(message, pending.number, parts)
+            if self._faults is not None and self._faults.repeats(message):
+                channel.send(message, pending.number, parts)
             self.sent_bytes += channel.sent_bytes - before
         except (OSError, ssl.SSLError) as e:
             self._break(e)
