@@ -8,12 +8,13 @@ work_script    one rank's whole life in a script: its task(), or its own loop
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import runpy
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import torch.distributed as dist
 
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.trainer import task_trainer
-from manyhands.core import Job, Plan, ProcessInfo, Result
+from manyhands.core import ElasticJob, Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.lab import launcher
 from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, close_joined, draw_curves
 from manyhands.plan import words as plan_words
+from manyhands.plan.checks import elastic_bounds
 from manyhands.plan.words import Words
 from manyhands.recover import directory
 from manyhands.replica import state
@@ -53,8 +55,10 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     plan = plan_words.parse(words, size=size)
     before = state.rng_state(CPU), torch.get_num_threads()
     if alone and plan.layout.size > 1:
-        work = functools.partial(_with_arguments, sys.argv, body, plan, options)
-        result = launcher().launch(Job(plan.layout.size, _pickle(work), plan.threads, port))
+        with _owned_directory(plan, options) as options:
+            work = functools.partial(_with_arguments, sys.argv, body, plan, options)
+            job = Job(plan.layout.size, _pickle(work), plan.threads, port, elastic_job(plan))
+            result = launcher().launch(job)
     else:
         result = body(plan, options)
         if alone:  # what the script draws after this call does not depend on the run
@@ -71,6 +75,24 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
             after = "nothing was saved (save=off)"
         raise LaunchError(f"stopped by {by}; {after}", 128 + finished.stopped)
     return finished
+
+
+def elastic_job(plan: Plan) -> ElasticJob | None:
+    if plan.elastic is None:
+        return None
+    least, _ = elastic_bounds(plan.elastic)
+    return ElasticJob(least, plan.respawn, plan.servers, plan.timeout_s)
+
+
+@contextlib.contextmanager
+def _owned_directory(plan: Plan, options: Options) -> Iterator[Options]:
+    """Of an elastic run the launcher owns the directory: rank 0 may die, and be replaced."""
+    if plan.elastic is None:
+        yield options
+        return
+    path = directory.choose(Path(options.base), options.name, options.directory, options.resume)
+    with directory.claim(path):
+        yield dataclasses.replace(options, directory=str(path), held=True)
 
 
 def with_saved_words(words: Words, options: Options, size: int | None) -> tuple[Words, Options]:

@@ -7,6 +7,7 @@
     +-- ServerLost       a parameter server died, or does not respond in time
     +-- StoreError       a server refused a request: wrong ids, memory limit       (also ValueError)
     |   +-- NotFinite    ... because its values are NaN or infinite
+    |   +-- Evicted      ... because the worker was taken for dead, and the others went on
     +-- Deadlock         ranks wait for each other, or exchange different things
     +-- Diverged         loss or parameters are NaN or infinite
     +-- CheckpointError  a checkpoint is missing, damaged, or of another model
@@ -59,6 +60,10 @@ class StoreError(ManyhandsError, ValueError):
 
 class NotFinite(StoreError):
     """A parameter server refused a push because some of its values are NaN or infinite."""
+
+
+class Evicted(StoreError):
+    """The coordinator has taken this worker for dead; the others went on without it."""
 
 
 class Deadlock(ManyhandsError):

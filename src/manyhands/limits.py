@@ -33,7 +33,7 @@ class Limits:
 
     def block_ends(self) -> bool:
         """Whether a block of local steps, taken without the other ranks, ends here."""
-        return self.at_end() if self.claims is None else not self.claim()
+        return self.at_end() if self.claims is None else not self.claim() or self.claims.alone
 
     def claim(self) -> bool:
         """Claim a step for this rank; False: there is none before the next sync point."""

@@ -200,6 +200,9 @@ class Plan:
     on_loss: Literal["stop", "restore"] = "stop"
     # where the coordinator keeps its state: None: in the run's directory; or etcd://host:port
     membership: str | None = None
+    # least:most workers: one that dies is left out and replaced; None: then the run ends
+    elastic: str | None = None
+    respawn: int = 10  # processes that are started, over the run, in place of dead ones
     # batches whose rows are prefetched while one computes; 0: none
     lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old
@@ -219,7 +222,8 @@ class Plan:
     # of rows that resume under another server optimizer: drop keeps their values alone
     table_state: Literal["keep", "drop"] = "keep"
     timeout_s: float = 600.0
-    # without a heartbeat for so long, a worker is taken for dead; None: timeout_s
+    # without a heartbeat for so long, a worker is taken for dead; None: timeout_s, with elastic=
+    # at most 60
     lease_s: float | None = None
     forecast: dict[str, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
@@ -240,6 +244,16 @@ class ProcessInfo:
 
 
 @dataclass(frozen=True)
+class ElasticJob:
+    """Elastic job: its processes may die; the launcher replaces them, and keeps its servers."""
+
+    least: int  # processes that must be at work
+    respawns: int  # processes that may be started in place of dead ones
+    servers: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class Job:
     """Job: what a launcher starts, `size` processes that each unpickle `payload` and call it."""
 
@@ -247,6 +261,7 @@ class Job:
     payload: bytes
     threads: int | None = None  # of each process; None: the cores divided by the processes
     port: int = 0  # of the rendezvous; 0: any free one
+    elastic: ElasticJob | None = None  # None: the job ends with the first process that dies
 
 
 class Launcher(Protocol):

@@ -37,6 +37,7 @@ from manyhands.trainer_parts import (
     Evaluator,
     LoopContext,
     MeteredGroup,
+    Milestones,
     PushedTables,
     StepClaimer,
     StopFlag,
@@ -70,9 +71,8 @@ class Trainer:
         self._losses = RecentLosses()
         self._pace = Pace(self.limits, self.round)
         self._next_status = self.round + 1
-        self._first = self._evaluated = self.round
+        self.done = Milestones(self.round, self.round, self.round or -1)
         self._loss, self._noise, self._stop = math.nan, math.nan, False
-        self._saved = self.round or -1  # what was resumed is saved already
         self._reached = self.round > 0 and self._reaches_goal()
 
     @property
@@ -119,8 +119,8 @@ class Trainer:
         self._change_when_due()
         done = self.round if claims is None else at.steps  # asynchronous ranks count other rounds
         due = self.limits.save_every and done % self.limits.save_every == 0
-        if due and self._saved != self.round and not self.finished():  # evaluate first at the end
-            self.checkpoint()
+        if due and self.done.saved != self.round and not self.finished():
+            self.checkpoint()  # else evaluate first
 
     def _round(self) -> None:
         started, clock, active = time.time(), time.perf_counter(), self.active
@@ -141,12 +141,9 @@ class Trainer:
 
     def finish(self) -> Result:
         self.share_status()
-        # steps= may end in the middle of an epoch
-        if not self._stop and self.round > max(self._first, self._evaluated):
-            self._evaluate()
-        if self.limits.save_every is not None and self._saved != self.round:
-            self.checkpoint()
-        self._check_last_save()
+        if not self._stop and self.round > max(self.done.first, self.done.evaluated):
+            self._evaluate()  # steps= may end in the middle of an epoch
+        self._save_last()
         seconds = time.perf_counter() - self._pace.started
         result = Result(
             str(self.context.directory),
@@ -161,7 +158,7 @@ class Trainer:
         )
         for callback in self.callbacks:
             callback.on_end(self.run)
-        if self.group.rank == 0:
+        if self.context.leads:
             value = {**result.metrics, "samples_per_s": result.samples_per_s}
             self._emit("finish", None, seconds, value)
         self.context.recorder.flush()
@@ -189,8 +186,7 @@ class Trainer:
         reached = torch.tensor(mine, dtype=torch.int64, device=self.context.device)
         self.group.all_reduce({"sync": reached}, op="max").wait()
         steps, self.round, ending = reached.tolist()
-        self.limits.ending = bool(ending)
-        self.group.round = self.round
+        self.limits.ending, self.group.round = bool(ending), self.round
         claims.sync(steps)
         self.limits.steps = steps if ending else self.limits.steps
         self.share_status()
@@ -230,7 +226,7 @@ class Trainer:
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
         advanced = self.round > self._pace.round
         exchange_share = self._pace.look(now, elapsed, at, self.round, self.group.seconds)
-        if self.group.rank == 0 and advanced:
+        if self.context.leads and advanced:
             limits = self.limits
             value = {
                 "epoch": limits.epochs_at(at),
@@ -301,7 +297,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         started, clock = time.time(), time.perf_counter()
-        self._evaluated = self.round
+        self.done.evaluated = self.round
         if self.evaluator.has_data:
             with self.merged():
                 self.metrics = self.evaluator.evaluate() or self.metrics
@@ -309,28 +305,32 @@ class Trainer:
         if self.metrics:
             at = self.position
             where = {"epoch": self.limits.epochs_at(at), "step": float(at.steps)}
-            seconds = time.perf_counter() - clock
-            self._emit("evaluate", started, seconds, {**where, **self.metrics})
+            self._emit("evaluate", started, time.perf_counter() - clock, {**where, **self.metrics})
             self.context.recorder.flush()
 
     def checkpoint(self) -> None:
         self.share_status()
         self._refuse_nan()
-        self._saved = self.round
+        self.done.saved = self.round
         started, clock = time.time(), time.perf_counter()
         self.evaluator.average_buffers()
         snapshot = self.checkpoints.take(self.round, self.active, self.metrics)
-        evaluated = self.metrics if self._evaluated == self.round else {}
+        evaluated = self.metrics if self.done.evaluated == self.round else {}
         path = self.checkpoints.save(snapshot, evaluated)
         for callback in self.callbacks:
             callback.on_checkpoint(self.run, path)
         self._emit("snapshot", started, time.perf_counter() - clock)
 
-    def _check_last_save(self) -> None:
+    def _save_last(self) -> None:
         """A run whose last state is not on disk has failed, though its training has not."""
+        if self.limits.save_every is not None and self.done.saved != self.round:
+            self.checkpoint()
         why = self.checkpoints.last_failure()
         failed = torch.tensor([float(bool(why))], device=self.context.device)
         self.group.all_reduce({"failed": failed}, op="max").wait()
+        if self.checkpoints.writer_lost():  # it died before the file was complete
+            self.done.saved = -1
+            return self._save_last()
         text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
         if why:
             raise CheckpointError(f"{text} ({why}); {self._last_good()}; make room and --resume")
@@ -386,7 +386,7 @@ class Trainer:
         return {**self.metrics, **run}
 
     def _notice(self, text: str) -> None:
-        if self.group.rank == 0:
+        if self.context.leads:
             self._emit("notice", value=text)
 
     def _emit(

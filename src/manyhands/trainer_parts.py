@@ -42,6 +42,8 @@ class LoopContext(Protocol):
     ) -> MeteredGroup: ...  # replicas: ranks that hold the same shard of the model
     @property
     def directory(self) -> Any: ...
+    @property
+    def leads(self) -> bool: ...  # whether this rank writes and reports for all: rank 0
 
 
 class DataProgress(Protocol):
@@ -58,6 +60,8 @@ class StepClaimer(Protocol):
 
     latest: Position  # after the step claimed last
 
+    @property
+    def alone(self) -> bool: ...  # whether a block of steps must end before the one claimed last
     def claim(self, limit: float) -> bool: ...
     def request_sync(self) -> None: ...
     def sync(self, steps: int) -> None: ...
@@ -90,6 +94,10 @@ class CheckpointWriter(Protocol):
         """Why the last save failed, after waiting for it; "": it did not."""
         ...
 
+    def writer_lost(self) -> bool:
+        """Whether the rank that was to write the last checkpoint has died since."""
+        ...
+
 
 class PushedTables(Protocol):
     """Tables on parameter servers, or in this process (`assembly.tables`)."""
@@ -112,6 +120,15 @@ class NoiseMeter(Protocol):
 
     def take(self) -> Tensor: ...
     def read(self, sums: Sequence[float]) -> float: ...
+
+
+@dataclass
+class Milestones:
+    """Rounds of a run at which something was done."""
+
+    first: int  # where it started, or was resumed
+    evaluated: int
+    saved: int  # -1: never; what was resumed is saved already
 
 
 @dataclass

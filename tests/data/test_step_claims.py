@@ -164,3 +164,56 @@ def test_a_schedule_goes_with_the_steps_of_all_ranks_and_not_with_those_of_one()
         mine.backward()
         mine.stepped()
         assert mine.lr == 0.5 ** ((number + 1) // size)
+
+
+# -- leases --
+
+
+class Ledger:
+    """Answers as a step ledger gives them: (step, again, sync_at)."""
+
+    def __init__(self, *answers: tuple[int | None, bool, int | None]):
+        self.answers, self.begun = list(answers), list[int]()
+        self.sync_at: int | None = None
+        self._again = self._computes_again = False
+
+    @property
+    def alone(self) -> bool:
+        return self._again or self._computes_again
+
+    def claim_step(self, limit: int) -> int | None:
+        step, self._again, self.sync_at = self.answers.pop(0)
+        return step
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
+        self._computes_again, self._again = self._again, False
+
+
+def leased(*answers: tuple[int | None, bool, int | None]) -> tuple[StepClaims, Ledger]:
+    ledger = Ledger(*answers)
+    split = DataSplit(20, 2, 2, 0, 1)
+    return StepClaims(split, Position(), ledger.claim_step, lambda: None, ledger), ledger
+
+
+def test_a_step_of_a_dead_rank_is_a_block_of_its_own() -> None:
+    claims, ledger = leased((0, False, None), (1, False, None), (5, True, None), (2, False, None))
+    steps = claims.claimed_samples()
+    alone = []
+    for _ in range(4):
+        assert claims.claim(10)
+        alone.append(claims.alone)  # whether a block ends before this step
+        next(steps)
+    assert alone == [False, False, True, True] and ledger.begun == [0, 1, 5, 2]
+    assert not claims.alone
+    assert claims.latest.steps == 6, "the run does not go back to an earlier step"
+
+
+def test_push_first_is_no_sync_point_and_a_sync_point_counts_steps_of_the_dead() -> None:
+    claims, _ = leased((0, False, None), (None, False, None), (None, False, 7))
+    assert claims.claim(10)
+    next(claims.claimed_samples())
+    assert not claims.claim(10) and claims.claimed_steps() == 1
+    assert not claims.claim(10) and claims.claimed_steps() == 7
+    claims.sync(7)
+    assert claims.position == Position(0, 14, 7)

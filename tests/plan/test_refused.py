@@ -112,3 +112,27 @@ def test_every_strategy_survives_being_written_down(rule: str) -> None:
 def test_every_codec_survives_being_written_down(wire: str) -> None:
     plan = parse(f"data=2 compress={wire}")
     assert parse(describe(plan)) == plan and plan.codec == CODECS[wire]()
+
+
+# -- elastic workers --
+
+
+@pytest.mark.parametrize("bounds", ["3", "0:3", "3:2", "1:1", "a:b", ":3", "1:"])
+def test_elastic_needs_a_least_and_a_largest_number_of_workers(bounds: str) -> None:
+    with pytest.raises(PlanError, match=f"elastic={bounds}: LEAST:MOST workers is needed"):
+        parse(f"merge=downpour servers=1 elastic={bounds}")
+
+
+@pytest.mark.parametrize("merge", ["all_reduce", "local_sgd", "async_admm", "easgd"])
+def test_elastic_is_refused_by_name_where_a_strategy_does_not_know_it(merge: str) -> None:
+    servers = "servers=1" if merge == "async_admm" else ""
+    with pytest.raises(PlanError, match=f"merge={merge}: .* come with downpour, stale_sync"):
+        parse(f"merge={merge} {servers} elastic=1:3")
+
+
+def test_elastic_says_how_many_workers_there_are() -> None:
+    assert parse("merge=downpour servers=1 elastic=1:3").layout.data == 3
+    with pytest.raises(PlanError, match="set data=3 or leave it out"):
+        parse("data=2 merge=downpour servers=1 elastic=1:3")
+    with pytest.raises(PlanError, match="respawn=4 has no effect"):
+        parse("merge=downpour servers=1 respawn=4")

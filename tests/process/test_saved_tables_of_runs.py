@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -158,6 +159,28 @@ def test_rows_of_another_optimizer_are_refused_or_keep_their_values(tmp_path: Pa
     old = np.searchsorted(before["ids"], after["ids"][there])
     assert there.sum() > 20 and np.array_equal(after["values"][there], before["values"][old])
     assert not after["state/exp_avg"][there].any() and after["version"].tolist() == [7, 1]
+
+
+def test_rows_that_an_older_version_saved_as_tensors_come_back(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    train(new, "steps=6 save=6 data=1")
+    shutil.copytree(new, old)
+    saved = Checkpoints(new / "checkpoints").latest()
+    assert saved is not None
+    rows = saved_rows(new)["rows"]
+    saved.state |= {f"table/rows/{k}": torch.from_numpy(x.copy()) for k, x in rows.items()}
+    shutil.rmtree(old / "checkpoints")
+    older = Checkpoints(old / "checkpoints")
+    older.save(saved, {})
+    older.wait()
+    model, ids = mh.load(old, Rows()), torch.from_numpy(rows["ids"].copy())
+    with torch.no_grad():
+        assert torch.equal(model.rows(ids), torch.from_numpy(rows["values"].copy()))
+    exported = load_file(export(old, tmp_path / "old.safetensors"))
+    assert torch.equal(exported["table/rows/ids"], ids)
+    for run in (new, old):
+        train(run, "steps=9", resume=True)
+    assert_same_rows(saved_rows(old), saved_rows(new))
 
 
 class Watched(nn.Module):

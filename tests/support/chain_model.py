@@ -2,8 +2,8 @@
 
 `ChainMember` and `placement` are the real ones. Connections are pairs of FIFO queues that break; a
 server's content is the list of the ops that it has applied. What `replicator`, `follower`,
-`copying`, `held_shards` and `server_registry` do with threads is here a step each: `chain_steps` lists
-all that can happen next. A step copies what it changes, so states share the rest.
+`copying`, `held_shards` and `server_registry` do with threads is here a step each: `chain_steps`
+lists all that can happen next. A step copies what it changes, so states share the rest.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Chains:
                 for x in self.there:
                     self.node(x).maps += ((self.epoch, self.chain),)
 
-    # -- a server gets a map (Hosting.assign, Replicator.assign) --
+    # -- a server gets a map (HeldShards.assign, Replicator.assign) --
 
     def use(self, n: int, epoch: int, chain: ShardChain) -> None:
         node = self.node(n)
@@ -238,7 +238,7 @@ class Chains:
                 session.sent = value
 
     def take(self, s: int) -> None:
-        """The next message arrives at the server after (Hosting.follow, Follower)."""
+        """The next message arrives at the server after (HeldShards.follow, Follower)."""
         session = self.session(s)
         message, session.fwd = session.fwd[0], session.fwd[1:]
         node = self.node(session.dst)

@@ -61,9 +61,9 @@ def _servers(state: Chains, n: int, node: Node) -> Iterator[Step]:
 
 def _connections(state: Chains, n: int, node: Node, member: ChainMember[Op]) -> Iterator[Step]:
     after, chain = member.after, node.chain
-    if after is not None and node.link is None and node.connecting is None:
-        if state.nodes[after].alive:
-            yield _do(state, f"{n} connects to {after}", lambda x: x.connect(n, after))
+    alone = node.link is None and node.connecting is None
+    if alone and after is not None and state.nodes[after].alive:
+        yield _do(state, f"{n} connects to {after}", lambda x: x.connect(n, after))
     if chain is None or chain.members[-1:] != [n] or chain.learner < 0:
         return
     learner = chain.learner

@@ -67,6 +67,10 @@ class Checkpointing:
         self._not_saved: list[str] = []
         self._saving: SavingTables | None = None  # the tables of the snapshot taken last
         self._no_tables: Exception | None = None  # why there are none
+        # the rank that writes the last checkpoint, where this process took part; and whether it
+        # is this one
+        self._writer: int | None = None
+        self._writes = False
         if self.resharding is not None and self.plan.save != "off":
             folder = self.context.checkpoints.folder
             sharded_file.check_common(folder, self.context.group, self.context.device)
@@ -86,6 +90,10 @@ class Checkpointing:
     def take(self, round: int, active: ActiveStrategy, metrics: dict[str, float]) -> Snapshot:
         """Every rank calls it. Rank 0 gets the snapshot, the others an empty one; of a model that
         is split, each rank gets its `RankSnapshot`."""
+        elastic = self.context.elastic
+        # as it is now: where that rank dies before it has written, nobody else has the snapshot
+        self._writer = 0 if elastic is None else min(elastic.members)
+        self._writes = self._writer == self.context.rank
         if self.resharding is None:
             snapshot = self._take_whole(round, active, metrics)
         else:
@@ -100,9 +108,9 @@ class Checkpointing:
         checkpoints = self.context.checkpoints
         if isinstance(snapshot, RankSnapshot):
             checkpoints.save_together(snapshot, metrics, self.context.group, self.context.device)
-        elif self.context.rank == 0 and self._no_tables is not None:
+        elif self._writes and self._no_tables is not None:
             checkpoints.refuse(snapshot.round, self._no_tables)
-        elif self.context.rank == 0:
+        elif self._writes:
             checkpoints.save(snapshot, metrics, self._saving)
         return str(checkpoints.path(snapshot.round))
 
@@ -117,20 +125,25 @@ class Checkpointing:
         self.context.checkpoints.wait()
         return self.context.checkpoints.failure
 
+    def writer_lost(self) -> bool:
+        """Whether the rank that was to write the last checkpoint has died since; the same on all
+        ranks after an exchange."""
+        elastic, writer = self.context.elastic, self._writer
+        return elastic is not None and writer is not None and writer not in elastic.members
+
     def _take_whole(
         self, round: int, active: ActiveStrategy, metrics: dict[str, float]
     ) -> Snapshot:
         context, update = self.context, self.replica.update
-        rng = all_rng(context)
         model = active.consensus(self.replica, context.group)
-        own = self.own.gather(active, model is not None)
+        rng, own = self._of_ranks(active, model is not None)
         empty = Snapshot(round, {}, {}, {}, self.batches.position)
-        if context.rank != 0 and not update.slice_only:
+        if not self._writes and not update.slice_only:
             return empty
         tensors, optimizer_meta = update.save(
             lambda values: context.group.all_reduce(values).wait()
         )
-        if context.rank != 0:
+        if not self._writes:
             return empty
         served: Tensors = {}
         if self.tables is not None:
@@ -170,6 +183,13 @@ class Checkpointing:
             good = self.last_good()
             last = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
             raise Diverged(f"{why or 'rows of a table became NaN or infinite'}; {last}")
+
+    def _of_ranks(self, active: ActiveStrategy, model_apart: bool) -> tuple[Tensors, Tensors]:
+        """Random numbers and what else each rank has for itself. Of ranks that come and go nothing
+        is kept: the one that has it may be gone."""
+        if self.context.elastic is not None:
+            return {}, {}
+        return all_rng(self.context), self.own.gather(active, model_apart)
 
     def _take_slices(
         self,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from manyhands.core import Group, Plan, ProcessInfo
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical
+from manyhands.exchange.elastic import ElasticGroup
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -36,9 +37,21 @@ def axis_group(
 
 
 def connect(
-    plan: Plan, process: ProcessInfo, store: dist.Store, device: torch.device
+    plan: Plan,
+    process: ProcessInfo,
+    store: dist.Store,
+    device: torch.device,
+    elastic_launcher: bool = False,
 ) -> tuple[Group, str]:
-    """The fastest group that joins all ranks, or the one the plan names; and its name."""
+    """The fastest group that joins all ranks, or the one the plan names; and its name.
+    `elastic_launcher`: what started them replaces ranks that die."""
+    if plan.elastic is not None:
+        if not elastic_launcher:
+            raise PlanError(
+                f"elastic={plan.elastic}: who starts the processes must also replace them, and "
+                f"{process.started_by} does not; start them with manyhands run"
+            )
+        return ElasticGroup(process.rank, process.size), "servers"
     if process.size == 1:
         return SoloGroup(), "none"
     # by name and machine: two machines may have the same name

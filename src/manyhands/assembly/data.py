@@ -128,7 +128,9 @@ def _sampled_batch(context: RankContext, plan: Plan, train: Source) -> tuple[Pla
 
 def shares_steps(plan: Plan) -> bool:
     """Whether ranks claim their steps from one counter, each step a batch of one rank."""
-    return plan.strategy.link is Store and plan.strategy.shares_steps
+    # of elastic ranks any may get any step, so that none is lost with a rank
+    shares = plan.strategy.shares_steps or plan.elastic is not None
+    return plan.strategy.link is Store and bool(shares)
 
 
 # -- to batches --
@@ -229,9 +231,12 @@ def _indexed(
     if plan.strategy.link is Store:
         assert tables is not None
         store = tables.store
-        claim_step = functools.partial(store.claim_step, shared=shares)
         assert isinstance(split, DataSplit)
-        claims = StepClaims(split, at, claim_step, store.request_sync)
+        if (leases := tables.leases) is not None:
+            claims = StepClaims(split, at, leases.claim_step, leases.client.request_sync, leases)
+        else:
+            claim_step = functools.partial(store.claim_step, shared=shares)
+            claims = StepClaims(split, at, claim_step, store.request_sync)
         _refuse_loaders(context, plan, train)
     return IndexedBatches(train, order, split, at, borrow=borrow, claims=claims), claims
 

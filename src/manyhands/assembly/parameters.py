@@ -16,7 +16,7 @@ from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import replicas_agree, updates_slices
 from manyhands.assembly.tables import RunTables, open_tables
 from manyhands.core import Plan
-from manyhands.errors import TaskError
+from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.compression.topk import TopK
 from manyhands.exchange.shared import SharedGroup, shard_memory
 from manyhands.parallel.pipeline.step_executor import StepExecutor
@@ -51,6 +51,11 @@ class LocalModel:
 
 def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     """Move the model to its device, make its tables and optimizer, lay its parameters out flat."""
+    if plan.elastic is not None and spec.task is None:
+        raise PlanError(
+            f"elastic={plan.elastic}: a process that replaces a dead one must know how far the run "
+            "is, and a loop of your own does not; give it as a task()"
+        )
     pipeline = None if spec.part is None else spec.part.pipeline
     module = spec.model.to(context.device) if spec.part is None else spec.part.module
     stages = [module] if pipeline is None else pipeline.modules

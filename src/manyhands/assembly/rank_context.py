@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,10 @@ from manyhands.core import (
     Tensors,
 )
 from manyhands.errors import PlanError
+from manyhands.exchange.elastic import ElasticGroup, Gather
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
+from manyhands.launch import environment
 from manyhands.launch.malloc import keep_freed_memory
 from manyhands.observe.events import Recorder, Sink
 from manyhands.observe.progress import Progress, Warnings
@@ -56,6 +58,7 @@ class Options:
     words: str = ""  # the plan as it was given, without defaults; --resume goes on with it
     kept: str = ""  # of a resumed run: those of its words that are in force still
     callbacks: tuple[Callback, ...] = ()
+    held: bool = False  # the launcher has chosen the directory, and owns it
 
     def to_json(self) -> str:
         """For a script that joins the run in another process; callbacks stay behind."""
@@ -90,7 +93,47 @@ class RankContext:
     to_close: list[Callable[[], None]] = field(default_factory=list)
     # how servers that this rank had started have ended; "": none has
     server_failures: Callable[[], str] = str
+    replaces: bool = False  # this process took the place of one that died
     _plan_text: str = ""
+    _gather: Gather | None = None
+    _shown: list[Sink] = field(default_factory=list)  # where it reports in rank 0's place
+
+    @property
+    def elastic(self) -> ElasticGroup | None:
+        """The group of ranks that may die and be replaced, where they may."""
+        group = self.group.group
+        return group if isinstance(group, ElasticGroup) else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes and reports for all: rank 0, or the first that lives."""
+        return self.rank == 0 if self.elastic is None else self.elastic.leads
+
+    def take_part(self, gather: Gather, replaces: bool) -> None:
+        """Of an elastic group: from now on this rank exchanges with the others; one that replaces a
+        dead rank only from when it knows what they know (`follow`)."""
+
+        def gather_and_follow(payload: bytes) -> Mapping[int, bytes]:
+            found = gather(payload)
+            self.follow(sorted(found))
+            return found
+
+        assert self.elastic is not None
+        self.replaces, self._gather = replaces, gather_and_follow
+        if not replaces:
+            self.elastic.gather = self._gather
+
+    def follow(self, running: Sequence[int]) -> None:
+        """The ranks that are at work; the first of them reports."""
+        assert self.elastic is not None
+        self.elastic.gather = self._gather
+        self.elastic.members = tuple(running)
+        if self.leads and self.rank and not self._shown:
+            self._shown = _sinks(self.directory, self.options)
+            self.recorder.add(self._shown)
+        elif self._shown and not self.leads:  # one before it has come back
+            self.recorder.remove(self._shown)
+            self._shown = []
 
     @property
     def rank(self) -> int:
@@ -137,6 +180,9 @@ class RankContext:
     @property
     def evaluation_shard(self) -> tuple[int, int]:
         """Which part of the test data this rank evaluates, and of how many."""
+        if self.elastic is not None:
+            members = self.elastic.members
+            return members.index(self.rank), len(members)
         if self.gathers_parameters:
             return self.data_group.rank, self.data_group.size
         return self.data_parallel_rank, self.data_parallel_size
@@ -166,12 +212,13 @@ class RankContext:
         return self.data_group.allocate(numel, dtype, self.device)
 
     def notice(self, text: str) -> None:
-        if self.rank == 0:
+        entering = self.replaces and self.elastic is not None and self.elastic.gather is None
+        if self.leads and not entering:
             self.recorder.emit(Event(time.time(), 0, self.group.round, "notice", value=text))
 
     def warn(self, text: str) -> None:
         """A notice that is shown even where --quiet hides the others."""
-        if self.rank == 0:
+        if self.leads:
             self.recorder.emit(Event(time.time(), 0, self.group.round, "warning", value=text))
 
     def keep_directory(self) -> None:
@@ -237,14 +284,15 @@ def open_rank_context(
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     owner, path = _open_directory(process, store, options, plan.timeout_s)
-    sinks = _sinks(path, process, options)
+    sinks = [] if process.rank else _sinks(path, options)
     recorder = Recorder(path, process.rank, sinks)
-    inner, group_name = connect(plan, process, store, device)
+    replaced = environment.starts() is not None
+    inner, group_name = connect(plan, process, store, device, elastic_launcher=replaced)
     group = ObservedGroup(inner, recorder.emit)
     axes = {axis: axis_group(plan, process, store, device, group, axis) for axis in Layout.AXES}
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
-        if process.rank == 0:
+        if inner.leads if isinstance(inner, ElasticGroup) else process.rank == 0:
             recorder.emit(Event(time.time() - seconds, 0, group.round, name, seconds, nbytes, text))
 
     checkpoints = Checkpoints(path / "checkpoints", plan.keep, plan.best, report)
@@ -271,6 +319,9 @@ def _open_directory(
     process: ProcessInfo, store: dist.Store, options: Options, timeout_s: float
 ) -> tuple[Any, Path]:
     """Rank 0 chooses and owns the directory; the other ranks learn its path, or why it failed."""
+    if options.held:
+        assert options.directory is not None
+        return None, Path(options.directory)
     if process.rank == 0:
         try:
             path = directory.choose(
@@ -289,9 +340,7 @@ def _open_directory(
     return None, Path(answer["path"])
 
 
-def _sinks(path: Path, process: ProcessInfo, options: Options) -> list[Sink]:
-    if process.rank != 0:
-        return []
+def _sinks(path: Path, options: Options) -> list[Sink]:
     sinks: list[Sink] = []
     sinks.append(Warnings(sys.stderr) if options.quiet else Progress(sys.stdout))
     if options.tensorboard:

@@ -70,7 +70,7 @@ def module_replica(
         else PipelineMicroBatches(context, model.pipeline, feed.batches),
         replica_group=None if part is None else part.replica_group(context, model.flat),
         schedule_at=(lambda: claims.latest.steps // size) if claims and shares else None,
-        scheduled=start.position.steps // size,
+        scheduled=0 if start.saved is None else start.position.steps // size,
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Position, Snapshot
 from manyhands.data.sources import Source
 from manyhands.errors import CheckpointError, TaskError
+from manyhands.launch import environment
 from manyhands.recover import sharded_file
 
 
@@ -24,10 +27,11 @@ class Start:
     global_batch: int  # samples of a step over all ranks
     order: dict[str, Any]  # what the order of samples follows from
     saved: Snapshot | None = None
+    at: Position = field(default_factory=Position)  # where there is no snapshot (any more)
 
     @property
     def position(self) -> Position:
-        return Position() if self.saved is None else self.saved.position
+        return self.at if self.saved is None else self.saved.position
 
     @property
     def seed(self) -> int:
@@ -41,7 +45,26 @@ def start(context: RankContext, plan: Plan, train: Source) -> Start:
     order = {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
     saved = find_snapshot(context, order) if context.options.resume else None
     plan, global_batch = batch_sizes(context, plan, train, saved)
+    if context.elastic is not None and context.options.resume:
+        return _elastic_start(context, Start(plan, global_batch, order, saved))
     return Start(plan, global_batch, order, saved)
+
+
+def _elastic_start(context: RankContext, here: Start) -> Start:
+    """Where the first of all ranks started, also for a process that comes later, in place of a dead
+    one: then there are newer checkpoints, and that one may be gone."""
+    at, saved = here.position, here.saved
+    mine = [-1 if saved is None else saved.round, here.global_batch, at.epoch, at.offset, at.steps]
+    agreed = context.store.compare_set("elastic start", "", json.dumps(mine))
+    round, global_batch, *position = json.loads(bytes(agreed))
+    if saved is not None and saved.round != round:
+        if not environment.starts():
+            raise CheckpointError(
+                f"ranks see different checkpoints in {context.directory} (rounds {round} and "
+                f"{saved.round}); all ranks must see the same directory: put it on a shared disk"
+            )
+        saved = None
+    return dataclasses.replace(here, global_batch=global_batch, saved=saved, at=Position(*position))
 
 
 def _check_same_data(context: RankContext, train: Source) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhands.assembly.chaos.frame_setup import install_frame_faults
+from manyhands.assembly.elastic.leases import StepLeases
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
 from manyhands.embedding import server_optimizer
@@ -36,6 +37,7 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.server.client.cached_store import CachedStore
 from manyhands.server.client.observed_store import ObservedStore
 from manyhands.server.client.server_store import ServerStore
+from manyhands.server.elastic.client import ElasticClient
 from manyhands.server.local_store import LocalStore
 from manyhands.server.namespaces.namespaced_store import NamespacedStore
 from manyhands.server.shard import Shard
@@ -45,6 +47,7 @@ from manyhands.server.snapshots.table_reader import TableReader
 PREFIX = "table/"  # of tables in a snapshot's state
 EVENT_EVERY_S = 1.0
 SERVERS_FILE = "servers.json"
+ELASTIC_LEASE_S = 60.0
 
 Ids = Callable[[Any], Mapping[str, Any]]  # of a batch: the ids that its tables will look up
 
@@ -61,6 +64,7 @@ class RunTables:
     ):
         self.context, self.plan, self.store = context, plan, store
         self.embeddings = embeddings
+        self.leases: StepLeases | None = None  # where ranks may die and be replaced
         self.dense: list[Table] = []
         self._files = TableFiles(plan.save_tables == "incremental")
         self._reported = time.monotonic()
@@ -80,6 +84,7 @@ class RunTables:
         """Make tables of the dense parameters, with the optimizer's state of them and what servers
         had saved."""
         sums = strategy.on_server == "sum"
+        shares_steps = strategy.shares_steps or self.leases is not None
         name, options = ("sum", {}) if sums else server_optimizer.server_optimizer_of(optimizer)
         taken = {t.name for t in self.sparse}
         for key, vector in values.items():
@@ -102,7 +107,7 @@ class RunTables:
             self.store.create(table, vector.detach().cpu(), state or None)
             self.dense.append(table)
         size = self.context.process.size
-        if name == "momentum" and strategy.shares_steps and size > 1:
+        if name == "momentum" and shares_steps and size > 1:
             self.context.notice(
                 f"momentum={options['momentum']:g} over {size} ranks that do not wait: stale "
                 "gradients act as momentum already; if the loss grows, lower momentum or the "
@@ -119,7 +124,7 @@ class RunTables:
     def report(self, round: int) -> None:
         """Counters of the servers and of this rank, about once a second, as an event of rank 0."""
         elapsed = time.monotonic() - self._reported
-        if self.context.rank == 0 and elapsed >= EVENT_EVERY_S:
+        if self.context.leads and elapsed >= EVENT_EVERY_S:
             self._reported += elapsed
             # behind a cache, which counts its hits
             store = self.store if self.embeddings is None else self.embeddings.store
@@ -195,19 +200,21 @@ def open_tables(
             f"clip={plan.clip:g} bounds the gradient of parameters; "
             "rows of mh.Embedding are not clipped"
         )
-    store = _connect(context, plan, module)
+    store, leases = _connect(context, plan, module)
     if not embedded:
-        return RunTables(context, plan, store, None)
+        tables = RunTables(context, plan, store, None)
+        tables.leases = leases
+        return tables
     seen: TableStore = CachedStore(store, plan.cache, plan.cache_age) if plan.cache else store
-    tables = EmbeddingTables(
+    rows = EmbeddingTables(
         module, seen, ids=ids, synchronous=plan.embeddings == "sync", notice=context.notice
     )
-    tables.attach()
+    rows.attach()
     _say_what_is_trained(context, module)
     # in one process the model keeps its rows after the run; those on servers end with them
-    close = tables.close if plan.servers else functools.partial(tables.leave_rows, store)
+    close = rows.close if plan.servers else functools.partial(rows.leave_rows, store)
     context.to_close.insert(0, close)  # before the store that it pushes to
-    return RunTables(context, plan, store, tables)
+    return RunTables(context, plan, store, rows)
 
 
 def _check(
@@ -240,6 +247,12 @@ def _check(
                 f"{key}={getattr(plan, key)} has no effect: the model has no mh.Embedding; "
                 "leave it out"
             )
+    if embedded and plan.elastic is not None:
+        raise PlanError(
+            f"elastic={plan.elastic}: rows of mh.Embedding are pushed apart from the model, and a "
+            "rank that dies between the two would count once in one and twice in the other; leave "
+            "elastic= out"
+        )
     if embedded and plan.precision == "fp16":
         raise PlanError(
             "precision=fp16 scales the loss, and rows of mh.Embedding are updated before that is "
@@ -272,9 +285,11 @@ def rows_of_this_process() -> EmbeddingTables:
     return script_tables(LocalStore(0, 1))
 
 
-def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
+def _connect(
+    context: RankContext, plan: Plan, module: nn.Module
+) -> tuple[TableStore, StepLeases | None]:
     if not plan.servers:
-        return LocalStore(0, 1, [Shard(modules=_modules(module))])
+        return LocalStore(0, 1, [Shard(modules=_modules(module))]), None
     process = context.process
     options = _server_options(context, plan, module)
     started = processes.start(
@@ -297,14 +312,25 @@ def _connect(context: RankContext, plan: Plan, module: nn.Module) -> TableStore:
         process.size,
         started.token,
         timeout_s=plan.timeout_s,
-        lease_s=plan.lease_s or plan.timeout_s,
+        lease_s=plan.lease_s or _default_lease_s(plan),
         payload=payload,
         tls=started.tls,
         namespace=started.namespace,
+        elastic=plan.elastic is not None,
     )
     context.to_close.insert(0, store.close)  # before the servers it talks to
+    leases = None
+    if plan.elastic is not None:
+        client = ElasticClient(store, marks=plan.strategy.on_server == "optimizer")
+        leases = StepLeases(context, client)
+        context.take_part(client.gather, client.replaces)
     named = NamespacedStore(store, started.namespace) if started.namespace else store
-    return ObservedStore(named, context.group, payload)
+    return ObservedStore(named, context.group, payload), leases
+
+
+def _default_lease_s(plan: Plan) -> float:
+    """Elastic ranks go on without one that says nothing; others would only end with an error."""
+    return plan.timeout_s if plan.elastic is None else min(plan.timeout_s, ELASTIC_LEASE_S)
 
 
 def _leave_address(

@@ -25,6 +25,7 @@ from manyhands.assembly.data import (
     task_data,
     with_task_defaults,
 )
+from manyhands.assembly.elastic.notes import join_run, make_note
 from manyhands.assembly.evaluation import Evaluation
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
@@ -251,6 +252,12 @@ def assemble(
         round=0 if begin.saved is None else begin.saved.round,
         metrics={} if begin.saved is None else dict(begin.saved.meta["metrics"]),
     )
+    if model.tables is not None and (leases := model.tables.leases) is not None:
+        buffers = sync_batchnorm.running_buffers(model.module)
+        leases.make_note = functools.partial(make_note, trainer, buffers)
+        if context.replaces:
+            join_run(context, trainer, plain, leases, buffers)
+            return Assembled(trainer, feed.batches, module)
     _announce(context, plan, model.module, begin.global_batch, spec.part)
     return Assembled(trainer, feed.batches, module)
 
@@ -372,7 +379,7 @@ def _announce(
     context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
 ) -> None:
     """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
-    if context.rank != 0:
+    if not context.leads:
         return
     resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
     context.write_plan(words.to_toml(resolved))

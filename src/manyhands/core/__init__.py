@@ -35,6 +35,7 @@ from manyhands.core.store import (
 from manyhands.core.strategy import Cargo, Strategy
 from manyhands.records import (
     DataShard,
+    ElasticJob,
     Emit,
     Event,
     Goal,
@@ -54,6 +55,7 @@ __all__ = [
     "CompleteReply",
     "DataShard",
     "EXACT",
+    "ElasticJob",
     "Emit",
     "Event",
     "Finished",

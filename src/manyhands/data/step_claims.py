@@ -13,10 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from manyhands.core import Position
 from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit, StepSamples
+
+
+class Leases(Protocol):
+    """Of a rank that may die: its claims are leases, which others get when it does
+    (`assembly.elastic.leases`)."""
+
+    sync_at: int | None  # the last claim gave None: the sync point; None: push, then claim again
+
+    @property
+    def alone(self) -> bool: ...
+    def begin(self, step: int) -> None: ...
 
 
 class StepClaims:
@@ -30,6 +42,7 @@ class StepClaims:
         at: Position,
         claim_step: Callable[[int], int | None],
         request_sync: Callable[[], None],
+        leases: Leases | None = None,
     ):
         self.position = self.latest = at  # at the last sync point; after the step claimed last
         self.request_sync = request_sync
@@ -37,12 +50,28 @@ class StepClaims:
         self._claimed: Position | None = None
         self._claimed_steps = at.steps
         self._must_sync = False  # the counter said so, and the sync is still to come
+        self._leases = leases
         self.on_step: Callable[[StepSamples], None] | None = None  # before it is computed
+
+    @property
+    def alone(self) -> bool:
+        """Whether a block of steps must end before the step claimed last."""
+        return self._leases is not None and self._leases.alone
+
+    def enter(self, at: Position) -> None:
+        """Go on from the position that the other ranks had at their last sync point."""
+        self.position = self.latest = at
+        self._claimed_steps = at.steps
 
     def claim(self, limit: float) -> bool:
         """Whether this rank has a step to compute; claims one where it has none."""
         if self._claimed is None and not self._must_sync:
             number = self._claim_step(int(limit) - self._first)
+            if number is None and self._leases is not None:
+                if self._leases.sync_at is None:
+                    return False
+                # another rank, now dead, may have computed the last step
+                self._claimed_steps = self._first + self._leases.sync_at
             # claiming again would count as one more sync point than the other ranks had
             self._must_sync = number is None
             self._claimed = None if number is None else self._at(self._first + number)
@@ -57,7 +86,11 @@ class StepClaims:
                     "every batch, also with a loss of 0"
                 )
             step = self._split.step_samples(self._claimed)
-            self._claimed, self.latest, self._claimed_steps = None, step.after, step.after.steps
+            if self._leases is not None:
+                self._leases.begin(self._claimed.steps - self._first)
+            self._claimed = None
+            if step.after.steps > self.latest.steps:  # not a step that a dead rank had held
+                self.latest, self._claimed_steps = step.after, step.after.steps
             if self.on_step is not None:
                 self.on_step(step)
             yield step

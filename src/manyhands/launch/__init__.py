@@ -6,11 +6,13 @@
     signals        SIGTERM and Ctrl-C as a request to save and stop
     lab            hosts made of network namespaces on one machine (namespaces), and `launcher`
     servers        processes of parameter servers
+    replacements   who takes the place of a dead rank, under elastic=
     malloc         settings of the C library's allocator
 
 What happens when a rank is killed (kill -9): its peers notice it in their next exchange
 (`exchange/peer_wait.py`, or gloo's closed socket) and raise `PeerLost`, which `worker` reports over
 the rendezvous store. `hosts` sees the first process end, waits SETTLE_S for reports, kills the rest
 (`_end`), and names the cause (`_raise_cause`): the killed rank, since `PeerLost` marks a victim.
-The next run resumes from the last checkpoint (`recover/`).
+The next run resumes from the last checkpoint (`recover/`). Of an elastic job, `hosts` starts
+another process instead, while enough ranks are at work (`replacements`).
 """

@@ -33,6 +33,7 @@ RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 CHAOS = "MANYHANDS_CHAOS"  # of a run that `manyhands chaos` watches, as JSON of `Chaos`
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
+STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -277,6 +278,13 @@ def chaos(env: Mapping[str, str] | None = None) -> Chaos | None:
     """None: nobody watches this run."""
     found = (os.environ if env is None else env).get(CHAOS, "")
     return Chaos(**json.loads(found)) if found else None
+
+
+def starts(env: Mapping[str, str] | None = None) -> int | None:
+    """How many processes were started as this rank before; None: a rank that dies is not
+    replaced."""
+    env = os.environ if env is None else env
+    return _int(env, STARTS) if STARTS in env else None
 
 
 def hand_over(plan_words: str, plan_options: str) -> None:

@@ -29,9 +29,10 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from manyhands.core import Job
+from manyhands.core import Job, ProcessInfo
 from manyhands.errors import LaunchError
-from manyhands.launch import environment, run_token
+from manyhands.launch import environment, run_token, servers
+from manyhands.launch.replacements import Replacements, run_keys
 from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
@@ -97,18 +98,40 @@ class HostsLauncher:
         store = self._rendezvous(job.port)
         token = run_token.of_environment() or secrets.token_hex(32)
         workers: list[_Worker] = []
-        with Stop() as stop:
+        keys = dist.PrefixStore(environment.PREFIX, store)
+        hosted = assign_ranks(job.size, self.hosts)
+        with Stop() as stop, contextlib.ExitStack() as stack:
+            served, variables = None, dict[str, str]()
+            if job.elastic is not None:
+                served, variables = self._serve(job, store, token, stack)
+
+            def start(rank: int, starts: int = 0) -> _Worker:
+                more = {**variables, environment.STARTS: str(starts)} if variables else {}
+                return self._start(hosted[rank], job, store.port, token, more)
+
+            def restart(rank: int, starts: int) -> _Worker:
+                worker = start(rank, starts)
+                _send(worker.process, job.payload)
+                return worker
+
+            said = lambda rank: _said(keys, f"error/{rank}", token)
+            replacements = None
+            if job.elastic is not None:
+                replacements = Replacements(job.elastic, restart, said, run_keys(store), token)
             try:
-                for hosted in assign_ranks(job.size, self.hosts):
-                    workers.append(self._start(hosted, job, store.port, token))
+                workers += [start(rank) for rank in range(job.size)]
                 for w in workers:
                     _send(w.process, job.payload)
-                self._watch(workers, stop)
+                self._watch(workers, stop, replacements)
             finally:
-                _end(workers)
-        keys = dist.PrefixStore(environment.PREFIX, store)
-        self._raise_cause(workers, keys, stop, token)
-        result = _said(keys, "result", token) or {}
+                fate = served.fate() if served else ""
+                _end(workers + (replacements.lost if replacements else []))
+        if replacements and replacements.failure:
+            raise LaunchError(replacements.failure)
+        if not (replacements and any(w.process.returncode == 0 for w in workers)):
+            self._raise_cause(workers, keys, stop, token, fate)
+        told = [_said(keys, f"result/{w.rank}", token) for w in workers if replacements]
+        result = next(filter(None, told), None) or _said(keys, "result", token) or {}
         return {**result, "stopped": stop.requested} if stop.requested and result else result
 
     def _rendezvous(self, port: int) -> dist.TCPStore:
@@ -137,7 +160,31 @@ class HostsLauncher:
             master_listen_fd=listener.detach(),
         )
 
-    def _start(self, hosted: HostedRank, job: Job, port: int, token: str) -> _Worker:
+    def _serve(
+        self, job: Job, store: dist.Store, token: str, stack: contextlib.ExitStack
+    ) -> tuple[servers.Servers, dict[str, str]]:
+        """Start the servers of an elastic job here: they must outlive any of its ranks. Returns the
+        variables by which ranks find them."""
+        assert job.elastic is not None
+        started = servers.start(
+            job.elastic.servers,
+            ProcessInfo(),
+            run_keys(store),
+            workers=job.size,
+            timeout_s=job.elastic.timeout_s,
+            token=token,
+            address=None if self.address == "127.0.0.1" else self.address,
+        )
+        stack.callback(started.close)
+        if not started.children:  # they were started by hand
+            return started, dict(environment.variables())
+        host, _, port = started.coordinator.rpartition(":")
+        where = {"DMLC_PS_ROOT_URI": host.strip("[]"), "DMLC_PS_ROOT_PORT": port}
+        return started, {**where, environment.TOKEN: token}
+
+    def _start(
+        self, hosted: HostedRank, job: Job, port: int, token: str, more: Mapping[str, str]
+    ) -> _Worker:
         rank, host = hosted.rank, hosted.host
         threads = job.threads or max(1, environment.cores() // job.size)
         env = {
@@ -152,6 +199,7 @@ class HostsLauncher:
             environment.STARTED_BY_US: "1",
             environment.RUN_TOKEN: token,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            **more,
             **({environment.HOST: host.name} if host.name else {}),
             **host.variables,
         }
@@ -175,10 +223,20 @@ class HostsLauncher:
         handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         return _Worker(rank, process, tail, pump, handle=handle)
 
-    def _watch(self, workers: list[_Worker], stop: Stop) -> None:
+    def _watch(self, workers: list[_Worker], stop: Stop, lost: Replacements | None) -> None:
         forwarded = 0.0
         while any(w.process.poll() is None for w in workers):
-            if any(w.process.poll() not in (None, 0) for w in workers):
+            dead = any(w.process.poll() not in (None, 0) for w in workers)
+            for w in lost.superfluous(workers) if lost else ():
+                _kill_session(w.process.pid)
+                w.process.wait()
+            if lost and dead:
+                if lost.replace(workers, stopping=forwarded > 0):
+                    continue
+                if lost.failure and not forwarded:  # too few are left: these save, and stop
+                    forwarded = _ask_to_stop(workers)
+                    continue
+            if dead:
                 deadline = time.monotonic() + SETTLE_S
                 while time.monotonic() < deadline and any(
                     w.process.poll() is None for w in workers
@@ -186,21 +244,21 @@ class HostsLauncher:
                     _wait_for_an_end(workers, POLL_S)
                 return
             if stop.requested and not forwarded:
-                forwarded = time.monotonic()
                 print(
                     "\nstopping after this round; Ctrl-C again stops at once",
                     file=sys.stderr,
                     flush=True,
                 )
-                for w in workers:
-                    w.process.send_signal(signal.SIGTERM)
+                forwarded = _ask_to_stop(workers)
             if forwarded and time.monotonic() - forwarded > GRACE_S:
                 return
             _wait_for_an_end(workers, POLL_S)
 
     def _raise_cause(
-        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str
+        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str, fate: str
     ) -> None:
+        """`fate`: of servers that the launcher had started, and that are gone."""
+        by_rank = {w.rank: w for w in workers}
         codes = {w.rank: w.process.returncode for w in workers}
         reports = {}
         for w in workers:
@@ -224,7 +282,8 @@ class HostsLauncher:
                 reports[r]["text"] == said["text"] for r in causes
             ) == len(workers)
             size = 1 if together else len(workers)
-            raise LaunchError(_attributed(rank, size, said["text"]), 2 if said["ours"] else 1)
+            text = "\n".join(filter(None, (_attributed(rank, size, said["text"]), fate)))
+            raise LaunchError(text, 2 if said["ours"] else 1)
         # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested
@@ -242,11 +301,11 @@ class HostsLauncher:
                 f"\n  {line.rstrip()}" for w in workers if w.rank == rank for line in w.tail[-5:]
             )
             raise LaunchError(
-                f"rank {rank} (pid {workers[rank].process.pid}) was killed by {name}{hint}{last}",
+                f"rank {rank} (pid {by_rank[rank].process.pid}) was killed by {name}{hint}{last}",
                 128 + killed[rank],
             )
         if ended:
-            last = "".join(f"\n  {line.rstrip()}" for line in workers[ended[0]].tail[-20:])
+            last = "".join(f"\n  {line.rstrip()}" for line in by_rank[ended[0]].tail[-20:])
             raise LaunchError(
                 f"rank {ended[0]} ended with exit code {codes[ended[0]]} and no report{last}",
                 codes[ended[0]],
@@ -270,6 +329,13 @@ def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
         multiprocessing.connection.wait(handles, timeout_s)
     else:
         time.sleep(min(timeout_s, 0.05))
+
+
+def _ask_to_stop(workers: list[_Worker]) -> float:
+    """Returns when that was."""
+    for w in workers:
+        w.process.send_signal(signal.SIGTERM)
+    return time.monotonic()
 
 
 def _attributed(rank: int, size: int, text: str) -> str:

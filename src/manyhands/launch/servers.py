@@ -100,6 +100,7 @@ def start(
     token: str | None = None,
     served: ServedBy | None = None,
     env: Mapping[str, str] | None = None,
+    address: str | None = None,
 ) -> Servers:
     """Start or join the servers of a run, for so many `workers` (None: as many as the first says).
     Every rank calls it; it returns on all of them when all servers are up, or raises on all of them
@@ -116,7 +117,7 @@ def start(
     first = COORDINATOR if options.replicas > 1 else 0  # the index of the one that coordinates
     if process.rank == 0 and first == COORDINATOR:
         mine.insert(0, COORDINATOR)
-    address, one_machine = _bind_address(process, store, deadline, env)
+    address, one_machine = _bind_address(process, store, deadline, env, address)
     shared = (
         token
         or run_token.of_environment(env)
@@ -272,11 +273,13 @@ def _get(store: dist.Store, key: str, deadline: float, what: str, token: str = "
 
 
 def _bind_address(
-    process: ProcessInfo, store: dist.Store, deadline: float, env: Mapping[str, str] | None
+    process: ProcessInfo, store: dist.Store, deadline: float, env: Any, given: str | None = None
 ) -> tuple[str, bool]:
     """Loopback where all ranks share a host, so that no other host can connect; otherwise an
     address that the other hosts reach. And whether they share one.
     """
+    if given:
+        return given, False
     ours = "127.0.0.1" if process.size == 1 else environment.own_address(env)
     here = f"{process.host} {process.machine}"  # two machines may have the same name
     store.set(f"servers/host/{process.rank}", json.dumps([here, ours]))

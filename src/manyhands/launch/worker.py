@@ -47,7 +47,9 @@ def _work() -> int:
         work = pickle.loads(payload)  # from our own parent, over a private pipe
         del payload
         result = work()
-        if here.rank == 0:
+        if environment.starts() is not None:  # rank 0 may be gone
+            _tell(store, f"result/{here.rank}", result)
+        elif here.rank == 0:
             _tell(store, "result", result)
         code = 0
     except BaseException as e:

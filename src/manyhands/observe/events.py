@@ -50,6 +50,19 @@ class Recorder:
         self._pending: list[Event] = []
         self._sinks: list[Sink] = [EventFile(path, spans_limit_bytes), *(sinks or [])]
 
+    def add(self, sinks: list[Sink]) -> None:
+        """Show events in more places from here on."""
+        self._sinks += sinks
+
+    def remove(self, sinks: list[Sink]) -> None:
+        """Close sinks that were added."""
+        self.flush()
+        for sink in sinks:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+                with suppress(Exception):
+                    sink.close()
+
     def emit(self, event: Event) -> None:
         self._pending.append(event)
 

@@ -103,8 +103,8 @@ class Progress:
                 line("checkpoint", f"failed: {value}", STYLES["failed"])
             case "warning", _:
                 line("warning", str(value), STYLES["failed"])
-            case "notice", _:
-                line("notice", str(value), STYLES["notice"])
+            case "notice" | "worker lost" | "worker joined", _:
+                line(event.name.split()[0], str(value), STYLES["notice"])
             case "finish", _:
                 self._screen.end()
                 elapsed = (

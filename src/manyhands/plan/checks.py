@@ -45,6 +45,10 @@ POSITIVE = (
 )
 
 
+# merge strategies whose workers may come and go
+ELASTIC = ("downpour", "stale_sync", "dc_asgd", "backup", "async_easgd")
+
+
 def default(word: str) -> Any:
     return Plan.__dataclass_fields__[word].default
 
@@ -57,6 +61,46 @@ def check(plan: Plan) -> None:
         if strategy is not None:
             _check_strategy(plan, word, strategy)
     _check_devices(plan)
+    _check_elastic(plan)
+
+
+def elastic_bounds(elastic: str) -> tuple[int, int]:
+    """The least and the largest number of workers."""
+    least, colon, most = elastic.partition(":")
+    if not (colon and least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most) > 1):
+        raise PlanError(
+            f"elastic={elastic}: LEAST:MOST workers is needed, such as 1:4; least at least 1, most "
+            "at least 2"
+        )
+    return int(least), int(most)
+
+
+def _check_elastic(plan: Plan) -> None:
+    if plan.respawn < 0:
+        raise PlanError(f"respawn={plan.respawn}, but 0 or more processes are needed")
+    if plan.elastic is None:
+        if plan.respawn != default("respawn"):
+            raise PlanError(
+                f"respawn={plan.respawn} has no effect: without elastic= a rank that dies ends the "
+                f"run; add elastic=1:{max(2, plan.layout.data)}"
+            )
+        return
+    _, most = elastic_bounds(plan.elastic)
+    if plan.layout.data != most:
+        raise PlanError(
+            f"elastic={plan.elastic} with data={plan.layout.data}: a run starts with all of its "
+            f"{most} workers, more cannot join it yet; set data={most} or leave it out"
+        )
+    if plan.merge not in ELASTIC:
+        why = (
+            "a rank that dies takes its multiplier with it"
+            if plan.strategy.link is Store
+            else "ranks wait for each other in every round"
+        )
+        raise PlanError(
+            f"elastic={plan.elastic} with merge={plan.merge}: {why}; elastic groups come with "
+            f"{', '.join(ELASTIC)} (over servers=1), and not yet with others"
+        )
 
 
 def _check_numbers(plan: Plan) -> None:

@@ -54,6 +54,8 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     given = _spelt_out(_collect(words))
     _refuse_renamed(given)
     axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
+    if given.get("elastic") is not None:
+        axes = {"data": checks.elastic_bounds(str(given["elastic"]))[1]} | axes
     for axis, n in axes.items():
         if n < 1:
             raise PlanError(

@@ -17,5 +17,5 @@ The way of one push:
 (`slots`), the workers' `clock` and their `step_counter`. `namespaces/` keeps several runs, and
 clients without a rank, apart on one server. `local_store` and `inproc_store` use shards and clock
 without servers. `snapshots/` saves tables to files while pushes go on; `replication/` keeps copies
-of shards on other servers.
+of shards on other servers; `elastic/` leases steps to workers that may die and be replaced.
 """

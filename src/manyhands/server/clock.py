@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from manyhands.core import Late, Tick
-from manyhands.errors import PeerLost, StoreError
+from manyhands.errors import Evicted, PeerLost, StoreError
+from manyhands.server.elastic.members import ElasticMembers
 from manyhands.server.step_counter import StepCounter
 
 HISTORY = 4096  # commits that can still be asked for
@@ -101,6 +102,7 @@ class Clock:
         self._dropped = self._waited = 0
         self._over = False
         self._changed = threading.Condition()
+        self.elastic = ElasticMembers(self)  # of workers that may be replaced
 
     # -- membership --
 
@@ -131,6 +133,7 @@ class Clock:
             w = self._state(worker)
             w.status, w.waiting, w.answer, w.evicted_for = "evicted", None, None, reason
             self._steps.leave(worker)
+            self.elastic.left(worker, "" if reason is REJOIN else reason)
             self._advance()
 
     def close(self) -> None:
@@ -358,6 +361,8 @@ class Clock:
             self._steps.skip(w.rank, self.version - clock)
             clock = self.version
         self._steps.ticked(w.rank)
+        if pending:
+            self.elastic.committed(w.rank)
         w.waiting, w.answer = None, Tick(clock, counted)
         w.clock, w.began = clock, self.version
 
@@ -387,6 +392,7 @@ class Clock:
         w.done = min((o.done for o in others), default=w.done)
         w.clock += 1  # the replaced process may have pending pushes of the clock before
         self._steps.join(w.rank, [o.rank for o in others])
+        self.elastic.joined(w)
 
     def _state(self, worker: int) -> _WorkerState:
         if not 0 <= worker < self.size:
@@ -398,7 +404,7 @@ class Clock:
         if self._over:
             raise PeerLost(OVER)
         if w.status == "evicted":
-            raise StoreError(f"worker {worker} was evicted: {w.evicted_for}")
+            raise Evicted(f"worker {worker} was evicted: {w.evicted_for}")
         return w
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
-from manyhands.errors import PeerLost, StoreError
+from manyhands.errors import Evicted, PeerLost, StoreError
 from manyhands.server.clock import Clock
+from manyhands.server.elastic.answers import answer_elastic
 from manyhands.server.namespaces.run_registry import RunRegistry
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
@@ -35,6 +36,9 @@ from manyhands.server.slots import SlotMap
 
 # After a heartbeat connection broke: the network may have lost it, and its worker reconnects.
 GRACE_S = 0.5
+# Commits that a process which replaces another brings to the shards: each worker brings those that
+# it knows with every request, so that shards lack a few at most.
+CATCH_UP = 256
 
 
 class Coordinator:
@@ -130,19 +134,15 @@ class Coordinator:
     def _await_workers(self) -> None:
         """Workers that do not come back after this coordinator was started again are evicted."""
         begun = time.monotonic()
-        for worker, incarnation in list(self._incarnations.items()):
-            lease_s = self._leases.get(worker, self.lease_s)
+        for who in list(self._incarnations.items()):
+            lease_s = self._leases.get(who[0], self.lease_s)
+            back = lambda who=who: self._closing or self._heartbeats.get(who) or who in self._left
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closing or self._heartbeats.get((worker, incarnation)),  # noqa: B023
-                    max(0.0, begun + lease_s - time.monotonic()),
-                )
-                gone = not self._heartbeats.get((worker, incarnation)) and not self._closing
-                gone = gone and (worker, incarnation) not in self._left
-                gone = gone and self._incarnations.get(worker) == incarnation
+                self._changed.wait_for(back, max(0.0, begun + lease_s - time.monotonic()))
+                gone = not back() and self._incarnations.get(who[0]) == who[1]
             if gone:
-                self.evicted.append(worker)
-                self.runs.evict(worker, "it did not come back to the coordinator")
+                self.evicted.append(who[0])
+                self.runs.evict(who[0], "it did not come back to a restarted coordinator")
 
     # -- servers --
 
@@ -270,7 +270,7 @@ class Coordinator:
                 else:
                     answer = self._answer(worker, incarnation, message, head.number)
             except StoreError as e:
-                answer = m.Failed("store", str(e))
+                answer = m.Failed("evicted" if isinstance(e, Evicted) else "store", str(e))
             except PeerLost as e:
                 answer = m.Failed("peer", str(e), list(e.ranks))
             self.save()
@@ -294,6 +294,9 @@ class Coordinator:
         answer.incarnation, answer.clock, answer.version = joined
         answer.lease_s, answer.recovers = message.lease_s or self.lease_s, self._save is not None
         answer.worker = worker
+        run, _ = self.runs.run_of(worker)
+        if run is not None and joined.incarnation:
+            answer.commits = run.commits_since(max(0, joined.version - CATCH_UP))
         return answer
 
     def _refuse_busy(self, rank: int, namespace: str) -> None:
@@ -366,5 +369,7 @@ class Coordinator:
             case m.AwaitTable():
                 clock.wait_for_table(x.name, x.timeout_s)
             case _:
-                raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
+                if (answer := answer_elastic(clock.elastic, rank, x, number)) is None:
+                    raise Malformed("garbage", f"a {type(x).__name__} was sent to the coordinator")
+                return answer
         return m.Done()

@@ -5,20 +5,24 @@
 
 A mark is set under the same lock as the change of the data, and is dumped with it. A process that
 replaces a dead one has a larger incarnation: its sequence begins at 0, and pushes of the dead one
-that still arrive are refused.
+that still arrive are refused. Pushes of elastic workers also name their steps, of which each is
+applied once whoever pushes it (`elastic.step_marks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.errors import StoreError
+from manyhands.errors import Evicted, StoreError
+from manyhands.server.elastic.step_marks import StepMarks
 
 # A worker has fewer pushes than this in flight: any older one was applied.
 WINDOW = 4096
+STEPS = -1  # in a dump, in place of a worker: the step marks
 
 
 @dataclass
@@ -33,28 +37,47 @@ class DedupMarks:
 
     def __init__(self) -> None:
         self._of: dict[int, _Mark] = {}
+        self._steps = StepMarks()
 
-    def fresh(self, worker: int, incarnation: int, sequence: int) -> bool:
-        """Whether this push was not applied yet; marks nothing."""
+    def fresh(
+        self,
+        worker: int,
+        incarnation: int,
+        sequence: int,
+        steps: Sequence[int] = (),
+        done_below: int = 0,
+    ) -> bool:
+        """Whether this push was not applied yet, nor its steps; marks nothing that was not."""
         if sequence < 0:
             raise StoreError(f"push number {sequence} of worker {worker}; numbers count from 0")
         mark = self._of.get(worker)
         if mark is None or incarnation > mark.incarnation:
-            return True
+            return self._fresh_steps(worker, incarnation, sequence, steps, done_below)
         if incarnation < mark.incarnation:
-            raise StoreError(
+            raise Evicted(
                 f"a push of worker {worker}, incarnation {incarnation}, but incarnation "
                 f"{mark.incarnation} took its place; a worker that comes back must join again"
             )
-        return sequence >= mark.low and sequence not in mark.beyond
+        if sequence < mark.low or sequence in mark.beyond:
+            return False
+        return self._fresh_steps(worker, incarnation, sequence, steps, done_below)
+
+    def _fresh_steps(
+        self, worker: int, incarnation: int, sequence: int, steps: Sequence[int], done_below: int
+    ) -> bool:
+        fresh = not steps or self._steps.fresh(steps, done_below)
+        if not fresh and not self.replaces(worker, incarnation):
+            self.add(worker, incarnation, sequence)  # skipped for good
+        return fresh
 
     def replaces(self, worker: int, incarnation: int) -> bool:
         """Whether this process replaces an older one of the same worker."""
         mark = self._of.get(worker)
         return mark is not None and incarnation > mark.incarnation
 
-    def add(self, worker: int, incarnation: int, sequence: int) -> None:
+    def add(self, worker: int, incarnation: int, sequence: int, steps: Sequence[int] = ()) -> None:
         """Mark a fresh push as applied."""
+        self._steps.add(steps)
         mark = self._of.get(worker)
         if mark is None or incarnation > mark.incarnation:
             mark = self._of[worker] = _Mark(incarnation)
@@ -78,11 +101,17 @@ class DedupMarks:
         flat: list[int] = []
         for worker, mark in sorted(self._of.items()):
             flat += [worker, mark.incarnation, mark.low, len(mark.beyond), *sorted(mark.beyond)]
+        below, applied = self._steps.below, sorted(self._steps.applied)
+        flat += [STEPS, 0, below, len(applied), *applied] if below or applied else []
         return np.array(flat, np.int64)
 
     def load(self, flat: NDArray[np.int64]) -> None:
-        values, self._of = [int(v) for v in flat], {}
+        values, self._of, self._steps = [int(v) for v in flat], {}, StepMarks()
         while values:
             worker, incarnation, low, n = values[:4]
-            self._of[worker] = _Mark(incarnation, low, set(values[4 : 4 + n]))
+            some = set(values[4 : 4 + n])
+            if worker == STEPS:
+                self._steps = StepMarks(low, some)
+            else:
+                self._of[worker] = _Mark(incarnation, low, some)
             values = values[4 + n :]

@@ -121,7 +121,8 @@ class Shard(ShardTables):
         scratch: they may be changed.
         """
         with self.lock:
-            if not self.dedup.fresh(worker, incarnation, sequence):
+            steps = () if push.pending else push.steps  # a commit counts pending ones
+            if not self.dedup.fresh(worker, incarnation, sequence, steps, push.done_below):
                 self._counters.add("duplicates")
                 return False
             try:
@@ -140,7 +141,7 @@ class Shard(ShardTables):
             except StoreError:
                 self._counters.add("refused")
                 raise
-            self.dedup.add(worker, incarnation, sequence)
+            self.dedup.add(worker, incarnation, sequence, steps)
             return True
 
     def remember(self, worker: int, tables: Sequence[str]) -> None:

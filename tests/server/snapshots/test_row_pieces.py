@@ -169,6 +169,28 @@ def test_a_cut_is_the_table_at_that_moment(seed: int, incremental: bool, side: i
     assert table.cut is None and not cut.failure
 
 
+def test_a_cut_survives_that_times_are_counted_anew_and_fails_when_they_are_lost() -> None:
+    table, dice = make(), np.random.default_rng(5)
+    table.version = 2**20 - 5
+    push(table, np.arange(300), dice)
+    expected, pieces = content(table), []
+    cut = TableCut(table, spill=pieces.append)
+    cut.begin()
+    for _ in range(10):  # entries hold times of 20 bits
+        push(table, dice.integers(0, 600, 20), dice)
+    assert table.storage.time_base > 0
+    while not cut.done:
+        pieces.append(cut.next_piece())
+    pieces += cut.take_side()
+    assert of_pieces(table, pieces) == expected
+    cut.end()
+    late = TableCut(table)
+    late.begin()
+    table.version += 2**20
+    push(table, [1], dice)
+    assert late.next_piece() is None and "more than 500 000 pushes" in str(late.failure)
+
+
 def test_rows_loaded_meanwhile_end_the_snapshot() -> None:
     table, dice = make(), np.random.default_rng(3)
     push(table, np.arange(10), dice)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from manyhands.launch import environment
-from manyhands.server.client import frame_faults
-from manyhands.server.client.frame_faults import FrameFaults
+from manyhands.server.protocol import frame_faults
+from manyhands.server.protocol.frame_faults import FrameFaults
 
 
 def install_frame_faults(rank: int) -> None:

@@ -155,6 +155,13 @@ class RequestSender:
         self.version = version
         self._commits += commits
 
+    def catch_up(self, commits: m.Commits) -> None:
+        """Commits that were made before this process joined, and that a shard may not have: only
+        the workers that they were told to know of them, and one of these may be dead."""
+        if commits:
+            self._applied = [commits[0][0] - 1] * len(self.connections)
+            self._commits = list(commits)
+
     def commits_for(self, connection: Connection) -> tuple[m.Commits, int]:
         """What a shard must apply before it serves; it ignores commits that it has."""
         applied = self._applied[self.connections.index(connection)]

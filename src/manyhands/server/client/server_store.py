@@ -35,6 +35,7 @@ from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.client.table_requests import start_table
 from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
 from manyhands.server.counters import since, together
+from manyhands.server.elastic.computed_steps import ComputedSteps
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack
 from manyhands.server.slots import SlotMap
@@ -50,7 +51,8 @@ SLACK_S = 5.0
 class ServerStore:
     """`coordinator` is HOST:PORT. All ranks open a store with the same `size`. A worker without a
     heartbeat for `lease_s` is taken for dead; None: as the coordinator was started. In `namespace`
-    the workers of one run have their own clock; a `guest` has none, see `guest_store`."""
+    the workers of one run have their own clock; a `guest` has none, see `guest_store`.
+    With `elastic`, workers may be replaced, and lease their steps (`elastic.client`)."""
 
     background = True
 
@@ -69,6 +71,7 @@ class ServerStore:
         kkt: float | None = None,
         namespace: str = "",
         guest: bool = False,
+        elastic: bool = False,
     ):
         root = _checked(coordinator, rank, size, payload, transport)
         code: m.RowCodec = payload  # type: ignore[assignment]
@@ -77,6 +80,7 @@ class ServerStore:
         # `_has_pending`: pushed with pending=True in this clock
         self._incarnation, self._clock, self._has_pending = -1, 0, False
         self._last_stats: dict[str, float] = {}
+        self.steps: ComputedSteps | None = None  # of an elastic worker
         self._heartbeat: Heartbeat | None = None
         prove = lambda: self._proof("control")
         # two: a tick may wait for other ranks, and a lost server must be found meanwhile
@@ -99,7 +103,8 @@ class ServerStore:
 
         try:
             entered = self._control.ask(
-                m.Join(size, None, lease_s, namespace, guest), "registration with the coordinator"
+                m.Join(size, None, lease_s, namespace, guest, elastic),
+                "registration with the coordinator",
             )
             self._incarnation, self._clock = entered.incarnation, entered.clock
             self._worker = entered.worker  # what servers know this rank by
@@ -115,6 +120,7 @@ class ServerStore:
                 recovers=any(len(chain.members) > 1 for chain in entered.chains),
             )
             self._control.patient = self._maps.patient = entered.recovers
+            self._sender.catch_up(entered.commits)
         except BaseException:
             self._close_control()
             raise
@@ -143,6 +149,8 @@ class ServerStore:
         with sender.lock:
             sender.check()
             how = m.PushMessage(self._clock, **options)
+            if self.steps is not None:
+                self.steps.mark(how)
             requests = sender.post(self._router.parts(rows, updates), [], how, False)
             self._has_pending |= how.pending
             return Pushed(sender, requests)
@@ -217,6 +225,15 @@ class ServerStore:
 
     def request_sync(self) -> None:
         self._control.ask(m.RequestSync(), "sync request")
+
+    def ask(self, message: m.Message, what: str, timeout_s: float | None) -> Any:
+        """Ask the coordinator."""
+        return self._control.ask(message, what, timeout_s=timeout_s)
+
+    @property
+    def incarnation(self) -> int:
+        """How many processes have been this worker before."""
+        return self._incarnation
 
     def flush(self) -> None:
         self._sender.flush()

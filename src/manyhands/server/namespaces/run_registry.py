@@ -92,10 +92,14 @@ class RunState:
         tick = self.clock.tick(
             rank, x.clock, x.staleness, x.quorum, x.late, x.delay, x.pending, x.timeout_s
         )
+        return tick, self.commits_since(x.version)
+
+    def commits_since(self, version: int) -> list[Commit]:
+        """Later commits, in the numbers that servers use."""
         base = self.number << RUN_BITS
-        return tick, [
+        return [
             (version + self.committed, [(base + member, clock) for member, clock in members])
-            for version, members in self.clock.commits_since(x.version - self.committed)
+            for version, members in self.clock.commits_since(version - self.committed)
         ]
 
 
@@ -150,6 +154,12 @@ class RunRegistry:
                     f"worker {rank} expects {message.size} workers, but {_the_run(run)} for "
                     f"{run.clock.size}; give both the same number"
                 )
+            if message.elastic and self.keep:
+                raise StoreError(
+                    "elastic= on servers that other runs use too (--keep): steps of two runs could "
+                    "be taken for each other; let the run start its own servers"
+                )
+            run.clock.elastic.used |= message.elastic
             joined = run.join(rank, message.incarnation)
             return (run.number << RUN_BITS) + rank, joined
 

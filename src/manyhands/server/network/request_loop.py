@@ -8,12 +8,12 @@ checked before any of it is applied.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from manyhands.core import Table
-from manyhands.errors import NotFinite, StoreError
+from manyhands.errors import Evicted, NotFinite, StoreError
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.protocol import arena, row_encoding
@@ -45,6 +45,12 @@ CHUNK_BYTES = 1 << 21  # of a pull, read and sent at a time
 
 class _UnknownKeys(Exception):
     """A request names a key list by its hash, and this end does not have it (any more)."""
+
+
+def _kind(e: StoreError) -> Literal["finite", "evicted", "store"]:
+    return (
+        "finite" if isinstance(e, NotFinite) else "evicted" if isinstance(e, Evicted) else "store"
+    )
 
 
 class RequestLoop:
@@ -94,9 +100,7 @@ class RequestLoop:
             except NotLeading:
                 self._ask_to_resend(head.number, m.Resend("epoch", self._status.epoch))
             except StoreError as e:
-                channel.send(
-                    m.Failed("finite" if isinstance(e, NotFinite) else "store", str(e)), head.number
-                )
+                channel.send(m.Failed(_kind(e), str(e)), head.number)
             except (Malformed, OSError):
                 raise
             except Exception as e:  # a fault of ours, or no memory: only this worker gets an error
@@ -137,7 +141,10 @@ class RequestLoop:
                 described, parts = pack(content)
                 self._channel.send(m.TableContent(described, stop), number, parts)
             case m.BeginSnapshot():
-                self._endpoint.replicator.check_leads()
+                try:
+                    self._endpoint.replicator.check_leads()
+                except NotLeading:  # its connection knows no other server
+                    raise StoreError(f"shard {self._shard.index} has moved; begin again") from None
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
                 self._channel.send(reply, number, payload)
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():

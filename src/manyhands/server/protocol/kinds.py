@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.server.protocol import elastic_messages as e
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol import table_messages as t
@@ -19,6 +20,7 @@ _MESSAGES: list[type[m.Message]] = [
     *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part, r.EraseRows, r.Loads),
     *(r.GetStatus, r.ServerStatusReply, r.Drain, r.Rebalance),
     *(t.ListTables, t.TableList, t.DeleteRows, t.DropTable, t.StartTable),
+    *(e.LeaseStep, e.StepLeased, e.Gather, e.Gathered, e.GetNote, e.Note, e.RequestLeaseSync),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.
 KINDS: dict[int, type[m.Message]] = dict(enumerate(_MESSAGES, start=1))

@@ -11,7 +11,8 @@
     coordinator -> server   AssignSlots (the slot map), Leave (the run is over)
     server -> server        Follow, then Forward, ForwardTable, CopyState (see `replication`)
     worker -> coordinator   Join, TickClock, ClaimStep, RequestSync, StartTable, TableCreated,
-                            AwaitTable, GetSlotMap, GetStats, Ping, Leave
+                            AwaitTable, GetSlotMap, GetStats, Ping, Leave (elastic workers: see
+                            `elastic_messages`)
     coordinator -> worker   AssignSlots, ClockTicked, StepClaimed, Stats, Done, Failed
     operator -> coordinator GetStatus, Drain, Rebalance
 
@@ -77,7 +78,8 @@ class Done(Message):
 class Failed(Message):
     """This request failed; the connection goes on."""
 
-    kind: Literal["store", "finite", "peer", "internal"]  # finite: updates that are not finite
+    # finite: updates that are not finite; evicted: the worker was taken for dead
+    kind: Literal["store", "finite", "peer", "internal", "evicted"]
     text: str
     ranks: list[int] = []  # msgspec copies it
 
@@ -124,6 +126,9 @@ class PushMessage(Message):
     adapt: bool = False
     compensate: float | None = None
     decay: float | None = None
+    # of elastic workers: the steps it sums up, and a step below which all are done
+    steps: list[int] = []  # msgspec copies it
+    done_below: int = 0
 
 
 Commits = list[tuple[int, list[tuple[int, int]]]]  # version, (worker, clock) in rank order
@@ -271,6 +276,7 @@ class AssignSlots(Message):
     lease_s: float = 10.0
     recovers: bool = False  # a coordinator that is gone will be back
     worker: int = 0  # its number among the workers of all runs on the servers
+    commits: Commits = []  # those that shards may not have yet, to a process that replaces another
 
 
 class Join(Message):
@@ -279,6 +285,7 @@ class Join(Message):
     lease_s: float | None = None  # None: as the coordinator was started
     namespace: str = ""
     guest: bool = False  # no rank of a run: nobody waits for it
+    elastic: bool = False  # workers may be replaced, and lease their steps
 
 
 class TickClock(Message):

@@ -193,6 +193,8 @@ class Copy:
                 values, state = table.views(piece.rows)
                 arrays = {"ids": piece.ids, "values": values}
                 arrays["meta"] = np.stack([piece.counts, piece.times], 1)
+                # rows come in the order of their hashes: see RowStorage.expect
+                arrays["expect"] = np.array([table.rows + table.rows // 20], np.int64)
                 arrays |= {f"{STATE}{key}": x for key, x in state.items()}
                 if table.optimizer.kind.counts_pushes:
                     steps = np.full((piece.ids.size, 1), table.optimizer.step, np.int64)

@@ -104,7 +104,8 @@ def move(
         return None
     most = max(total, key=lambda server: (total[server], -server))
     least = min(total, key=lambda server: (total[server], server))
-    gap = total[most] - total[least]
+    # less by what rounding may add: a shard as heavy as the gap would go to and fro
+    gap = (total[most] - total[least]) * (1 - 1e-9)
     if gap <= UNEVEN * sum(total.values()) / len(total):
         return None
     can = [

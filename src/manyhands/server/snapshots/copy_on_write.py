@@ -101,8 +101,11 @@ class TableCut:
 
     # -- the copier --
 
-    def next_piece(self) -> RowPiece:
-        """The next rows of the cut; the caller goes on until `done`."""
+    def next_piece(self) -> RowPiece | None:
+        """The next rows of the cut; the caller goes on until `done`. None: it has failed."""
+        self._check_times()
+        if self.failure is not None:
+            return None
         piece = read_piece(self.table, self.copied, since=self.since, until=self.version)
         self.copied = piece.stop
         return piece
@@ -116,14 +119,19 @@ class TableCut:
 
     def keep(self, ids: np.ndarray, hashes: np.ndarray) -> None:
         """Put aside the rows of `ids` as they were at the cut, before they change."""
+        self._check_times()
         oldest, newest = time_range(self.table, self.since, self.version)
-        if self.table.storage.time_base != self.time_base and newest < 1:
-            # times so long ago are written as the earliest that can be written
-            return self.fail("too many pushes came while it was copied; use a faster disk")
         for start in range(0, ids.size, ROWS):
             part = slice(start, start + ROWS)
             if self.failure is None:
                 self._keep(ids[part], hashes[part], oldest, newest)
+
+    def _check_times(self) -> None:
+        """Entries have 20 bits for a time, and times too long ago are written as the earliest one:
+        then rows of the cut could no longer be told from later ones."""
+        storage = self.table.storage
+        if storage.time_base != self.time_base and self.version - storage.time_base < 1:
+            self.fail("more than 500 000 pushes came while it was copied; use a faster disk")
 
     def _keep(self, ids: np.ndarray, hashes: np.ndarray, oldest: int, newest: int) -> None:
         storage, n = self.table.storage, ids.size

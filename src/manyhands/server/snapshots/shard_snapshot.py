@@ -305,6 +305,8 @@ class _TableCopy:
                     raise cut.failure
                 aside = cut.take_side()
                 piece = None if cut.done else cut.next_piece()
+                if cut.failure is not None:
+                    raise cut.failure
                 if piece is None:
                     cut.end()
             for old in aside:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from manyhands.core import Table
+from manyhands.server.snapshots.copy_on_write import TableCut
 from manyhands.server.tables.dense import DenseTable
 from manyhands.server.tables.optimizers import SERVER_OPTIMIZERS
 from manyhands.server.tables.sparse import SparseTable
@@ -29,6 +30,11 @@ def warm_up(dtype: str = "float32", optimizers: Sequence[str] = tuple(SERVER_OPT
             table, out = SparseTable(spec), np.zeros((2, dim), dtype)
             table.pull(ids, out)
             table.push(ids, out)
+        cut = TableCut(table)
+        cut.begin()
+        table.push(ids, out)
+        cut.next_piece()
+        cut.end()
         table.load(*table.items(0))
         table.expire()
         table.storage.grow_index()
