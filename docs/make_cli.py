@@ -28,6 +28,7 @@ READ_ON = {  # the page that explains what a verb is for
     "race": ("Race several plans", "../race.md"),
     "lab": ("Make slow links in a lab", "../lab.md"),
     "server": ("Start servers by hand", "../how-to/start-servers.md"),
+    "servers": ("Add and drain servers", "../server.md#add-and-drain-servers"),
     "trace": ("Events", "events.md"),
     "export": ("Resume, checkpoints, export", "../checkpoints.md"),
     "doctor": ("Troubleshooting", "../troubleshooting.md"),

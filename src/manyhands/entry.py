@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from manyhands.assembly.rank_context import Options, open_rank_context
+from manyhands.assembly.tables import server_options
 from manyhands.assembly.trainer import task_trainer
 from manyhands.core import ElasticJob, Job, Plan, ProcessInfo, Result
-from manyhands.errors import LaunchError, ManyhandsError, ServerLost, TaskError
+from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.lab import launcher
 from manyhands.launch.signals import Stop
@@ -34,6 +35,7 @@ from manyhands.plan import words as plan_words
 from manyhands.plan.checks import elastic_bounds
 from manyhands.plan.words import Words
 from manyhands.recover import directory
+from manyhands.recover.checkpoint import Checkpoints
 from manyhands.replica import state
 from manyhands.replica.checks import step_guard
 from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
@@ -41,6 +43,8 @@ from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
 CPU = torch.device("cpu")
 MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
+
+RESTORES = 5  # of a run, after a loss
 
 _runs: list[str] = []  # of this process, by the prefix of their keys in the store
 _loading: list[str] = []  # the script whose task() is being loaded
@@ -54,14 +58,27 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     words, options = with_saved_words(words, options, size)
     plan = plan_words.parse(words, size=size)
     before = state.rng_state(CPU), torch.get_num_threads()
-    if alone and plan.layout.size > 1:
-        with _owned_directory(plan, options) as options:
-            work = functools.partial(_with_arguments, sys.argv, body, plan, options)
-            job = Job(plan.layout.size, _pickle(work), plan.threads, port, elastic_job(plan))
-            result = launcher().launch(job)
-    else:
-        result = body(plan, options)
-        if alone:  # what the script draws after this call does not depend on the run
+    if plan.on_loss == "restore" and not alone:
+        raise PlanError(
+            f"on_loss=restore: who starts the processes must start them again, and "
+            f"{here.started_by} does not; start them with manyhands run"
+        )
+    owned = _owned_directory(plan, options) if alone else contextlib.nullcontext(options)
+    with owned as options:
+        if alone and plan.layout.size > 1:
+
+            def launch(options: Options) -> dict[str, Any]:
+                work = functools.partial(_with_arguments, sys.argv, body, plan, options)
+                elastic = elastic_job(plan, options)
+                return launcher().launch(
+                    Job(plan.layout.size, _pickle(work), plan.threads, port, elastic)
+                )
+
+            result = _restored(plan, options, launch)
+        else:
+            result = _restored(plan, options, functools.partial(body, plan))
+        # what the script draws after this call does not depend on the run
+        if alone and plan.layout.size == 1:
             state.load_rng(before[0], CPU)
             torch.set_num_threads(before[1])
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
@@ -77,17 +94,41 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     return finished
 
 
-def elastic_job(plan: Plan) -> ElasticJob | None:
+def _restored(
+    plan: Plan, options: Options, run: Callable[[Options], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run; where a shard was lost with all its servers and the plan says so, go on from the last
+    checkpoint, with new servers."""
+    for restores in range(RESTORES + 1):
+        try:
+            return run(options)
+        except (LaunchError, ServerLost) as e:
+            lost = isinstance(e, ServerLost) or e.kind == ServerLost.__name__
+            if not lost or plan.on_loss != "restore" or restores == RESTORES:
+                raise
+            saved = Checkpoints(Path(str(options.directory)) / "checkpoints").all()
+            if not saved:
+                raise
+            print(
+                f"manyhands: {e}\nmanyhands: on_loss=restore: going on from {saved[-1]}",
+                file=sys.stderr,
+            )
+            options = dataclasses.replace(options, resume=True)
+    raise AssertionError  # the last turn returns or raises
+
+
+def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
     if plan.elastic is None:
         return None
     least, _ = elastic_bounds(plan.elastic)
-    return ElasticJob(least, plan.respawn, plan.servers, plan.timeout_s)
+    servers = server_options(plan, Path(str(options.directory)))
+    return ElasticJob(least, plan.respawn, plan.servers, plan.timeout_s, servers)
 
 
 @contextlib.contextmanager
 def _owned_directory(plan: Plan, options: Options) -> Iterator[Options]:
-    """Of an elastic run the launcher owns the directory: rank 0 may die, and be replaced."""
-    if plan.elastic is None:
+    """Of a run that outlives its ranks the launcher owns the directory."""
+    if plan.elastic is None and plan.on_loss != "restore":
         yield options
         return
     path = directory.choose(Path(options.base), options.name, options.directory, options.resume)

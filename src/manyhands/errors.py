@@ -96,9 +96,11 @@ class Fenced(MembershipError):
 class LaunchError(ManyhandsError):
     """Processes could not be started, or one of them failed.
 
-    `exit_code` is the exit code that the command should return.
+    `exit_code` is the exit code that the command should return; `kind` names the class of the
+    error that a rank reported.
     """
 
-    def __init__(self, message: str, exit_code: int = 1):
+    def __init__(self, message: str, exit_code: int = 1, kind: str = ""):
         super().__init__(message)
         self.exit_code = exit_code
+        self.kind = kind  # the class of the error that a rank reported

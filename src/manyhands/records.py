@@ -196,7 +196,7 @@ class Plan:
     replicas: int = 1  # servers that hold each shard
     # a push is acknowledged when all of them have it, or when the first has it
     ack: Literal["all", "primary"] = "all"
-    # when all servers of a shard are lost: end the run, or go on from the last checkpoint's rows
+    # when all servers of a shard are lost: end the run, or go on from its last checkpoint
     on_loss: Literal["stop", "restore"] = "stop"
     # where the coordinator keeps its state: None: in the run's directory; or etcd://host:port
     membership: str | None = None
@@ -251,6 +251,7 @@ class ElasticJob:
     respawns: int  # processes that may be started in place of dead ones
     servers: int
     timeout_s: float
+    server_options: Any = None  # a `launch.servers.ServerOptions`
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ all of it.
 from __future__ import annotations
 
 import functools
-import json
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +289,12 @@ def _connect(
     if not plan.servers:
         return LocalStore(0, 1, [Shard(modules=_modules(module))]), None
     process = context.process
-    options = _server_options(context, plan, module)
+    # of an elastic run, the launcher has started them
+    options = (
+        server_options(plan, context.directory, _modules(module))
+        if plan.elastic is None
+        else processes.ServerOptions()
+    )
     started = processes.start(
         plan.servers,
         process,
@@ -301,8 +304,6 @@ def _connect(
         options=options,
     )
     context.to_close.append(started.close)
-    if process.rank == 0 and started.children:
-        _leave_address(context, started, options)
     context.server_failures = started.fate
     install_frame_faults(process.rank)
     payload: Any = plan.compress if plan.compress in SERVER_CODECS else "none"
@@ -333,34 +334,19 @@ def _default_lease_s(plan: Plan) -> float:
     return plan.timeout_s if plan.elastic is None else min(plan.timeout_s, ELASTIC_LEASE_S)
 
 
-def _leave_address(
-    context: RankContext, started: processes.Servers, options: processes.ServerOptions
-) -> None:
-    """Leave a file in the run directory by which `manyhands servers` finds the servers; only its
-    owner can read it."""
-    file = context.directory / SERVERS_FILE
-    told = {
-        "coordinator": started.coordinator,
-        "token": started.token,
-        "modules": options.modules,
-        "memory_bytes": options.memory_bytes,
-    }
-    file.unlink(missing_ok=True)
-    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out:
-        json.dump(told, out)
-    context.to_close.append(lambda: file.unlink(missing_ok=True))
-
-
-def _server_options(context: RankContext, plan: Plan, module: nn.Module) -> processes.ServerOptions:
-    where = plan.membership or str(context.directory / "membership")
+def server_options(
+    plan: Plan, directory: Path, modules: Sequence[str] = ()
+) -> processes.ServerOptions:
+    """How the servers of a run are started."""
     return processes.ServerOptions(
         plan.shards,
         plan.replicas,
         plan.ack,
         None if plan.server_memory is None else parse_bytes(plan.server_memory),
-        tuple(_modules(module)),
-        where if plan.replicas > 1 else "",
-        context.directory.name,
+        tuple(modules),
+        (plan.membership or str(directory / "membership")) if plan.replicas > 1 else "",
+        directory.name,
+        str(directory / SERVERS_FILE),
     )
 
 

@@ -20,7 +20,7 @@ from manyhands.errors import TaskError
 from manyhands.split.data import DataSplit, StepSamples
 
 
-class Leases(Protocol):
+class RankLeases(Protocol):
     """Of a rank that may die: its claims are leases, which others get when it does
     (`assembly.elastic.leases`)."""
 
@@ -42,7 +42,7 @@ class StepClaims:
         at: Position,
         claim_step: Callable[[int], int | None],
         request_sync: Callable[[], None],
-        leases: Leases | None = None,
+        leases: RankLeases | None = None,
     ):
         self.position = self.latest = at  # at the last sync point; after the step claimed last
         self.request_sync = request_sync

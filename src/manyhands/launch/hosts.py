@@ -172,6 +172,7 @@ class HostsLauncher:
             run_keys(store),
             workers=job.size,
             timeout_s=job.elastic.timeout_s,
+            options=job.elastic.server_options,
             token=token,
             address=None if self.address == "127.0.0.1" else self.address,
         )
@@ -283,7 +284,7 @@ class HostsLauncher:
             ) == len(workers)
             size = 1 if together else len(workers)
             text = "\n".join(filter(None, (_attributed(rank, size, said["text"]), fate)))
-            raise LaunchError(text, 2 if said["ours"] else 1)
+            raise LaunchError(text, 2 if said["ours"] else 1, said["kind"])
         # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested

@@ -17,12 +17,14 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+import os
 import shutil
 import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -49,6 +51,9 @@ class ServerOptions:
     modules: tuple[str, ...] = ()  # of custom optimizers, that servers may import
     membership: str = ""  # where the coordinator keeps its state: a folder, or etcd://HOST:PORT
     run: str = "run"  # the run's name there
+    # a file for their address and token, by which `manyhands servers` finds them; only its owner
+    # can read it
+    address_file: str = ""
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Servers:
     leave: Callable[[], None] = lambda: None  # returns when no other rank needs them
     supervisor: ServerSupervisor | None = None
     state: str = ""  # where the coordinator keeps its state
+    address_file: str = ""
 
     def alive(self) -> bool:
         """Whether all servers that this process started are running."""
@@ -85,6 +91,8 @@ class Servers:
         coordinates = any(child.index == COORDINATOR for child in self.children)
         end(self.children)
         self.children.clear()
+        if self.address_file:
+            Path(self.address_file).unlink(missing_ok=True)
         if coordinates and self.state and not self.state.startswith("etcd://"):
             shutil.rmtree(self.state, ignore_errors=True)  # of no use to another run
 
@@ -110,13 +118,11 @@ def start(
     served = environment.served(env) if served is None else served
     if served.coordinator:
         return join(served, count, workers, options)
-    if count < 1:
-        raise LaunchError(f"{count} servers; needed: 1 or more")
+    _check_count(count)
     deadline = time.monotonic() + timeout_s
-    mine = list(range(process.rank, count, process.size))
     first = COORDINATOR if options.replicas > 1 else 0  # the index of the one that coordinates
-    if process.rank == 0 and first == COORDINATOR:
-        mine.insert(0, COORDINATOR)
+    mine = [COORDINATOR] if process.rank == 0 and first == COORDINATOR else []
+    mine += range(process.rank, count, process.size)
     address, one_machine = _bind_address(process, store, deadline, env, address)
     shared = (
         token
@@ -147,9 +153,32 @@ def start(
         end(children)
         raise
     found.leave = lambda: _leave(store, process, bool(children))
+    if process.rank == 0:
+        _leave_address(found, options)
     if options.replicas > 1 and children:
         found.supervisor = ServerSupervisor(children, requests, timeout_s)
     return found
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise LaunchError(f"{count} servers; needed: 1 or more")
+
+
+def _leave_address(servers: Servers, options: ServerOptions) -> None:
+    if not options.address_file:
+        return
+    servers.address_file = options.address_file
+    told = {
+        "coordinator": servers.coordinator,
+        "token": servers.token,
+        "modules": options.modules,
+        "memory_bytes": options.memory_bytes,
+    }
+    file = Path(options.address_file)
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as out:
+        json.dump(told, out)
 
 
 def join(

@@ -29,7 +29,7 @@ SERVER_WORDS = (
     "on_loss",
     "membership",
 )
-REPLICA_WORDS = ("replicas", "ack", "on_loss", "membership")
+REPLICA_WORDS = ("replicas", "ack", "membership")
 POSITIVE = (
     "batch",
     "micro",

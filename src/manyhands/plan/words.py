@@ -177,7 +177,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     told = lambda k: (
         (plan.servers or k not in SERVER_WORDS)
         and (
-            k not in ("shards", "replicas", *REPLICA_WORDS) or getattr(plan, k) != checks.default(k)
+            k not in ("shards", "on_loss", *REPLICA_WORDS) or getattr(plan, k) != checks.default(k)
         )
         and (k not in AXIS_WORDS or getattr(plan.layout, AXIS_WORDS[k]) > 1)
     )

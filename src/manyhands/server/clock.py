@@ -23,9 +23,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from manyhands.core import Late, Tick
 from manyhands.errors import Evicted, PeerLost, StoreError
@@ -33,7 +32,6 @@ from manyhands.server.elastic.members import ElasticMembers
 from manyhands.server.step_counter import StepCounter
 
 HISTORY = 4096  # commits that can still be asked for
-KEPT = 64  # ... after the coordinator was started again
 OVER = "the coordinator is shutting down, so this call gets no answer; look for the first error"
 REJOIN = "the other ranks went on without it; it must join again with a new store"
 Commit = tuple[int, list[tuple[int, int]]]  # version, (worker, clock) in rank order
@@ -48,7 +46,7 @@ class Membership(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _WaitingTick:
+class WaitingTick:
     """A tick that has no answer yet."""
 
     clock: int
@@ -59,7 +57,7 @@ class _WaitingTick:
 
 
 @dataclass
-class _WorkerState:
+class WorkerState:
     rank: int
     incarnation: int = -1
     status: Literal["running", "at_sync", "evicted"] = "running"
@@ -68,21 +66,13 @@ class _WorkerState:
     began: int = 0  # the version at which it began this clock
     left_out: int = 0  # commits in a row without it
     ticked: int | None = None  # the clock of its last tick
-    waiting: _WaitingTick | None = None
+    waiting: WaitingTick | None = None
     answer: Tick | None = None  # to its last tick
     evicted_for: str = ""
 
     @property
     def active(self) -> bool:
         return self.status == "running" or (self.status == "at_sync" and self.waiting is not None)
-
-
-def _worker(state: Mapping[str, Any]) -> _WorkerState:
-    waiting, answer = state["waiting"], state["answer"]
-    found = _WorkerState(**state)
-    found.waiting = None if waiting is None else _WaitingTick(**waiting)
-    found.answer = None if answer is None else Tick(**answer)
-    return found
 
 
 class Clock:
@@ -95,20 +85,20 @@ class Clock:
             raise StoreError(f"a clock for {size} workers; at least 1 is needed")
         self.size = size
         self.version = 0
-        self._workers = [_WorkerState(r) for r in range(size)]
-        self._commits: deque[Commit] = deque(maxlen=HISTORY)
-        self._steps = StepCounter(size)
-        self._created: set[str] = set()
+        self.workers = [WorkerState(r) for r in range(size)]
+        self.commits: deque[Commit] = deque(maxlen=HISTORY)
+        self.steps = StepCounter(size)
+        self.created: set[str] = set()
         self._dropped = self._waited = 0
         self._over = False
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self.elastic = ElasticMembers(self)  # of workers that may be replaced
 
     # -- membership --
 
     def join(self, worker: int, incarnation: int | None = None) -> Membership:
         """A process joins as `worker`. None: the next incarnation; a repeated one is harmless."""
-        with self._changed:
+        with self.changed:
             w = self._state(worker)
             incarnation = w.incarnation + 1 if incarnation is None else incarnation
             if incarnation < w.incarnation or (
@@ -129,46 +119,22 @@ class Clock:
 
     def evict(self, worker: int, reason: str = REJOIN) -> None:
         """Remove a worker: nobody waits for it any longer. It gets `reason` if it calls again."""
-        with self._changed:
+        with self.changed:
             w = self._state(worker)
             w.status, w.waiting, w.answer, w.evicted_for = "evicted", None, None, reason
-            self._steps.leave(worker)
+            self.steps.leave(worker)
             self.elastic.left(worker, "" if reason is REJOIN else reason)
             self._advance()
 
     def close(self) -> None:
         """The run is over: workers that wait, or call from now on, get an error that says so."""
-        with self._changed:
+        with self.changed:
             self._over = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def alive(self) -> list[int]:
-        with self._changed:
-            return [w.rank for w in self._workers if w.status != "evicted"]
-
-    # -- state that outlives the process --
-
-    def state(self) -> dict[str, Any]:
-        """What a clock that goes on in another process needs."""
-        with self._changed:
-            return {
-                "size": self.size,
-                "version": self.version,
-                "workers": [asdict(w) for w in self._workers],
-                "commits": list(self._commits)[-KEPT:],
-                "steps": self._steps.state(),
-                "created": sorted(self._created),
-            }
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Clock:
-        clock = cls(state["size"])
-        clock.version = state["version"]
-        clock._workers = [_worker(w) for w in state["workers"]]
-        clock._commits.extend((v, [(w, c) for w, c in members]) for v, members in state["commits"])
-        clock._steps.load(state["steps"])
-        clock._created = set(state["created"])
-        return clock
+        with self.changed:
+            return [w.rank for w in self.workers if w.status != "evicted"]
 
     # -- ticks --
 
@@ -186,7 +152,7 @@ class Clock:
         # a worker without samples takes part in a commit, with nothing
         pending = pending or quorum is not None or delay is not None
         _check(self.size, staleness, quorum, late, delay, pending)
-        with self._changed:
+        with self.changed:
             w = self._member(worker)
             if clock == w.ticked:
                 return
@@ -201,14 +167,14 @@ class Clock:
                 w.done += 1
                 self._begin_next(w, counted=False)
                 return
-            w.waiting = _WaitingTick(clock, staleness, quorum, delay, pending)
+            w.waiting = WaitingTick(clock, staleness, quorum, delay, pending)
             w.done += not pending
             self._advance()
             self._waited += w.waiting is not None
 
     def tick_answer(self, worker: int) -> Tick | None:
         """The answer to the last tick of `worker`; None: it must wait."""
-        with self._changed:
+        with self.changed:
             w = self._member(worker)
             if w.waiting is None and w.answer is None:
                 raise StoreError(f"worker {worker} has not ticked since it joined")
@@ -226,8 +192,8 @@ class Clock:
         timeout_s: float | None = None,
     ) -> Tick:
         self.post_tick(worker, clock, staleness, quorum, late, delay, pending)
-        with self._changed:
-            if not self._changed.wait_for(
+        with self.changed:
+            if not self.changed.wait_for(
                 lambda: self._member(worker).answer is not None, timeout_s
             ):
                 behind = self._behind(worker)
@@ -243,14 +209,14 @@ class Clock:
 
     def behind(self, worker: int) -> list[int]:
         """The workers that a waiting worker waits for."""
-        with self._changed:
+        with self.changed:
             return self._behind(worker)
 
     def commits_since(self, version: int) -> list[Commit]:
         """Later commits, oldest first; every shard must apply them in this order."""
-        with self._changed:
-            newer = min(self.version - version, len(self._commits))
-            return list(self._commits)[len(self._commits) - newer :] if newer > 0 else []
+        with self.changed:
+            newer = min(self.version - version, len(self.commits))
+            return list(self.commits)[len(self.commits) - newer :] if newer > 0 else []
 
     # -- steps --
 
@@ -260,9 +226,9 @@ class Clock:
         """See core.Store.claim_step. `request` numbers a worker's claims: the last one, repeated,
         gets the same answer.
         """
-        with self._changed:
+        with self.changed:
             w = self._member(worker)
-            step, fresh = self._steps.claim(worker, limit, shared, request)
+            step, fresh = self.steps.claim(worker, limit, shared, request)
             if fresh and step is None and w.status == "running":
                 w.status = "at_sync"
                 self._advance()
@@ -271,40 +237,40 @@ class Clock:
             return step
 
     def request_sync(self, worker: int) -> None:
-        with self._changed:
+        with self.changed:
             self._member(worker)
-            self._steps.request_sync(worker)
+            self.steps.request_sync(worker)
 
     def unclaimed(self) -> int:
         """The smallest step that no worker has claimed."""
-        with self._changed:
-            return self._steps.unclaimed()
+        with self.changed:
+            return self.steps.unclaimed()
 
     # -- tables: rank 0 creates them, the others wait for it --
 
     def table_created(self, name: str) -> None:
-        with self._changed:
-            self._created.add(name)
-            self._changed.notify_all()
+        with self.changed:
+            self.created.add(name)
+            self.changed.notify_all()
 
     def has_table(self, name: str) -> bool:
-        with self._changed:
-            return name in self._created
+        with self.changed:
+            return name in self.created
 
     def wait_for_table(self, name: str, timeout_s: float | None = None) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: name in self._created or self._over, timeout_s):
+        with self.changed:
+            if not self.changed.wait_for(lambda: name in self.created or self._over, timeout_s):
                 raise PeerLost(
                     f"waited {timeout_s:g} s for rank 0 to create table {name!r}; "
                     "every rank must create it",
                     (0,),
                 )
-            if name not in self._created:
+            if name not in self.created:
                 raise PeerLost(OVER)
 
     def stats(self) -> dict[str, float]:
-        with self._changed:
-            running = [w.done for w in self._workers if w.status == "running"]
+        with self.changed:
+            running = [w.done for w in self.workers if w.status == "running"]
             spread = max(running) - min(running) if running else 0
             gauges = {"now/running": len(running), "now/spread": spread}
             return {
@@ -320,30 +286,30 @@ class Clock:
         """Commit and answer ticks where that is now possible; called after every change."""
         while self._commit():
             pass
-        slowest = min((w.done for w in self._workers if w.active), default=0)
-        for w in self._workers:
+        slowest = min((w.done for w in self.workers if w.active), default=0)
+        for w in self.workers:
             if (
                 w.waiting is not None
                 and not w.waiting.pending
                 and slowest >= w.done - w.waiting.staleness
             ):
                 self._begin_next(w)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _commit(self) -> bool:
         ready = [
-            (w, w.waiting) for w in self._workers if w.waiting is not None and w.waiting.pending
+            (w, w.waiting) for w in self.workers if w.waiting is not None and w.waiting.pending
         ]
         if not ready:
             return False
         # a worker that waits in a plain tick has nothing for this commit, and may wait for it
-        others = [w for w in self._workers if w.active and w.waiting is None]
+        others = [w for w in self.workers if w.active and w.waiting is None]
         quorum = min(max(p.quorum or self.size for _, p in ready), len(ready) + len(others))
         delay = min((p.delay for _, p in ready if p.delay is not None), default=math.inf)
         if len(ready) < quorum or any(w.left_out + 1 >= delay for w in others):
             return False
         self.version += 1
-        self._commits.append((self.version, [(w.rank, p.clock) for w, p in ready]))
+        self.commits.append((self.version, [(w.rank, p.clock) for w, p in ready]))
         for w in others:
             w.left_out += 1
         for w, _ in ready:
@@ -352,54 +318,54 @@ class Clock:
             self._begin_next(w)
         return True
 
-    def _begin_next(self, w: _WorkerState, counted: bool = True) -> None:
+    def _begin_next(self, w: WorkerState, counted: bool = True) -> None:
         """Begin the next clock, which is never behind the commits; where it jumps, the worker's own
         step count jumps with it.
         """
         pending, clock = not counted or (w.waiting is not None and w.waiting.pending), w.clock + 1
         if pending and self.version > clock:
-            self._steps.skip(w.rank, self.version - clock)
+            self.steps.skip(w.rank, self.version - clock)
             clock = self.version
-        self._steps.ticked(w.rank)
+        self.steps.ticked(w.rank)
         if pending:
             self.elastic.committed(w.rank)
         w.waiting, w.answer = None, Tick(clock, counted)
         w.clock, w.began = clock, self.version
 
     def _behind(self, worker: int) -> list[int]:
-        w = self._workers[worker]
+        w = self.workers[worker]
         if w.waiting is None:
             return []
         if w.waiting.pending:
-            return [o.rank for o in self._workers if o.active and o.waiting is None]
-        return [o.rank for o in self._workers if o.active and o.done < w.done - w.waiting.staleness]
+            return [o.rank for o in self.workers if o.active and o.waiting is None]
+        return [o.rank for o in self.workers if o.active and o.done < w.done - w.waiting.staleness]
 
-    def _resume(self, first: _WorkerState) -> None:
+    def _resume(self, first: WorkerState) -> None:
         """The sync point is over: all workers that were at it run again, with equal counts, also
         those that have not claimed a step yet: staleness 0 must not let `first` run alone.
         """
         done = min(
-            (w.done for w in self._workers if w.active), default=max(w.done for w in self._workers)
+            (w.done for w in self.workers if w.active), default=max(w.done for w in self.workers)
         )
-        period = self._steps.period(first.rank)
-        for w in self._workers:
-            if w.status == "at_sync" and w.waiting is None and self._steps.period(w.rank) == period:
+        period = self.steps.period(first.rank)
+        for w in self.workers:
+            if w.status == "at_sync" and w.waiting is None and self.steps.period(w.rank) == period:
                 w.status, w.done, w.began, w.left_out = "running", done, self.version, 0
 
-    def _rejoin(self, w: _WorkerState) -> None:
-        others = [o for o in self._workers if o.active and o is not w]
+    def _rejoin(self, w: WorkerState) -> None:
+        others = [o for o in self.workers if o.active and o is not w]
         w.status, w.ticked, w.waiting, w.answer, w.left_out = "running", None, None, None, 0
         w.done = min((o.done for o in others), default=w.done)
         w.clock += 1  # the replaced process may have pending pushes of the clock before
-        self._steps.join(w.rank, [o.rank for o in others])
+        self.steps.join(w.rank, [o.rank for o in others])
         self.elastic.joined(w)
 
-    def _state(self, worker: int) -> _WorkerState:
+    def _state(self, worker: int) -> WorkerState:
         if not 0 <= worker < self.size:
             raise StoreError(f"worker {worker}, but workers are 0 to {self.size - 1}")
-        return self._workers[worker]
+        return self.workers[worker]
 
-    def _member(self, worker: int) -> _WorkerState:
+    def _member(self, worker: int) -> WorkerState:
         w = self._state(worker)
         if self._over:
             raise PeerLost(OVER)

@@ -95,15 +95,11 @@ class Server:
         _check(shards, coordinator, replicas, servers, ack)
         host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
-        self._status = ServerStatus()
+        self._status, self._failed = ServerStatus(), ""
         self._closing, self._ready = threading.Event(), threading.Event()
-        self._failed: str | None = None
-        self._token, self._client_tls = token, client_tls
+        self._token, self._client_tls, self._instance = token, client_tls, secrets.randbits(62)
         self._shards, self._extra = shards, extra
-        self._instance = secrets.randbits(62)
-        self._memory_bytes = None
-        if memory_bytes is not None and shards:
-            self._memory_bytes = memory_bytes // (shards * replicas)
+        self._memory_bytes = memory_bytes and memory_bytes // (max(1, shards) * replicas)
         self._listener = ConnectionListener(
             host,
             port,
@@ -173,8 +169,8 @@ class Server:
     @property
     def lost(self) -> str | None:
         """Why this server can no longer serve, when it ended by itself."""
-        if self._failed is not None or self._registration is None:
-            return self._failed
+        if self._failed or self._registration is None:
+            return self._failed or None
         return self._registration.lost
 
     def _register(self) -> Register:

@@ -159,7 +159,8 @@ class ServerRegistry:
             self.slots = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
             self.changed()
             return
-        self._place(self._adopt_lost(list(self.slots.chains)))
+        chains = list(self.slots.chains)
+        self._place(chains if self.recovers else placement.adopt(chains, list(self._servers)))
 
     def _place(self, chains: list[m.ShardChain]) -> None:
         draining = [s.number for s in self._servers.values() if s.draining]
@@ -179,19 +180,6 @@ class ServerRegistry:
         for server in free:
             if server.send is not None:
                 server.send(m.Leave())
-
-    def _adopt_lost(self, chains: list[m.ShardChain]) -> list[m.ShardChain]:
-        """A server that came after a loss holds the lost shards from now on, empty."""
-        used = {x for chain in chains for x in (*chain.members, chain.learner)}
-        fresh = [number for number, s in self._servers.items() if number not in used]
-        if not fresh or self.recovers:
-            return chains
-        return [
-            chain
-            if chain.members
-            else m.ShardChain(chain.version + 1, [fresh[0]], life=chain.life + 1)
-            for chain in chains
-        ]
 
     def _use(self, chains: Sequence[m.ShardChain]) -> None:
         """The next map, if it differs; the caller holds the lock."""

@@ -117,7 +117,7 @@ class Run:
 
     def check(self, rank: int, incarnation: int) -> None:
         """As the coordinator does: a process that was replaced is refused."""
-        if self.clock._workers[rank].incarnation != incarnation:
+        if self.clock.workers[rank].incarnation != incarnation:
             raise Evicted(f"worker {rank} was replaced")
 
     def commit(self) -> None:

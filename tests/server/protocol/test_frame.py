@@ -20,6 +20,7 @@ from manyhands.server.protocol import (
     arena as arenas,
 )
 from manyhands.server.protocol import (
+    elastic_messages,
     frame,
     handshake,
     messages,
@@ -81,7 +82,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[Channel, Channel]) -> None:
 def test_every_kind_of_message_has_a_number_of_its_own() -> None:
     kinds = {
         k
-        for module in (messages, replication_messages, table_messages)
+        for module in (messages, replication_messages, table_messages, elastic_messages)
         for k in vars(module).values()
         if isinstance(k, type) and issubclass(k, messages.Message)
     }

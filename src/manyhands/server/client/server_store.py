@@ -18,6 +18,7 @@ import contextlib
 import math
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -89,18 +90,7 @@ class ServerStore:
             for _ in range(2)
         )
 
-        def connect(where: m.ShardAddress, sender: RequestSender) -> Connection:
-            return Connection(
-                where,
-                token,
-                lambda: self._proof("data", where.shard),
-                timeout_s=timeout_s,
-                transport=transport,
-                tls=tls,
-                on_epoch=sender.on_epoch,
-                on_absence=sender.on_absence,
-            )
-
+        connect = partial(self._connect, transport)
         try:
             entered = self._control.ask(
                 m.Join(size, None, lease_s, namespace, guest, elastic),
@@ -125,6 +115,20 @@ class ServerStore:
             self._close_control()
             raise
         self._router = self._sender.router
+
+    def _connect(
+        self, transport: Transport, where: m.ShardAddress, sender: RequestSender
+    ) -> Connection:
+        return Connection(
+            where,
+            self._token,
+            lambda: self._proof("data", where.shard),
+            timeout_s=self.timeout_s,
+            transport=transport,
+            tls=self._tls,
+            on_epoch=sender.on_epoch,
+            on_absence=sender.on_absence,
+        )
 
     def _proof(self, role: Any, shard: int = 0) -> m.Proof:
         return m.Proof(b"", role, shard, self._worker, self._incarnation, b"")

@@ -22,38 +22,38 @@ class Gatherings:
     """Not thread-safe: the caller holds the clock's lock."""
 
     def __init__(self, size: int):
-        self._since = [START] * size  # the first sync point that each worker takes part in
-        self._brought: dict[Key, dict[int, bytes]] = {}
-        self._complete: dict[Key, dict[int, bytes]] = {}
+        self.since = [START] * size  # the first sync point that each worker takes part in
+        self.brought: dict[Key, dict[int, bytes]] = {}
+        self.complete: dict[Key, dict[int, bytes]] = {}
 
     def join(self, worker: int, period: int) -> None:
         """A new process takes a worker's place; the next sync point is number `period`."""
-        self._since[worker] = period
-        for brought in self._brought.values():  # what the dead one brought does not count twice
+        self.since[worker] = period
+        for brought in self.brought.values():  # what the dead one brought does not count twice
             brought.pop(worker, None)
 
     def absent(self, key: Key, alive: Iterable[int]) -> list[int]:
         """The members that have not brought theirs."""
-        brought = self._brought.get(key, {})
-        return [w for w in alive if self._since[w] <= key[0] and w not in brought]
+        brought = self.brought.get(key, {})
+        return [w for w in alive if self.since[w] <= key[0] and w not in brought]
 
     def fixed(self, key: Key) -> bool:
-        return key in self._complete
+        return key in self.complete
 
     def bring(self, worker: int, key: Key, payload: bytes) -> None:
-        if key not in self._complete:
-            self._brought.setdefault(key, {})[worker] = payload
+        if key not in self.complete:
+            self.brought.setdefault(key, {})[worker] = payload
         # whoever is at a sync point has read all of the one before the last
-        for kept in (self._brought, self._complete):
+        for kept in (self.brought, self.complete):
             for old in [k for k in kept if k[0] < key[0] - 1]:
                 del kept[old]
 
     def answer(self, key: Key, alive: Iterable[int]) -> dict[int, bytes] | None:
         """By worker: what was brought; None: somebody is absent still."""
-        if key not in self._complete:
+        if key not in self.complete:
             alive = list(alive)
             if self.absent(key, alive):
                 return None
-            brought = self._brought.pop(key, {})
-            self._complete[key] = {w: brought[w] for w in sorted(brought) if w in alive}
-        return self._complete[key]
+            brought = self.brought.pop(key, {})
+            self.complete[key] = {w: brought[w] for w in sorted(brought) if w in alive}
+        return self.complete[key]

@@ -19,7 +19,7 @@ from manyhands.server.elastic.gatherings import Gatherings, Key
 from manyhands.server.elastic.step_ledger import Lease, StepLedger
 
 if TYPE_CHECKING:
-    from manyhands.server.clock import Clock, _WorkerState
+    from manyhands.server.clock import Clock, WorkerState
 
 T = TypeVar("T")
 NOBODY = (
@@ -34,9 +34,9 @@ class ElasticMembers:
         self.ledger, self.gatherings = StepLedger(clock.size), Gatherings(clock.size)
         # kind (lost, joined), rank/incarnation, sentence
         self.news: list[tuple[str, str, str]] = []
-        self._notes: dict[int, bytes] = {}  # by period
-        self._heard: dict[int, int] = {}  # of a worker that joined: how much news came before
-        self._entering: set[int] = set()  # have joined, and have no note yet
+        self.notes: dict[int, bytes] = {}  # by period
+        self.heard: dict[int, int] = {}  # of a worker that joined: how much news came before
+        self.entering: set[int] = set()  # have joined, and have no note yet
         self.used = False  # by a run whose workers lease steps; before the first one joins
 
     # -- what the clock tells; the caller holds its lock --
@@ -45,18 +45,18 @@ class ElasticMembers:
         """`why`: it died; "": it left by itself."""
         if not self.used:
             return
-        self._entering.discard(worker)
+        self.entering.discard(worker)
         back = self.ledger.leave(worker)
         if why:
             steps = f"; its steps go to the others: {', '.join(map(str, back))}" if back else ""
             text = f"rank {worker} is lost: {why.partition(',')[0]}{steps}"
             self.news.append(("lost", self._who(worker), text))
 
-    def joined(self, w: _WorkerState) -> None:
+    def joined(self, w: WorkerState) -> None:
         """A new process takes the place of a worker."""
         if self.used:
             self.ledger.leave(w.rank)
-            self._entering.add(w.rank)  # nobody waits for it while it makes its model
+            self.entering.add(w.rank)  # nobody waits for it while it makes its model
             w.status = "at_sync"  # until its first step
 
     def committed(self, worker: int) -> None:
@@ -75,7 +75,7 @@ class ElasticMembers:
     ) -> Lease | None:
         """See `StepLedger.lease`; None: it must wait."""
         clock = self._clock
-        with clock._changed:
+        with clock.changed:
             w, holds = clock._member(worker), self.ledger.holds(worker)
             known = self._keep_note(worker, note)
             lease = self.ledger.lease(worker, limit, done, request)
@@ -85,15 +85,15 @@ class ElasticMembers:
                 w.status = "at_sync"
                 clock._advance()
             if lease is not None or not known or self.ledger.holds(worker) < holds:
-                clock._changed.notify_all()  # not else: those that wait would wake each other
+                clock.changed.notify_all()  # not else: those that wait would wake each other
             return lease
 
     def _keep_note(self, worker: int, note: bytes | None) -> bool:
         """Whether this note was known; the first one of a period counts."""
         period = self.ledger.period(worker)
-        if note is None or period in self._notes:
+        if note is None or period in self.notes:
             return True
-        self._notes = {p: n for p, n in self._notes.items() if p >= period - 1} | {period: note}
+        self.notes = {p: n for p, n in self.notes.items() if p >= period - 1} | {period: note}
         return False
 
     def lease(
@@ -110,11 +110,11 @@ class ElasticMembers:
             worker, ask, timeout_s, "for steps that others hold", lambda: list(self.ledger.open())
         )
 
-    def _run(self, w: _WorkerState) -> None:
+    def _run(self, w: WorkerState) -> None:
         """A worker has a step, so the others' clocks wait for it. With the first one after a sync
         point run all that were at it: staleness 0 must not let the first run alone.
         """
-        workers = self._clock._workers
+        workers = self._clock.workers
         active = [o.done for o in workers if o.active]
         least = min(active, default=max(o.done for o in workers))
         for o in workers:
@@ -123,7 +123,7 @@ class ElasticMembers:
                 o.began, o.left_out = self._clock.version, 0
 
     def request_sync(self, worker: int) -> None:
-        with self._clock._changed:
+        with self._clock.changed:
             self._clock._member(worker)
             self.ledger.request_sync(worker)
 
@@ -131,13 +131,13 @@ class ElasticMembers:
 
     def try_gather(self, worker: int, key: Key, payload: bytes) -> dict[int, bytes] | None:
         clock = self._clock
-        with clock._changed:
+        with clock.changed:
             clock._member(worker)
             self.gatherings.bring(worker, key, payload)
             fixed = self.gatherings.fixed(key)
             answer = self.gatherings.answer(key, self._members())
             if answer is not None and not fixed:
-                clock._changed.notify_all()
+                clock.changed.notify_all()
             return answer
 
     def gather(
@@ -155,30 +155,30 @@ class ElasticMembers:
 
     def _note(self, worker: int) -> tuple[int, int, bytes] | None:
         self._clock._member(worker)
-        period = self.ledger.periods if worker in self._entering else self.ledger.period(worker)
-        found = self._notes.get(period)
+        period = self.ledger.periods if worker in self.entering else self.ledger.period(worker)
+        found = self.notes.get(period)
         if found is None and not self._members():
             raise PeerLost(NOBODY)
-        if found is not None and worker in self._entering:
-            self._entering.discard(worker)
+        if found is not None and worker in self.entering:
+            self.entering.discard(worker)
             self.ledger.join(worker)
             self.gatherings.join(worker, period)
             text = f"rank {worker} has joined: a new process in its place"
             self.news.append(("joined", self._who(worker), text))
-            self._heard[worker] = len(self.news) - 1
-        return None if found is None else (period, self._heard.get(worker, 0), found)
+            self.heard[worker] = len(self.news) - 1
+        return None if found is None else (period, self.heard.get(worker, 0), found)
 
     def running(self) -> list[int]:
         """The live workers that know how far the run is."""
-        with self._clock._changed:
+        with self._clock.changed:
             return self._members()
 
     def _who(self, worker: int) -> str:
-        return f"{worker}/{self._clock._workers[worker].incarnation}"
+        return f"{worker}/{self._clock.workers[worker].incarnation}"
 
     def _members(self) -> list[int]:
-        workers = self._clock._workers
-        return [w.rank for w in workers if w.status != "evicted" and w.rank not in self._entering]
+        workers = self._clock.workers
+        return [w.rank for w in workers if w.status != "evicted" and w.rank not in self.entering]
 
     def _wait(
         self,
@@ -198,8 +198,8 @@ class ElasticMembers:
                 found.append(answer)
             return bool(found)
 
-        with self._clock._changed:
-            if not self._clock._changed.wait_for(ready, timeout_s):
+        with self._clock.changed:
+            if not self._clock.changed.wait_for(ready, timeout_s):
                 others = [w for w in absent() if w != worker]
                 raise PeerLost(
                     f"worker {worker} waited {timeout_s:g} s {what}, of workers {others}; if they "

@@ -32,7 +32,7 @@ class Lease(NamedTuple):
 
 
 @dataclass
-class _Held:
+class Held:
     """What one worker holds."""
 
     steps: set[int] = field(default_factory=set)
@@ -45,33 +45,33 @@ class StepLedger:
     """Not thread-safe: the caller holds the clock's lock."""
 
     def __init__(self, size: int):
-        self._held = [_Held() for _ in range(size)]
-        self._next = 0
-        self._returned: list[int] = []  # of evicted workers
-        self._ends: list[int] = []  # of each period: the step it ended at
-        self._sync_requested = False
+        self.held = [Held() for _ in range(size)]
+        self.next = 0
+        self.returned: list[int] = []  # of evicted workers
+        self.ends: list[int] = []  # of each period: the step it ended at
+        self.sync_requested = False
         self.leased_again = 0
 
     @property
     def periods(self) -> int:
         """Sync points so far; the number of the period that runs now."""
-        return len(self._ends)
+        return len(self.ends)
 
     def period(self, worker: int) -> int:
-        return self._held[worker].period
+        return self.held[worker].period
 
     def coming(self, worker: int) -> bool:
         """Whether a worker comes from the last sync point and has not asked for a step since."""
-        held = self._held[worker]
+        held = self.held[worker]
         return held.coming and held.period == self.periods
 
     def holds(self, worker: int) -> int:
         """How many steps a worker holds."""
-        return len(self._held[worker].steps)
+        return len(self.held[worker].steps)
 
     def open(self) -> dict[int, list[int]]:
         """By worker: the steps that it holds."""
-        return {w: sorted(held.steps) for w, held in enumerate(self._held) if held.steps}
+        return {w: sorted(held.steps) for w, held in enumerate(self.held) if held.steps}
 
     def lease(
         self, worker: int, limit: int, done: Iterable[int] = (), request: int | None = None
@@ -79,7 +79,7 @@ class StepLedger:
         """The worker reports steps as done, and asks for one below `limit`. None: it must wait. A
         request that is repeated gets the same answer.
         """
-        held = self._held[worker]
+        held = self.held[worker]
         if request is not None and held.last is not None and held.last[0] == request:
             return held.last[1]
         held.steps.difference_update(done)
@@ -89,47 +89,47 @@ class StepLedger:
             held.last = request, found
         return found
 
-    def _find(self, held: _Held, limit: int) -> Lease | None:
+    def _find(self, held: Held, limit: int) -> Lease | None:
         if held.period < self.periods:  # this period has ended for the others already
             return self._sync(held)
-        if self._returned and self._returned[0] < limit:
-            step = self._returned.pop(0)
+        if self.returned and self.returned[0] < limit:
+            step = self.returned.pop(0)
             held.steps.add(step)
             self.leased_again += 1
             return Lease(step, again=True)
-        if not self._sync_requested and self._next < limit:
-            self._next += 1
-            held.steps.add(self._next - 1)
-            return Lease(self._next - 1)
+        if not self.sync_requested and self.next < limit:
+            self.next += 1
+            held.steps.add(self.next - 1)
+            return Lease(self.next - 1)
         if held.steps:
             return Lease(None)
-        if self._returned or any(other.steps for other in self._held):
+        if self.returned or any(other.steps for other in self.held):
             return None
-        self._ends.append(self._next)
-        self._sync_requested = False
+        self.ends.append(self.next)
+        self.sync_requested = False
         return self._sync(held)
 
-    def _sync(self, held: _Held) -> Lease:
+    def _sync(self, held: Held) -> Lease:
         held.period += 1
         held.coming = True
-        return Lease(None, sync_at=self._ends[held.period - 1])
+        return Lease(None, sync_at=self.ends[held.period - 1])
 
     def request_sync(self, worker: int) -> None:
-        if self._held[worker].period == self.periods:
-            self._sync_requested = True
+        if self.held[worker].period == self.periods:
+            self.sync_requested = True
 
     def finish(self, worker: int) -> None:
         """All that a worker holds is done: a commit has taken its pending push, or left it out."""
-        self._held[worker].steps.clear()
+        self.held[worker].steps.clear()
 
     def leave(self, worker: int) -> list[int]:
         """A worker is gone. Returns the steps that go to the others."""
-        held = self._held[worker]
+        held = self.held[worker]
         back, held.steps = sorted(held.steps), set()
         held.coming = False
-        self._returned = sorted([*self._returned, *back])
+        self.returned = sorted([*self.returned, *back])
         return back
 
     def join(self, worker: int) -> None:
         """A new process takes a worker's place, in the period that runs now."""
-        self._held[worker] = _Held(period=self.periods)
+        self.held[worker] = Held(period=self.periods)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from manyhands.core import Tick
 from manyhands.errors import StoreError
 from manyhands.server.clock import Clock, Commit, Membership
+from manyhands.server.namespaces.clock_state import clock_of, clock_state
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.messages import RUN_BITS
 from manyhands.server.validate import check_namespace
@@ -208,7 +209,13 @@ class RunRegistry:
             return {
                 "runs": [
                     [
-                        *(run.number, run.namespace, run.clock.state(), run.earlier, run.committed),
+                        *(
+                            run.number,
+                            run.namespace,
+                            clock_state(run.clock),
+                            run.earlier,
+                            run.committed,
+                        ),
                         *(sorted(run.joined), run.latest, run.died),
                         *(sorted(run.tables), sorted(run.left_tables)),
                     ]
@@ -221,7 +228,7 @@ class RunRegistry:
     def load(self, state: Mapping[str, Any]) -> None:
         for number, name, clock, earlier, committed, *rest in state["runs"]:
             joined, latest, died, tables, left = rest
-            run = RunState(number, name, Clock.of(clock), earlier, committed, set(joined), latest)
+            run = RunState(number, name, clock_of(clock), earlier, committed, set(joined), latest)
             run.died, run.tables, run.left_tables = died, set(tables), set(left)
             self._by_name[name] = self._by_number[number] = run
         self._guests = {guest: incarnation for guest, incarnation, _ in state["guests"]}

@@ -80,6 +80,18 @@ def _without(chain: ShardChain, gone: Collection[int]) -> ShardChain:
     return replace(chain, version=chain.version + 1, members=members, leaving=leaving)
 
 
+def adopt(chains: Sequence[ShardChain], live: Collection[int]) -> list[ShardChain]:
+    """A server that came after a loss holds the lost shards from now on, empty."""
+    used = {x for chain in chains for x in (*chain.members, chain.learner)}
+    fresh = [server for server in live if server not in used]
+    return [
+        chain
+        if chain.members or not fresh
+        else ShardChain(chain.version + 1, [fresh[0]], life=chain.life + 1)
+        for chain in chains
+    ]
+
+
 def learned(chain: ShardChain) -> ShardChain:
     return replace(
         chain,
