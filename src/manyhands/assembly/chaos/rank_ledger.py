@@ -1,12 +1,15 @@
 """Rank ledger: the steps that one rank has computed, and its pushes that servers acknowledged.
 
-Kept where `manyhands chaos` watches the run, and written to RUN/ledger/rank-<r>.json at its end,
-however it ends. It is no part of the events: those stop where a disk is full.
+Kept where `manyhands chaos` watches the run, and written to RUN/ledger/rank-<r>.<n>.json when the
+process ends, but for kill -9; n counts the processes of a rank. It is no part of the events: those
+stop where a disk is full.
 
     steps          [epoch, first step, step after the last, samples] of each round
     rounds_s       when each round ended, seconds since 1970
     acknowledged   pushes of this rank, by shard
     applied        pushes of all ranks, by shard, counted there; a commit counts as one
+    steps_applied  steps of all ranks, by shard, counted there, where they are elastic
+    ended_at       the step up to which all ranks have computed
 """
 
 from __future__ import annotations
@@ -81,12 +84,15 @@ class RankLedger(Callback):
             "size": self._context.process.size,
             "steps": self._steps,
             "rounds_s": self._rounds_s,
+            "ended_at": self._feed.batches.position.steps,
             "metrics": dict(run.trainer.metrics),
             "failure": failure,
         }
         if self._store is not None:
-            found |= self._store.push_counts(applied and self._context.rank == 0)
-        path = Path(self._context.directory) / FOLDER / f"rank-{self._context.rank}.json"
+            found |= self._store.push_counts(applied and self._context.leads)
+        folder = Path(self._context.directory) / FOLDER
         with contextlib.suppress(OSError):  # `manyhands chaos` says that it is missing
-            path.parent.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
+            before = len(list(folder.glob(f"rank-{self._context.rank}.*.json")))
+            path = folder / f"rank-{self._context.rank}.{before}.json"
             path.write_text(json.dumps(found))

@@ -30,14 +30,15 @@ from manyhands.cli.chaos.faults import (
     risks,
 )
 from manyhands.cli.chaos.injector import LOOK_S, Injector, first_event, first_round
-from manyhands.cli.chaos.ledger import Ledger, make_ledger, read_ledgers
+from manyhands.cli.chaos.ledger import Ledger, RunKind, make_ledger, read_ledgers
 from manyhands.cli.chaos.processes import descendants
 from manyhands.cli.chaos.report import lines
 from manyhands.core import Plan
-from manyhands.errors import LaunchError, RunBusy
+from manyhands.errors import LaunchError, ManyhandsError, RunBusy
 from manyhands.launch import environment
 from manyhands.launch.environment import Chaos
 from manyhands.launch.signals import Stop
+from manyhands.observe.events import read
 from manyhands.plan import words as plan_words
 
 CALM, CHAOS, REPORT = "calm", "chaos", "chaos.json"
@@ -200,17 +201,30 @@ def _ledger(
     if (begun := injector.began_s) is not None:
         ended = first_event(folder / CHAOS, "finish")
         disturbed = (ended if ended is not None else time.time()) - begun
+    elastic, run = plan.elastic is not None, folder / CHAOS
     return make_ledger(
-        read_ledgers(folder / CALM),
-        read_ledgers(folder / CHAOS),
+        read_ledgers(folder / CALM, elastic),
+        read_ledgers(run, elastic),
         injector.faults,
         injector.report,
         began_s=begun or 0.0,
         exit_code=code,
         seconds=(seconds[0], disturbed),
-        shared=shares_steps(plan),
-        leaves_out=plan.merge == "backup",
+        kind=RunKind(
+            shares_steps(plan),
+            elastic,
+            leaves_out=plan.merge == "backup",
+            counted=not elastic or plan.strategy.on_server == "optimizer",
+        ),
+        workers=_news(run),
     )
+
+
+def _news(run: Path) -> list[str]:
+    """Of workers that were lost, and that joined."""
+    with contextlib.suppress(ManyhandsError):  # it has no events
+        return [str(e.value) for e in read(run) if e.name in ("worker lost", "worker joined")]
+    return []
 
 
 def _say(text: str) -> None:

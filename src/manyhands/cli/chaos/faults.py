@@ -133,7 +133,7 @@ def check_faults(faults: Sequence[Fault], frames: bool, plan: Plan) -> None:
             f"until={plan.until}: a disturbed run may reach it elsewhere, and then nobody can say "
             "which samples are missing; give epochs= or steps="
         )
-    elastic, ranks = getattr(plan, "elastic", None), plan.layout.size
+    ranks = plan.layout.size
     for fault in faults:
         if fault.target == "server" and (fault.index or 0) >= plan.servers:
             raise PlanError(
@@ -142,7 +142,7 @@ def check_faults(faults: Sequence[Fault], frames: bool, plan: Plan) -> None:
             )
         if fault.target == "worker" and (fault.index or 0) >= ranks:
             raise PlanError(f"{fault}: there are {ranks} workers, 0 to {ranks - 1}")
-        if fault.kind == "kill" and fault.target == "worker" and not elastic:
+        if fault.kind == "kill" and fault.target == "worker" and plan.elastic is None:
             raise PlanError(
                 f"{fault}: a killed worker ends this run, since its plan has no elastic=; add "
                 "elastic=1:4, or kill a server or the coordinator"

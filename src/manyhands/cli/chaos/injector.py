@@ -34,7 +34,7 @@ from manyhands.server.client.operator import Operator
 from manyhands.server.network.cut_connections import SIGNAL as CUT
 
 LOOK_S = 0.02
-STATUS_S = 0.25
+STATUS_S = 0.1
 ANSWER_S = 2.0  # for the coordinator to answer
 
 

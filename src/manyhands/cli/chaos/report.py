@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manyhands.cli.chaos.ledger import Ledger
+from manyhands.cli.chaos.ledger import Ledger, ShardPushes
 from manyhands.observe.text import number, size, took
 
 
@@ -22,17 +22,8 @@ def lines(ledger: Ledger) -> list[str]:
             [(e.epoch + 1, e.once, e.twice, e.never) for e in ledger.samples],
         ),
         *_table(
-            ("shard", "pushes acknowledged", "commits", "applied", "lost or twice"),
-            [
-                (
-                    p.shard,
-                    p.acknowledged,
-                    p.commits,
-                    "-" if p.applied is None else p.applied,
-                    p.lost,
-                )
-                for p in ledger.pushes
-            ],
+            _head(ledger.pushes),
+            [_pushes(of) for of in ledger.pushes],
         ),
         *_table(
             ("metric", "undisturbed", "disturbed", "difference"),
@@ -42,12 +33,13 @@ def lines(ledger: Ledger) -> list[str]:
             ],
         ),
     ]
+    found += ledger.workers
     found += [f"server {server} was lost: {why}" for server, why in ledger.losses]
     found += [
         f"shard {shard} was copied to server {server}: {size(nbytes)} in {took(seconds)}"
         for shard, server, seconds, nbytes in ledger.copies
     ]
-    gap = [""] if ledger.losses or ledger.copies else []
+    gap = [""] if ledger.losses or ledger.copies or ledger.workers else []
     return [*found, *gap, *_verdict(ledger)]
 
 
@@ -60,10 +52,18 @@ def _faults(ledger: Ledger) -> list[str]:
     return _table(("fault", "target", "at", "recovery"), rows)
 
 
-def _applied(applied: int | None, lost: int) -> tuple[str, str]:
-    if applied is None:
-        return "-", "-"
-    return str(applied), f"{lost} lost" if lost > 0 else f"{-lost} twice" if lost else "0"
+def _head(pushes: Sequence[ShardPushes]) -> tuple[str, ...]:
+    by_steps = any(of.steps is not None for of in pushes)
+    wanted = ("steps",) if by_steps else ("pushes acknowledged", "commits")
+    return ("shard", *wanted, "applied", "lost or twice")
+
+
+def _pushes(of: ShardPushes) -> tuple[object, ...]:
+    wanted = (of.acknowledged, of.commits) if of.steps is None else (of.steps,)
+    applied = of.applied if of.steps is None else of.steps_applied
+    lost = f"{of.lost} lost" if of.lost > 0 else f"{-of.lost} twice" if of.lost else "0"
+    unknown = of.applied is None
+    return (of.shard, *wanted, *(("-", "-") if unknown else (applied, lost)))
 
 
 def _verdict(ledger: Ledger) -> list[str]:

@@ -345,14 +345,15 @@ class ServerStore:
             return found
 
     def push_counts(self, applied: bool = True) -> dict[str, Any]:
-        """By shard: pushes of this rank that were acknowledged (but for pending ones), and those of
-        all ranks that are `applied` there, of which a commit counts as one; and the commits."""
+        """By shard: pushes of this rank that were acknowledged (but for pending ones), pushes and
+        steps of all ranks that are `applied` (a commit counts as one); and the commits."""
         with self._sender.lock:
             shards = self._sender.connections
             found = {"acknowledged": [c.acknowledged for c in shards]}
             if applied:
                 asked = [c.ask(m.GetStats(), "stats").numbers for c in shards]
                 found["applied"] = [int(numbers["now/version"]) for numbers in asked]
+                found["steps_applied"] = [int(numbers["now/steps"]) for numbers in asked]
             return found | {"commits": self._sender.version}
 
     def close(self) -> None:
