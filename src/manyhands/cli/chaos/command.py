@@ -31,8 +31,8 @@ from manyhands.cli.chaos.faults import (
 )
 from manyhands.cli.chaos.injector import LOOK_S, Injector, first_event, first_round
 from manyhands.cli.chaos.ledger import Ledger, RunKind, make_ledger, read_ledgers
-from manyhands.cli.chaos.processes import descendants
 from manyhands.cli.chaos.report import lines
+from manyhands.cli.chaos.run_processes import descendants
 from manyhands.core import Plan
 from manyhands.errors import LaunchError, ManyhandsError, RunBusy
 from manyhands.launch import environment

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from manyhands.cli.chaos.faults import Fault, TimedFault
-from manyhands.cli.chaos.processes import descendants, workers
+from manyhands.cli.chaos.run_processes import descendants, workers
 from manyhands.cli.servers import read
 from manyhands.errors import ManyhandsError
 from manyhands.server.client.operator import Operator
@@ -156,7 +156,7 @@ class Injector:
         else:
             found = self._find(fault)
             if found is None or found[1] not in ours:
-                injected.why = f"there was no such {fault.target} to be found"
+                injected.why = f"there was no such {fault.target} until the run ended"
                 return False
             name, pids = found[0], [found[1]]
         injected.time_s, injected.why = time.time(), ""

@@ -69,7 +69,9 @@ def _pushes(of: ShardPushes) -> tuple[object, ...]:
 def _verdict(ledger: Ledger) -> list[str]:
     if not ledger.problems:
         return ["NOTHING WAS LOST: every sample and every push counted once"]
-    return ["LOST:", *(f"  {problem}" for problem in ledger.problems)]
+    untried = sum(not fault.injected for fault in ledger.faults)
+    head = "NOT PROVEN:" if untried == len(ledger.problems) else "LOST:"
+    return [head, *(f"  {problem}" for problem in ledger.problems)]
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> list[str]:

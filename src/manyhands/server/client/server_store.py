@@ -349,12 +349,11 @@ class ServerStore:
         steps of all ranks that are `applied` (a commit counts as one); and the commits."""
         with self._sender.lock:
             shards = self._sender.connections
-            found = {"acknowledged": [c.acknowledged for c in shards]}
-            if applied:
-                asked = [c.ask(m.GetStats(), "stats").numbers for c in shards]
-                found["applied"] = [int(numbers["now/version"]) for numbers in asked]
-                found["steps_applied"] = [int(numbers["now/steps"]) for numbers in asked]
-            return found | {"commits": self._sender.version}
+            asked = [c.ask(m.GetStats(), "stats").numbers for c in shards] if applied else []
+            names = {"applied": "now/version", "steps_applied": "now/steps"}
+            found = {key: [int(x[name]) for x in asked] for key, name in names.items()}
+            heard = [c.acknowledged for c in shards]
+            return {**found, "acknowledged": heard, "commits": self._sender.version}
 
     def close(self) -> None:
         """Return when everything pushed has arrived; raise an error for what has not."""
