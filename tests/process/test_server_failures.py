@@ -347,12 +347,13 @@ def test_a_server_that_is_killed_is_named_with_table_and_operation() -> None:
                 store.push({"users": ids}, {"users": torch.ones(20_000, 8)}).wait()
 
 
-def _stall(store: ServerStore, stalled: int, pushes: int) -> None:
+def _stall(store: ServerStore, stalled: int, pushes: int, wake: threading.Timer) -> None:
     """Push without waiting to servers of which one does not answer for longer than the limit."""
     rows = {"users": torch.arange(64)}
     for _ in range(3):
         store.push(rows, {"users": torch.ones(64, 8)}).wait()
     os.kill(stalled, signal.SIGSTOP)
+    wake.start()
     for _ in range(pushes):
         store.push(rows, {"users": torch.ones(64, 8)})
 
@@ -369,10 +370,9 @@ def test_pushes_that_a_stalled_server_never_acknowledged_are_not_reported_as_don
     ):
         store.create(Table("users", dim=8, optimizer="sgd", options={"lr": 1.0}))
         wake = threading.Timer(3.0, os.kill, (second.pid, signal.SIGCONT))
-        wake.start()
         try:
             with pytest.raises(ServerLost, match="did not answer a push of users within 1 s"):
-                _stall(store, second.pid, 30 if how == "flush" else 5)
+                _stall(store, second.pid, 30 if how == "flush" else 5, wake)
                 getattr(store, how)()
         finally:
             wake.cancel()

@@ -114,8 +114,7 @@ def start(
     Every rank calls it; it returns on all of them when all servers are up, or raises on all of them
     what went wrong.
     """
-    options = ServerOptions() if options is None else options
-    served = environment.served(env) if served is None else served
+    options, served = options or ServerOptions(), served or environment.served(env)
     if served.coordinator:
         return join(served, count, workers, options)
     _check_count(count)

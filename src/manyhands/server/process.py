@@ -126,6 +126,7 @@ class Server:
                 tls=client_tls,
                 assign=self._assign,
                 again=self.held.tell_again,
+                over=self._over,
                 ping=self.held.loads,
                 closing=self._closing,
                 patience_s=patience_s,
@@ -259,6 +260,11 @@ class Server:
             self._registration.tell(message)
         elif self.coordinator is not None:
             self.coordinator.tell_here(message)
+
+    def _over(self) -> None:
+        """Serve nobody any more: the run has ended, or others have all that was here."""
+        self.held.close()
+        self._listener.stop()
 
     def _fail(self, reason: str) -> None:
         """End at once: the other servers have what this one could not apply."""
