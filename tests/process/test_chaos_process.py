@@ -84,3 +84,18 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         assert job.end() == 130
         wait_until_gone(started, STOPPED_S)
     assert "stopped by SIGINT" in job.err
+
+
+@pytest.mark.slow
+def test_a_killed_worker_and_a_full_disk_lose_nothing(tmp_path: Path) -> None:
+    faults = "--kill worker:1@500ms --full-disk 1s/1s"
+    words = f"servers=2 replicas=2 elastic=1:2 epochs={2 * EPOCHS} {faults}"
+    job = run(tmp_path, line(tmp_path, words))
+    found = report(tmp_path)
+    assert job.process.returncode == 0, job.out + job.err
+    assert found["lost_nothing"] and all(f["injected"] for f in found["faults"]), found
+    for shard in found["pushes"]:
+        assert shard["steps"] == shard["steps_applied"] == 2 * EPOCHS * 200 // BATCH
+    assert any("rank 1 is lost" in said for said in found["workers"]), found["workers"]
+    seen = -saved_weights(tmp_path / "d" / "chaos")["seen"] * BATCH
+    assert torch.equal(seen, torch.full_like(seen, 2 * EPOCHS))

@@ -131,3 +131,13 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
     given = ChaosOptions(kill=("server@1s",))
     with pytest.raises(RunBusy, match="exists already"):
         chaos(tmp_path / "job.py", SERVED.split(), given, tmp_path, [])
+
+
+def test_servers_that_were_started_by_hand_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DMLC_PS_ROOT_URI", "127.0.0.1")
+    monkeypatch.setenv("DMLC_PS_ROOT_PORT", "9400")
+    given = ChaosOptions(kill=("server@1s",))
+    with pytest.raises(PlanError, match="started by hand"):
+        chaos(tmp_path / "job.py", SERVED.split(), given, tmp_path / "d", [])

@@ -45,6 +45,7 @@ def test_without_faults_a_connection_shares_memory_and_sends_nothing_twice() -> 
 
 
 def test_a_cut_server_goes_on_and_nothing_is_lost() -> None:
+    assert SIGNAL is not None
     before = signal.getsignal(SIGNAL)
     with servers() as (server,), joined(server) as store:
         cut_at_signal(server._listener, None, server.held)

@@ -34,7 +34,7 @@ from manyhands.cli.chaos.ledger import Ledger, RunKind, make_ledger, read_ledger
 from manyhands.cli.chaos.report import lines
 from manyhands.cli.chaos.run_processes import descendants
 from manyhands.core import Plan
-from manyhands.errors import LaunchError, ManyhandsError, RunBusy
+from manyhands.errors import LaunchError, ManyhandsError, PlanError, RunBusy
 from manyhands.launch import environment
 from manyhands.launch.environment import Chaos
 from manyhands.launch.signals import Stop
@@ -84,6 +84,7 @@ def chaos(
     frames = given.frames(disk=any(fault.kind == "full-disk" for fault in faults))
     plan = plan_words.parse(words)
     check_faults(faults, bool(frames.delay_s or frames.duplicate), plan)
+    _check_here()
     folder = _choose(script, directory)
     for text in risks(faults, plan):
         _say(f"{text}: expect a loss")
@@ -111,6 +112,16 @@ def chaos(
 
 
 RUN = (sys.executable, "-m", "manyhands", "run")
+
+
+def _check_here() -> None:
+    if not sys.platform.startswith("linux"):
+        raise PlanError(f"chaos finds processes as Linux lists them, and this is {sys.platform}")
+    if where := environment.served().coordinator:
+        raise PlanError(
+            f"the servers at {where} were started by hand (DMLC_PS_ROOT_URI), and chaos breaks "
+            "only what the run has started itself; unset that variable"
+        )
 
 
 def _choose(script: Path, directory: Path | None) -> Path:

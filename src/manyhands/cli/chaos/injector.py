@@ -163,6 +163,7 @@ class Injector:
         if fault.kind == "full-disk":
             undo = fill_disk(self._launcher, pids)
         else:
+            assert CUT is not None  # on Linux
             sends = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "cut": CUT}[fault.kind]
             undo = partial(_resume, pids[0])
             if not _send(pids[0], sends):

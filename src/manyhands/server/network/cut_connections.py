@@ -12,7 +12,7 @@ from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
 from manyhands.server.network.registration import Registration
 
-SIGNAL = signal.SIGUSR2
+SIGNAL: int | None = getattr(signal, "SIGUSR2", None)  # None: Windows has none
 
 
 def cut_at_signal(
@@ -29,5 +29,6 @@ def cut_at_signal(
             if link is not None:
                 link.channel.stop()
 
-    if threading.current_thread() is threading.main_thread():  # others may not handle signals
+    # only the main thread may handle signals
+    if SIGNAL is not None and threading.current_thread() is threading.main_thread():
         signal.signal(SIGNAL, lambda *_: threading.Thread(target=cut, name="manyhands-cut").start())
