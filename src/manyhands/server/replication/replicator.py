@@ -145,10 +145,14 @@ class Replicator:
         if not self.member.leads or self._closed:
             raise NotLeading
 
+    def acknowledged(self, number: int) -> bool:
+        """Whether a change need not be waited for (any more)."""
+        return self.member.acknowledged >= number or not self.wait_for_all
+
     def wait(self, number: int) -> None:
         """Until all servers of the chain have this change."""
         member = self.member
-        if member.acknowledged >= number or not self.wait_for_all:
+        if self.acknowledged(number):
             return
         with self.state:
             self.state.wait_for(
