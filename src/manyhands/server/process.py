@@ -32,6 +32,7 @@ from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
 from manyhands.server.hot_copies.hot_ids import checked_hot
 from manyhands.server.malloc_arenas import limit_malloc_arenas
+from manyhands.server.network.cut_connections import cut_at_signal
 from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
 from manyhands.server.network.registration import Registration
@@ -328,6 +329,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         patience_s=config.get("patience_s") or 0.0,
         extra=bool(config.get("extra")),
     )
+    cut_at_signal(server._listener, server._registration, server.held)
     try:
         server.start()
         started(server.address)

@@ -66,6 +66,10 @@ class ConnectionListener:
         self._closing.set()
         for listener in self._sockets:
             _stop_listening(listener)
+        self.drop()
+
+    def drop(self) -> None:
+        """End the connections that are there; others may come."""
         with self._lock:
             channels = list(self._channels)
         for channel in channels:

@@ -58,6 +58,10 @@ class Registration:
 
     def stop(self) -> None:
         self._closing.set()
+        self.drop()
+
+    def drop(self) -> None:
+        """End the connection that is there."""
         with self._lock:
             if self._channel is not None:
                 self._channel.stop()
