@@ -26,6 +26,7 @@ READ_ON = {  # the page that explains what a verb is for
     "run": ("Plan words", "../plan-words.md"),
     "verify": ("What the same means", "../concepts.md#exact-and-order"),
     "race": ("Race several plans", "../race.md"),
+    "chaos": ("Break a run on purpose", "../chaos.md"),
     "lab": ("Make slow links in a lab", "../lab.md"),
     "server": ("Start servers by hand", "../how-to/start-servers.md"),
     "servers": ("Add and drain servers", "../server.md#add-and-drain-servers"),

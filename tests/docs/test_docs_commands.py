@@ -39,7 +39,7 @@ ENDS_WITH = {
     "manyhands verify mine.py data=2 merge=local_sgd": 1,
 }
 # needs other hosts, waits for somebody, or takes minutes
-NOT_RUN = ("manyhands server", "manyhands bench", "torchrun", "srun", "mpirun")
+NOT_RUN = ("manyhands server", "manyhands bench", "manyhands chaos", "torchrun", "srun", "mpirun")
 
 
 def example() -> str:

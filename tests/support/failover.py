@@ -128,27 +128,33 @@ def work(store: ServerStore, ledger: Ledger, stop: threading.Event) -> None:
         ledger.errors.append(e)
 
 
+def join(root: Server, workers: int, stack: ExitStack) -> list[ServerStore]:
+    """Stores of all ranks, with their tables."""
+    stores: list[ServerStore] = []
+
+    def enter(rank: int) -> None:
+        stores.append(ServerStore(root.address, rank, workers, TOKEN, timeout_s=60.0))
+
+    joining = [threading.Thread(target=enter, args=(r,)) for r in range(workers)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join()
+    stores.sort(key=lambda store: store.rank)
+    for store in stores:
+        stack.callback(store.disconnect)
+        for table in (SUMS, ADA):
+            store.create(table)
+        store.create(DENSE, torch.zeros(3000))
+    return stores
+
+
 def run(started: Any, kills: int, seed: int = 0, workers: int = 2, pause_s: float = 0.3) -> Ledger:
     """Kill servers one after the other; raises where a sum is wrong."""
     root, servers = started
     ledger, stop, chance = Ledger(), threading.Event(), random.Random(seed)
     with ExitStack() as stack:
-        stores: list[ServerStore] = []
-
-        def join(rank: int) -> None:
-            stores.append(ServerStore(root.address, rank, workers, TOKEN, timeout_s=60.0))
-
-        joining = [threading.Thread(target=join, args=(r,)) for r in range(workers)]
-        for thread in joining:
-            thread.start()
-        for thread in joining:
-            thread.join()
-        stores.sort(key=lambda store: store.rank)
-        for store in stores:
-            stack.callback(store.disconnect)
-            for table in (SUMS, ADA):
-                store.create(table)
-            store.create(DENSE, torch.zeros(3000))
+        stores = join(root, workers, stack)
         at_work = [threading.Thread(target=work, args=(s, ledger, stop)) for s in stores]
         for thread in at_work:
             thread.start()

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from manyhands.assembly.chaos.frame_setup import install_frame_faults
 from manyhands.assembly.elastic.leases import StepLeases
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Snapshot, Store, Strategy, Table, TableStore, Tensors
@@ -304,6 +305,7 @@ def _connect(
     )
     context.to_close.append(started.close)
     context.server_failures = started.fate
+    install_frame_faults(process.rank)
     payload: Any = plan.compress if plan.compress in SERVER_CODECS else "none"
     store = ServerStore(
         started.coordinator,

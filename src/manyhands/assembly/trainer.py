@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.data import (
     open_feed,
@@ -241,7 +242,12 @@ def assemble(
         change=_change(context, plan, replica.known, word, model.tables),
         tables=model.tables,
         around_round=_around_round(context, spec),
-        callbacks=(*spec.callbacks, *watches, *context.options.callbacks),
+        callbacks=(
+            *spec.callbacks,
+            *watches,
+            *context.options.callbacks,
+            *ledgers(context, feed, None if model.tables is None else model.tables.store),
+        ),
         run=run,
         round=0 if begin.saved is None else begin.saved.round,
         metrics={} if begin.saved is None else dict(begin.saved.meta["metrics"]),

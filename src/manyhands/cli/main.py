@@ -15,13 +15,21 @@ from typer.core import TyperCommand
 
 from manyhands.cli.options import (
     Bind,
+    ChaosFolder,
+    ChaosSeed,
     Coordinator,
+    CutFaults,
+    FrameDelay,
+    FrameDuplicates,
+    FullDisk,
     Keep,
+    KillFaults,
     MemoryLimit,
     NumServers,
     NumWorkers,
     OldRules,
     OptimizerModules,
+    PauseFaults,
     PlanWords,
     RunFolder,
     RunningRun,
@@ -181,6 +189,30 @@ def race(
 
     given = (script, plans or [], target, seeds, common or [], dir, resume, quiet)
     raise typer.Exit(verb(*given, own(context)))
+
+
+@app.command(cls=ScriptCommand)
+def chaos(
+    context: typer.Context,
+    script: Script,
+    words: PlanWords = None,
+    kill: KillFaults = None,
+    pause: PauseFaults = None,
+    cut: CutFaults = None,
+    full_disk: FullDisk = None,
+    delay: FrameDelay = None,
+    duplicate: FrameDuplicates = None,
+    seed: ChaosSeed = 0,
+    dir: ChaosFolder = None,
+) -> None:
+    """Break a run with servers on purpose, and prove that nothing was lost. Arguments after -- go
+    to the script."""
+    from manyhands.cli.chaos.command import ChaosOptions
+    from manyhands.cli.chaos.command import chaos as verb
+
+    lists = [tuple(texts or ()) for texts in (kill, pause, cut, full_disk)]
+    given = ChaosOptions(lists[0], lists[1], lists[2], lists[3], delay, duplicate, seed)
+    raise typer.Exit(verb(script, words or [], given, dir, own(context)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -84,3 +84,45 @@ ServerNumber = Annotated[
     int | None, typer.Argument(metavar="server", help="Of drain: the server's number.")
 ]
 WaitForShards = Annotated[bool, typer.Option(help="Wait until every shard is where it belongs.")]
+KillFaults = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kill",
+        metavar="TARGET@TIME",
+        help="Kill server, server:N, worker, worker:RANK or coordinator: server@20s, "
+        "worker@random. Of this and the next three, several may be given.",
+    ),
+]
+PauseFaults = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pause",
+        metavar="TARGET@TIME/DURATION",
+        help="Stop a process for a while: server:1@5s/3s.",
+    ),
+]
+CutFaults = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cut", metavar="SERVER@TIME", help="Drop all connections of a server: server:0@8s."
+    ),
+]
+FullDisk = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--full-disk", metavar="TIME/DURATION", help="Nothing can be written for a while: 6s/4s."
+    ),
+]
+FrameDelay = Annotated[
+    str | None, typer.Option("--delay", help="Delay of every frame to a server: 5ms.")
+]
+FrameDuplicates = Annotated[
+    float | None, typer.Option("--duplicate", help="Share of frames that are sent twice: 0.05.")
+]
+ChaosSeed = Annotated[int, typer.Option("--seed", help="Of random times and targets.")]
+ChaosFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir", help="Directory of both runs and chaos.json; default: runs/<script>-chaos-<time>."
+    ),
+]

@@ -51,6 +51,7 @@ class StepClaims:
         self._claimed_steps = at.steps
         self._must_sync = False  # the counter said so, and the sync is still to come
         self._leases = leases
+        self.on_step: Callable[[StepSamples], None] | None = None  # before it is computed
 
     @property
     def alone(self) -> bool:
@@ -90,6 +91,8 @@ class StepClaims:
             self._claimed = None
             if step.after.steps > self.latest.steps:  # not a step that a dead rank had held
                 self.latest, self._claimed_steps = step.after, step.after.steps
+            if self.on_step is not None:
+                self.on_step(step)
             yield step
 
     def claimed_steps(self) -> int:

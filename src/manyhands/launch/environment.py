@@ -8,6 +8,7 @@ mpirun, and for parameter servers that were started by hand those of PS-Lite, MX
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ LAB_MAKER = "MANYHANDS_LAB_MAKER"  # in every process of a lab: the process that
 TOKEN, TOKEN_FILE = "MANYHANDS_TOKEN", "MANYHANDS_TOKEN_FILE"  # shared by workers and servers
 RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
+CHAOS = "MANYHANDS_CHAOS"  # of a run that `manyhands chaos` watches, as JSON of `Chaos`
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
@@ -259,6 +261,23 @@ def options(env: Mapping[str, str] | None = None) -> str:
 def lab(env: Mapping[str, str] | None = None) -> str:
     """The description of the lab that this process runs in; "": in none."""
     return (os.environ if env is None else env).get(LAB, "")
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What a rank does in a run that `manyhands chaos` watches: it keeps a ledger, and mistreats
+    its frames to servers."""
+
+    delay_s: float = 0.0
+    duplicate: float = 0.0  # share of frames that are sent twice
+    sockets: bool = False  # servers are reached through sockets, not through shared memory
+    seed: int = 0
+
+
+def chaos(env: Mapping[str, str] | None = None) -> Chaos | None:
+    """None: nobody watches this run."""
+    found = (os.environ if env is None else env).get(CHAOS, "")
+    return Chaos(**json.loads(found)) if found else None
 
 
 def starts(env: Mapping[str, str] | None = None) -> int | None:

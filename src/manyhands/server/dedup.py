@@ -70,6 +70,11 @@ class DedupMarks:
             self.add(worker, incarnation, sequence)  # skipped for good
         return fresh
 
+    @property
+    def steps(self) -> int:
+        """Steps of elastic workers that were applied."""
+        return self._steps.count
+
     def replaces(self, worker: int, incarnation: int) -> bool:
         """Whether this process replaces an older one of the same worker."""
         mark = self._of.get(worker)
@@ -101,8 +106,8 @@ class DedupMarks:
         flat: list[int] = []
         for worker, mark in sorted(self._of.items()):
             flat += [worker, mark.incarnation, mark.low, len(mark.beyond), *sorted(mark.beyond)]
-        below, applied = self._steps.below, sorted(self._steps.applied)
-        flat += [STEPS, 0, below, len(applied), *applied] if below or applied else []
+        of, applied = self._steps, sorted(self._steps.applied)
+        flat += [STEPS, of.count, of.below, len(applied), *applied] if of.below or applied else []
         return np.array(flat, np.int64)
 
     def load(self, flat: NDArray[np.int64]) -> None:
@@ -111,7 +116,7 @@ class DedupMarks:
             worker, incarnation, low, n = values[:4]
             some = set(values[4 : 4 + n])
             if worker == STEPS:
-                self._steps = StepMarks(low, some)
+                self._steps = StepMarks(low, some, incarnation)  # here: how many were applied
             else:
                 self._of[worker] = _Mark(incarnation, low, some)
             values = values[4 + n :]

@@ -32,6 +32,7 @@ from manyhands.server.client.dial import choose_transport, open_channel
 from manyhands.server.coordinator import Coordinator
 from manyhands.server.hot_copies.hot_ids import checked_hot
 from manyhands.server.malloc_arenas import limit_malloc_arenas
+from manyhands.server.network.cut_connections import cut_at_signal
 from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.listener import ConnectionListener
 from manyhands.server.network.registration import Registration
@@ -127,6 +128,7 @@ class Server:
                 tls=client_tls,
                 assign=self._assign,
                 again=self.held.tell_again,
+                over=self._over,
                 ping=self.held.loads,
                 closing=self._closing,
                 patience_s=patience_s,
@@ -262,6 +264,11 @@ class Server:
         elif self.coordinator is not None:
             self.coordinator.tell_here(message)
 
+    def _over(self) -> None:
+        """Serve nobody any more: the run has ended, or others have all that was here."""
+        self.held.close()
+        self._listener.stop()
+
     def _fail(self, reason: str) -> None:
         """End at once: the other servers have what this one could not apply."""
         self._failed = reason
@@ -322,6 +329,7 @@ def serve(config: Mapping[str, Any], started: Callable[[str], None], stop: threa
         patience_s=config.get("patience_s") or 0.0,
         extra=bool(config.get("extra")),
     )
+    cut_at_signal(server._listener, server._registration, server.held)
     try:
         server.start()
         started(server.address)

@@ -324,6 +324,7 @@ class ServerRegistry:
             return {
                 "epoch": 0 if self.slots is None else self.slots.epoch,
                 "replicas": self.replicas,
+                "coordinator_pid": os.getpid(),
                 "servers": [s.status() | placement.held(s.number, chains) for s in self._all],
                 "chains": [list(c.members) for c in chains],
                 "loads": [self.loads.get(k, 0.0) for k in range(len(chains))],

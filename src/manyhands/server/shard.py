@@ -366,6 +366,7 @@ class Shard(ShardTables):
                 sum(t.nbytes for t in sparse) + sum(t.values.nbytes for t in dense)
             )
             found["now/held"] = float(len(self.pending))
+            found["now/version"], found["now/steps"] = self.version, self.dedup.steps
             return found
 
     def slot_loads(self) -> np.ndarray:

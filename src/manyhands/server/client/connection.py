@@ -69,6 +69,7 @@ class Connection(Reconnection):
         self._window = 1 if tls is not None else WINDOW
         self._on_epoch = on_epoch
         self.sent_bytes = self.received_bytes = 0
+        self.acknowledged = 0  # pushes, but for pending ones
         self._numbers = 0
         self._sending, self._reading = threading.RLock(), threading.Lock()
 
@@ -187,7 +188,11 @@ class Connection(Reconnection):
                 self._attach(channel)
             before = channel.sent_bytes
             message, parts = pending.compose()
+            if self._faults is not None:
+                self._faults.wait()
             channel.send(message, pending.number, parts)
+            if self._faults is not None and self._faults.repeats(message):
+                channel.send(message, pending.number, parts)
             self.sent_bytes += channel.sent_bytes - before
         except (OSError, ssl.SSLError) as e:
             self._break(e)

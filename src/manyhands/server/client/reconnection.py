@@ -14,7 +14,7 @@ from collections.abc import Callable
 from manyhands.errors import ServerLost, StoreError
 from manyhands.server.client.dial import Transport, choose_transport, open_channel
 from manyhands.server.client.pending_request import PendingRequest
-from manyhands.server.protocol import handshake
+from manyhands.server.protocol import frame_faults, handshake
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arena import Arena
 from manyhands.server.protocol.frame import Channel, Closed
@@ -40,6 +40,7 @@ class Reconnection:
     ):
         self._token, self._proof, self._tls = token, proof, tls
         self.timeout_s, self._transport = timeout_s, transport
+        self._faults = frame_faults.installed()
         self._address(where)
         self._on_absence = on_absence
         # whoever is not there will be back, or another server takes its place
@@ -72,6 +73,7 @@ class Reconnection:
     def _address(self, where: m.ShardAddress) -> None:
         self.where = where
         self.local, self.shared = choose_transport(where, self._transport, self._tls)
+        self.shared = self.shared and self._faults is None
         self._threaded = not self.shared and self._tls is None and self._proof().role == "data"
 
     def redirect(self, where: m.ShardAddress, life: int, lost: str) -> None:

@@ -216,6 +216,8 @@ class Request(PendingRequest):
             self.sender.committed(self.connection, self.commits)
         if self.error is not None and self.how is not None:
             self.sender.failures.append(self.error)
+        elif self.how is not None and not self.how.pending:
+            self.connection.acknowledged += 1
         if not self.pull or self.abandoned or self.error is not None:
             self.release()
 

@@ -353,6 +353,17 @@ class ServerStore:
             found, self._last_stats = since(self._last_stats, now), now
             return found
 
+    def push_counts(self, applied: bool = True) -> dict[str, Any]:
+        """By shard: pushes of this rank that were acknowledged (but for pending ones), pushes and
+        steps of all ranks that are `applied` (a commit counts as one); and the commits."""
+        with self._sender.lock:
+            shards = self._sender.connections
+            asked = [c.ask(m.GetStats(), "stats").numbers for c in shards] if applied else []
+            names = {"applied": "now/version", "steps_applied": "now/steps"}
+            found = {key: [int(x[name]) for x in asked] for key, name in names.items()}
+            heard = [c.acknowledged for c in shards]
+            return {**found, "acknowledged": heard, "commits": self._sender.version}
+
     def close(self) -> None:
         """Return when everything pushed has arrived; raise an error for what has not."""
         sender = self._sender

@@ -20,9 +20,10 @@ from manyhands.errors import Evicted
 class StepMarks:
     """Not thread-safe: the caller holds the data's lock."""
 
-    def __init__(self, below: int = 0, applied: Iterable[int] = ()) -> None:
+    def __init__(self, below: int = 0, applied: Iterable[int] = (), count: int = 0) -> None:
         self.below = below  # all steps below it are applied here, or done everywhere
         self.applied = set(applied)
+        self.count = count  # steps that were applied here, so far
 
     def fresh(self, steps: Sequence[int], done_below: int) -> bool:
         """Whether a push of these steps is to be applied; marks nothing. `done_below`: its worker
@@ -41,6 +42,7 @@ class StepMarks:
 
     def add(self, steps: Sequence[int]) -> None:
         self.applied.update(steps)
+        self.count += len(steps)
         while self.below in self.applied:  # so that a long epoch takes no memory
             self.applied.remove(self.below)
             self.below += 1

@@ -21,7 +21,8 @@ from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol.frame import Channel, Malformed
 from manyhands.server.replication.copying import Copy
 from manyhands.server.replication.follower import Follower
-from manyhands.server.replication.replicator import BROKEN, Link, Replicator
+from manyhands.server.replication.handed_on import Link
+from manyhands.server.replication.replicator import BROKEN, Replicator
 from manyhands.server.shard import Shard
 from manyhands.server.slots import SlotMap
 

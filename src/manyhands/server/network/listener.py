@@ -66,6 +66,10 @@ class ConnectionListener:
         self._closing.set()
         for listener in self._sockets:
             _stop_listening(listener)
+        self.drop()
+
+    def drop(self) -> None:
+        """End the connections that are there; others may come."""
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
@@ -74,7 +78,8 @@ class ConnectionListener:
     def close(self) -> None:
         self.stop()
         for thread in list(self.threads):
-            if thread is not threading.current_thread():
+            # one that is not started yet ends by itself: `_closing` is set
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(5.0)
 
     def _spawn(self, work: Callable[[], None], name: str) -> None:

@@ -24,7 +24,8 @@ PING_S = 0.5
 class Registration:
     """The connection of one server to its coordinator, in a thread of its own.
 
-    `assign` gets every slot map. `closing` is set when the run is over or the coordinator is lost;
+    `assign` gets every slot map; `over` is called when the run is over, or this server was drained.
+    `closing` is set when the run is over or the coordinator is lost;
     `lost` says why, in the second case.
     """
 
@@ -37,12 +38,14 @@ class Registration:
         tls: ssl.SSLContext | None,
         assign: Callable[[m.AssignSlots], None],
         again: Callable[[], None],
+        over: Callable[[], None],
         ping: Callable[[], m.Message],
         closing: threading.Event,
         patience_s: float = 0.0,
     ):
         self._coordinator, self._register = coordinator, register
         self._token, self._tls, self._assign, self._closing = token, tls, assign, closing
+        self._over = over
         self._again, self._ping_message, self._patience_s = again, ping, patience_s
         self.lost: str | None = None
         self._channel: Channel | None = None
@@ -55,6 +58,10 @@ class Registration:
 
     def stop(self) -> None:
         self._closing.set()
+        self.drop()
+
+    def drop(self) -> None:
+        """End the connection that is there."""
         with self._lock:
             if self._channel is not None:
                 self._channel.stop()
@@ -129,8 +136,9 @@ class Registration:
             elif isinstance(message, m.Failed):
                 self.lost = message.text
                 return
-            elif isinstance(message, m.Leave):  # the run is over
+            elif isinstance(message, m.Leave):
                 self._closing.set()
+                self._over()
                 return
             elif not isinstance(message, m.Done):
                 return

@@ -8,6 +8,7 @@ checked before any of it is applied.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from manyhands.errors import Evicted, NotFinite, StoreError
 from manyhands.server.hot_copies.held_copies import read_copies
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
+from manyhands.server.network.late_answers import LateAnswers
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
@@ -69,6 +71,7 @@ class RequestLoop:
         self._scratch_used = 0
         self._ignoring = False  # requests sent before the worker got our Resend
         self._requests, self.busy = 0, False
+        self._late = LateAnswers(channel, endpoint.replicator)
 
     def counters(self) -> Counter[str]:
         channel = self._channel
@@ -79,13 +82,23 @@ class RequestLoop:
         )
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._late.close()
+
+    def _send(self, message: m.Message, number: int, payload: Sequence[np.ndarray] = ()) -> None:
+        self._late.drain()
+        self._channel.send(message, number, payload)
+
+    def _run(self) -> None:
         channel = self._channel
         while True:
             head, message = channel.receive()
             memory = self._receive(head.payload_bytes)
             if isinstance(message, m.Attach):
                 self._segments.attach(message)
-                channel.send(m.Done(), head.number)
+                self._send(m.Done(), head.number)
                 continue
             if isinstance(message, m.Resume):
                 self._ignoring = False
@@ -102,17 +115,17 @@ class RequestLoop:
             except NotLeading:
                 self._ask_to_resend(head.number, m.Resend("epoch", self._status.epoch))
             except StoreError as e:
-                channel.send(m.Failed(_kind(e), str(e)), head.number)
+                self._send(m.Failed(_kind(e), str(e)), head.number)
             except (Malformed, OSError):
                 raise
             except Exception as e:  # a fault of ours, or no memory: only this worker gets an error
-                channel.send(m.Failed("internal", f"{type(e).__name__}: {e}"), head.number)
+                self._send(m.Failed("internal", f"{type(e).__name__}: {e}"), head.number)
             finally:
                 self.busy = False
 
     def _ask_to_resend(self, number: int, message: m.Resend) -> None:
         self._ignoring = True
-        self._channel.send(message, number)
+        self._send(message, number)
 
     def _receive(self, nbytes: int) -> np.ndarray:
         if nbytes == 0:
@@ -135,27 +148,27 @@ class RequestLoop:
                 self._change_table(number, message, memory)
             case t.ListTables():
                 self._known.forget(message.name)
-                self._channel.send(t.TableList(self._shard.stored(message.name)), number)
+                self._send(t.TableList(self._shard.stored(message.name)), number)
             case m.DumpTable():
                 self._endpoint.replicator.check_leads()
                 content, stop = dump_piece(self._shard, message.name, message.start, message.nbytes)
                 self._endpoint.replicator.wait(self._endpoint.replicator.applied)
                 described, parts = pack(content)
-                self._channel.send(m.TableContent(described, stop), number, parts)
+                self._send(m.TableContent(described, stop), number, parts)
             case m.BeginSnapshot():
                 try:
                     self._endpoint.replicator.check_leads()
                 except NotLeading:  # its connection knows no other server
                     raise StoreError(f"shard {self._shard.index} has moved; begin again") from None
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
-                self._channel.send(reply, number, payload)
+                self._send(reply, number, payload)
             case m.GetSnapshot() | m.FetchSnapshot() | m.EndSnapshot():
                 reply, payload = answer_snapshot(self._endpoint.snapshots, message)
-                self._channel.send(reply, number, payload)
+                self._send(reply, number, payload)
             case h.ListHot():
-                self._channel.send(h.HotList(self._status.hot_copies()), number)
+                self._send(h.HotList(self._status.hot_copies()), number)
             case m.GetStats():
-                self._channel.send(m.Stats(self._endpoint.stats()), number)
+                self._send(m.Stats(self._endpoint.stats()), number)
             case _:
                 raise Malformed("garbage", f"a {type(message).__name__} was sent to a shard")
 
@@ -166,7 +179,7 @@ class RequestLoop:
                 self._parts.clear(message.name)
             whole = self._parts.add(message.name, unpack(message.arrays, memory), message.more)
             if whole is None:
-                self._channel.send(m.Done(), number)
+                self._send(m.Done(), number)
                 return
             described, parts = pack(whole)
             message = m.RestoreTable(message.name, message.clear, described)
@@ -177,7 +190,7 @@ class RequestLoop:
             lambda: parts,
             lambda: change_table(self._shard, message, joined(parts)),
         )
-        self._channel.send(m.Done(outcome or 0), number)
+        self._send(m.Done(outcome or 0), number)
 
     def _submit(self, message: Any, parts: Any, apply: Any) -> Any:
         """Apply a change on all servers of the chain; what `apply` returned here."""
@@ -203,15 +216,29 @@ class RequestLoop:
         pulls = [TablePull(request.table, self._ids(request, cursor)) for request in x.pull]
         applied = True
         if x.options is not None or x.commits:
-            applied = self._submit(
+            replicator = self._endpoint.replicator
+            change, outcome = replicator.submit(
                 lambda change: self._forward(change, x, parts),
                 lambda: [array for part in parts for array in part[1:] if array is not None],
                 lambda: self._apply(x, parts),
             )
+            if not pulls and outcome in (True, False) and not self._channel.secure:
+                return self._answer_push(change, outcome is True, number)
+            replicator.wait(change)
+            if isinstance(outcome, StoreError):
+                raise outcome
+            applied = bool(outcome)
         if not pulls:
-            self._channel.send(m.RowsReply(0, applied), number)
+            self._send(m.RowsReply(0, applied), number)
         else:
             self._send_rows(number, x, pulls, applied, answer)
+
+    def _answer_push(self, change: int, applied: bool, number: int) -> None:
+        """Now, or when the other servers of the chain have it; the next request need not wait."""
+        if self._endpoint.replicator.acknowledged(change):
+            self._send(m.RowsReply(0, applied), number)
+        else:
+            self._late.add(change, m.RowsReply(0, applied), number)
 
     def _apply(self, x: m.Exchange, parts: list[TableUpdate]) -> bool:
         for version, members in x.commits:
@@ -349,9 +376,9 @@ class RequestLoop:
             for out, raw, (_, _, width, _) in zip(outs, raws, shapes, strict=True):
                 row_encoding.encode(x.codec, out.reshape(-1), raw, width)
         if x.arena is not None:
-            self._channel.send(m.RowsReply(version, applied, missed), number)
+            self._send(m.RowsReply(version, applied, missed), number)
         else:
-            self._channel.send(m.RowsReply(version, applied, missed), number, raws)
+            self._send(m.RowsReply(version, applied, missed), number, raws)
 
     def _send_rows_in_chunks(
         self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool
@@ -380,6 +407,7 @@ class RequestLoop:
                     raise
                 views = [raw.data]
                 if not begun:
+                    self._late.drain()
                     views.insert(
                         0, memoryview(encode(m.RowsReply(version, applied), number, total))
                     )

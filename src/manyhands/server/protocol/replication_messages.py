@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from manyhands.server.protocol.messages import (
+    ArenaRange,
     ArraySpec,
     Commits,
     Message,
@@ -34,6 +35,7 @@ class Forward(Message):
     commits: Commits
     pulled: dict[str, int]  # by table: the version that the worker pulled
     remember: list[str]  # tables whose values the worker pulls now, see core.Store.pull
+    arena: ArenaRange | None = None  # where the payload is, in shared memory
 
 
 class ForwardTable(Message):
@@ -43,6 +45,7 @@ class ForwardTable(Message):
     number: int
     kind: int
     body: bytes
+    arena: ArenaRange | None = None
 
 
 class EraseRows(Message):

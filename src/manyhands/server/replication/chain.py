@@ -14,7 +14,7 @@ had. Hence the first member, whoever it is after a failure, has all that was eve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Change = TypeVar("Change")
@@ -33,6 +33,7 @@ class ChainMember(Generic[Change]):
         self.learner: int | None = None  # that changes are handed on to already, by the last one
         self.applied = self.acknowledged = 0
         self.kept: deque[tuple[int, Change]] = deque()
+        self.forget: Callable[[Change], None] = lambda change: None  # is called with what was kept
 
     # -- the chain --
 
@@ -92,6 +93,7 @@ class ChainMember(Generic[Change]):
 
     def _keep(self, change: Change) -> None:
         if self.after is None:
+            self.forget(change)
             self.acknowledge(self.applied)
         else:
             self.kept.append((self.applied, change))
@@ -100,7 +102,7 @@ class ChainMember(Generic[Change]):
         """All members after this one have applied the changes up to this one."""
         self.acknowledged = max(self.acknowledged, min(number, self.applied))
         while self.kept and self.kept[0][0] <= self.acknowledged:
-            self.kept.popleft()
+            self.forget(self.kept.popleft()[1])
 
     def missing(self, applied: int) -> list[tuple[int, Change]] | None:
         """The changes that a member with so many has not got; None: it needs a copy."""

@@ -22,7 +22,8 @@ from manyhands.server.protocol.arrays import pack
 from manyhands.server.protocol.frame import Channel, Malformed, encode_body
 from manyhands.server.protocol.kinds import KIND_OF
 from manyhands.server.replication.copied_state import give_state
-from manyhands.server.replication.replicator import Link, Replicator
+from manyhands.server.replication.handed_on import Link
+from manyhands.server.replication.replicator import Replicator
 from manyhands.server.shard import Shard
 from manyhands.server.snapshots.row_pieces import END, read_piece
 from manyhands.server.tables.dense import DenseTable

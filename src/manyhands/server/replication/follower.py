@@ -12,15 +12,18 @@ import threading
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from manyhands.errors import StoreError
+from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.arrays import unpack
 from manyhands.server.protocol.frame import Channel, Cursor, Malformed, decode
 from manyhands.server.replication.copied_state import take_state
-from manyhands.server.replication.replicator import BROKEN, Link, Replicator
+from manyhands.server.replication.handed_on import Link
+from manyhands.server.replication.replicator import BROKEN, Replicator
 from manyhands.server.shard import Shard
 from manyhands.server.table_updates import TableUpdate
 
@@ -31,7 +34,7 @@ class Follower:
     def __init__(self, shard: Shard, replicator: Replicator, link: Link):
         self._shard, self._replicator, self._link = shard, replicator, link
         self._sent, self._sending = 0, threading.Lock()
-        self._in = np.empty(0, np.uint8)
+        self._in, self._segments = np.empty(0, np.uint8), AttachedSegments(link.channel)
 
     def run(self) -> None:
         """Until the connection ends, or another server is the one before."""
@@ -50,18 +53,25 @@ class Follower:
         try:
             while True:
                 head, message = channel.receive()
-                memory = self._receive(channel, head.payload_bytes)
-                self._take(message, memory)
+                if isinstance(message, m.Attach):
+                    self._segments.attach(message)
+                    continue
+                self._take(message, self._receive(channel, head.payload_bytes, message))
         finally:
             with replicator.state:
                 if replicator.incoming is self._link:
                     replicator.incoming = None
                 replicator.state.notify_all()
 
-    def _receive(self, channel: Channel, nbytes: int) -> np.ndarray:
+    def _receive(self, channel: Channel, nbytes: int, message: Any) -> np.ndarray:
+        """The payload of a message, in memory of our own: a change may use it."""
+        where = getattr(message, "arena", None)
+        nbytes = nbytes if where is None else where.nbytes
         if nbytes > self._in.size:
             self._in = np.empty(nbytes + nbytes // 2, np.uint8)
-        if nbytes:
+        if where is not None:
+            np.copyto(self._in[:nbytes], self._segments.view(where.segment, where.at, nbytes))
+        elif nbytes:
             channel.body(self._in[:nbytes].data)
         return self._in[:nbytes]
 
@@ -88,10 +98,14 @@ class Follower:
             # the newest chain decides, also over what was sent before it
             if replicator.incoming is not self._link:
                 raise Malformed("garbage", "another server is before this one now")
-            kept = [memory.tobytes()] if replicator.member.after is not None else []
-            if not replicator.member.follow(message.number, (message, kept)):
+            last = replicator.member.after is None
+            parts = [] if last or not memory.size else [memory]
+            change = replicator.payloads.keep(replace(message, arena=None), parts)
+            if not replicator.member.follow(message.number, change):
+                replicator.payloads.forget(change)
                 return
-        replicator.hand_on(message, [memory] if memory.size else [])
+        if not last:
+            replicator.hand_on(change)
         if isinstance(message, r.Forward):
             replicator.apply(lambda: apply_push(self._shard, message, memory))
         else:

@@ -18,7 +18,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.protocol import replication_messages as r
 from manyhands.server.protocol.frame import Channel, Malformed
 from manyhands.server.replication.chain import ChainMember
+from manyhands.server.replication.handed_on import Change, Link, Payloads
 
 PAUSE_S = 0.02  # between two attempts to connect
 PART_S = 0.2  # for the coordinator to take a server out of the chain
@@ -36,7 +36,6 @@ BROKEN = (OSError, ssl.SSLError, Malformed, handshake.HandshakeRefused)
 
 Result = TypeVar("Result")
 Parts = Sequence[np.ndarray]
-Change = tuple[m.Message, list[bytes]]  # a message to hand on, and its payload
 
 
 class NotLeading(Exception):
@@ -45,15 +44,6 @@ class NotLeading(Exception):
 
 class Parted(Exception):
     """The next server lacks changes that are not kept any more."""
-
-
-@dataclass(eq=False)
-class Link:
-    """The connection to the next server."""
-
-    server: int
-    channel: Channel
-    acknowledged: int = -1  # by the other side
 
 
 class Replicator:
@@ -71,6 +61,8 @@ class Replicator:
     ):
         self.shard, self.wait_for_all = shard, True
         self.member: ChainMember[Change] = ChainMember(me)
+        self.payloads = Payloads()
+        self.member.forget = self.payloads.forget
         self.order = threading.Lock()  # held while a change is numbered, handed on and applied
         self.state = threading.Condition()  # guards `member` and `link`
         self.link: Link | None = None
@@ -98,7 +90,7 @@ class Replicator:
 
     def submit(
         self,
-        message: Callable[[int], m.Message],
+        message: Callable[[int], r.Forward | r.ForwardTable],
         parts: Callable[[], Parts],
         apply: Callable[[], Result],
     ) -> tuple[int, Result | StoreError]:
@@ -112,11 +104,10 @@ class Replicator:
                 member.applied += 1
                 member.acknowledged = member.applied
                 return member.applied, _outcome(apply)
-            made, given = message(member.applied + 1), parts()
+            change = self.payloads.keep(message(member.applied + 1), parts())
             with self.state:
-                # a copy: `apply` may use the memory of the parts
-                number = member.lead((made, [p.tobytes() for p in given]))
-            self.hand_on(made, given)
+                number = member.lead(change)
+            self.hand_on(change)
             return number, self.apply(apply)
 
     def apply(self, apply: Callable[[], Result]) -> Result | StoreError:
@@ -127,13 +118,13 @@ class Replicator:
             self.fail(f"shard {self.shard} could not apply a change: {type(e).__name__}: {e}")
             raise NotLeading from e
 
-    def hand_on(self, message: m.Message, parts: Parts | Sequence[bytes]) -> None:
+    def hand_on(self, change: Change) -> None:
         """The caller holds `order`. A connection that breaks here is opened again by its thread."""
         link = self.link
         if link is None:
             return
         try:
-            link.channel.send(message, 0, parts)
+            link.send(change, self.payloads.arena)
         except BROKEN:
             link.channel.stop()
 
@@ -145,10 +136,14 @@ class Replicator:
         if not self.member.leads or self._closed:
             raise NotLeading
 
+    def acknowledged(self, number: int) -> bool:
+        """Whether a change need not be waited for (any more)."""
+        return self.member.acknowledged >= number or not self.wait_for_all
+
     def wait(self, number: int) -> None:
         """Until all servers of the chain have this change."""
         member = self.member
-        if member.acknowledged >= number or not self.wait_for_all:
+        if self.acknowledged(number):
             return
         with self.state:
             self.state.wait_for(
@@ -234,8 +229,8 @@ class Replicator:
                 self.listen(Link(server, channel))
             # without `state`: the coordinator's next chain must get through to stop this send, and
             # so must acknowledgements, or both sides would wait to send
-            for change, payload in (change for _, change in missing):
-                self.hand_on(change, payload)
+            for _, change in missing:
+                self.hand_on(change)
 
     def listen(self, link: Link) -> None:
         """Use this connection from now on; the caller holds `order` and `state`."""
@@ -281,6 +276,9 @@ class Replicator:
                 if link is not None:
                     link.channel.stop()
             self.state.notify_all()
+        if self.order.acquire(timeout=1.0):  # nobody writes to it any more
+            self.payloads.arena.close()
+            self.order.release()
 
 
 def _outcome(apply: Callable[[], Result]) -> Result | StoreError:

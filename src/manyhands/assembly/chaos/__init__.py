@@ -1,0 +1,1 @@
+"""What a rank does where `manyhands chaos` watches its run: frame faults, and a ledger."""
