@@ -353,8 +353,8 @@ def bench(
         str,
         typer.Argument(
             help="allreduce, compression, data-parallel, exchange, gpu, hot-rows, "
-            "merge-strategies, model-parallel, overhead, robust, server, slow-network, sparse, "
-            "store, stragglers, or all."
+            "merge-strategies, model-parallel, overhead, replication, robust, server, "
+            "slow-network, sparse, store, stragglers, or all."
         ),
     ],
     json: Annotated[

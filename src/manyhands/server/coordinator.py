@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.errors import Evicted, PeerLost, StoreError
+from manyhands.errors import Evicted, MembershipError, PeerLost, StoreError
 from manyhands.server.clock import Clock
 from manyhands.server.elastic.answers import answer_elastic
 from manyhands.server.namespaces.run_registry import RunRegistry
@@ -119,7 +119,10 @@ class Coordinator:
                 }
             )
             if state != self._kept:
-                self._save(state)
+                try:
+                    self._save(state)
+                except MembershipError as e:  # a full disk, say: who asked will ask again
+                    raise ConnectionError(f"the state was not kept: {e}") from e
                 self._kept = state
 
     def _load(self, saved: bytes) -> None:

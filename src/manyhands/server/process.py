@@ -96,15 +96,13 @@ class Server:
         extra: bool = False,
     ):
         _check(shards, coordinator, replicas, servers, ack)
-        host, port = parse_address(address)
         self._root = None if coordinator is None else ShardAddress(*parse_address(coordinator))
         self._status, self._failed, self._extra = ServerStatus(), "", extra
         self._closing, self._ready, self._shards = threading.Event(), threading.Event(), shards
         self._token, self._client_tls, self._instance = token, client_tls, secrets.randbits(62)
         self._memory_bytes = memory_bytes and memory_bytes // (max(1, shards) * replicas)
         self._listener = ConnectionListener(
-            host,
-            port,
+            *parse_address(address),
             token=token,
             instance=self._instance,
             tls=tls,
@@ -112,7 +110,7 @@ class Server:
             refused=self._status.refused,
             closing=self._closing,
         )
-        self.host, self.port = _advertised(host, self._listener.port, advertise)
+        self.host, self.port = _advertised(address, self._listener.port, advertise)
         self.coordinator: Coordinator | None = None
         self._registration: Registration | None = None
         self.held = HeldShards(
@@ -145,7 +143,7 @@ class Server:
         keeper: membership.Keeper | None,
         hot: tuple[float, float],
     ) -> None:
-        registry = ServerRegistry(servers, replicas=replicas, ack=ack, lease_s=lease_s)
+        registry = ServerRegistry(servers, replicas=replicas, ack=ack)
         registry.recovers, registry.hot = replicas > 1, checked_hot(*hot)
         saved, save = (None, None) if keeper is None else (keeper.load(), keeper.save)
         self.coordinator = Coordinator(
@@ -276,8 +274,9 @@ class Server:
         self._listener.stop()
 
 
-def _advertised(host: str, port: int, advertise: str | None) -> tuple[str, int]:
+def _advertised(address: str, port: int, advertise: str | None) -> tuple[str, int]:
     """The address that others get."""
+    host = parse_address(address)[0]
     if advertise:
         return parse_address(advertise) if ":" in advertise else (advertise, port)
     return host if host not in ("0.0.0.0", "::", "") else socket.gethostname(), port

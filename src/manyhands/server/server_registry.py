@@ -27,6 +27,9 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.replication import placement
 from manyhands.server.slots import SlotMap, even, heads
 
+# Without a ping for so long a server hangs. One that compiles, or whose host is busy, is late by
+# seconds; one that died is noticed at once.
+LEASE_S = 30.0
 GRACE_S = 0.5  # for a server whose connection broke to come back
 LOOK_S = 0.1  # between two looks at leases
 Send = Callable[[m.Message], None]
@@ -63,7 +66,7 @@ class ServerRegistry:
         *,
         replicas: int = 1,
         ack: Literal["all", "primary"] = "all",
-        lease_s: float = 10.0,
+        lease_s: float = LEASE_S,
         changed: Callable[[], None] = lambda: None,
     ):
         self.num_servers, self.replicas, self.ack, self.lease_s = servers, replicas, ack, lease_s

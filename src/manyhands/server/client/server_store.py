@@ -34,16 +34,20 @@ from manyhands.server.client.heartbeat import Heartbeat
 from manyhands.server.client.request import Pulled, Pushed
 from manyhands.server.client.request_sender import RequestSender
 from manyhands.server.client.table_requests import start_table
-from manyhands.server.client.whole_tables import asker, dump_shard, restore_dense, restore_rows
+from manyhands.server.client.whole_tables import (
+    begin_snapshot,
+    create_on_shards,
+    dump_shard,
+    restore_dense,
+    restore_rows,
+)
 from manyhands.server.counters import since, together
 from manyhands.server.elastic.computed_steps import ComputedSteps
 from manyhands.server.hot_copies.hot_reads import HotReads
 from manyhands.server.protocol import messages as m
-from manyhands.server.protocol.arrays import pack
 from manyhands.server.slots import SlotMap
-from manyhands.server.snapshots.snapshot_requests import RemoteSnapshots
 from manyhands.server.snapshots.store_snapshot import StoreSnapshot
-from manyhands.server.table_content import Arrays, arrays_of, first_values, join, slice_of
+from manyhands.server.table_content import arrays_of, first_values, join
 from manyhands.server.validate import dtype_of, ids_of
 
 # the coordinator times a tick, since it knows which rank is awaited; the client waits this longer
@@ -265,19 +269,8 @@ class ServerStore:
             else:
                 start_table(self._control, self._sender, table.name)
             vector = first_values(table, values, state)
-            for s, connection in enumerate(self._sender.connections):
-                span: tuple[int, int] | None = None
-                content: Arrays = {}
-                if table.length is not None:
-                    span = self._router.ranges(table)[s]
-                    if vector is not None:
-                        content["values"] = vector.numpy()[span[0] : span[1]]
-                    for name, x in (state or {}).items():
-                        content[f"state/{name}"] = slice_of(table, x, span)
-                described, parts = pack(content)
-                connection.ask(
-                    m.CreateTable(table, span, described), f"create of {table.name}", parts
-                )
+            spans = self._router.ranges(table) if table.length is not None else None
+            create_on_shards(self._sender.connections, table, spans, vector, state)
             self._router.tables[table.name] = table
             self._sender.hot.settle()
             if self.rank == 0:
@@ -313,23 +306,19 @@ class ServerStore:
         """Over connections of its own: its requests do not wait behind those of training."""
         with self._sender.lock:
             self.flush()
-            own = [self._own_connection(where) for where in self._router.slots.shards]
-            ports = [RemoteSnapshots(asker(connection)) for connection in own]
-            closing = [connection.close for connection in own]
-            try:
-                return StoreSnapshot.begin(
-                    ports, names, folder, tag, base, incremental, closing=closing
+            data = lambda shard: lambda: self._proof("data", shard)
+            own = [
+                Connection(
+                    where,
+                    self._token,
+                    data(where.shard),
+                    timeout_s=self.timeout_s,
+                    transport="tcp",
+                    tls=self._tls,
                 )
-            except BaseException:
-                for close in closing:
-                    close()
-                raise
-
-    def _own_connection(self, where: m.ShardAddress) -> Connection:
-        prove, limit = (lambda: self._proof("data", where.shard)), self.timeout_s
-        return Connection(
-            where, self._token, prove, timeout_s=limit, transport="tcp", tls=self._tls
-        )
+                for where in self._router.slots.shards
+            ]
+            return begin_snapshot(own, names, folder, tag, base, incremental)
 
     def restore_pieces(self, name: str, contents: Iterable[Mapping[str, np.ndarray]]) -> None:
         with self._sender.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from manyhands.server.protocol import frame
 from manyhands.server.protocol import messages as m
 from manyhands.server.protocol.arrays import pack, unpack
 from manyhands.server.slots import SlotMap
-from manyhands.server.snapshots.snapshot_requests import Ask
+from manyhands.server.snapshots.snapshot_requests import Ask, RemoteSnapshots
+from manyhands.server.snapshots.store_snapshot import StoreSnapshot
 from manyhands.server.snapshots.table_pieces import LAST, join_pieces
 from manyhands.server.table_content import COMMON, Arrays, rows_of, slice_of
 
@@ -91,3 +93,43 @@ def _load(
 ) -> None:
     described, parts = pack(arrays)
     connection.ask(m.RestoreTable(name, clear, described, more), f"restore of {name}", parts)
+
+
+def create_on_shards(
+    connections: Sequence[Connection],
+    table: Table,
+    spans: Sequence[tuple[int, int]] | None,
+    values: torch.Tensor | None,
+    state: Mapping[str, torch.Tensor] | None,
+) -> None:
+    """Create a table on every shard; of a dense one (`spans`), its range with what it starts
+    from."""
+    for s, connection in enumerate(connections):
+        content: Arrays = {}
+        span = None if spans is None else spans[s]
+        if span is not None:
+            if values is not None:
+                content["values"] = values.numpy()[span[0] : span[1]]
+            for name, x in (state or {}).items():
+                content[f"state/{name}"] = slice_of(table, x, span)
+        described, parts = pack(content)
+        connection.ask(m.CreateTable(table, span, described), f"create of {table.name}", parts)
+
+
+def begin_snapshot(
+    own: Sequence[Connection],
+    names: Sequence[str],
+    folder: Path,
+    tag: str,
+    base: str,
+    incremental: bool,
+) -> StoreSnapshot:
+    """Begin a snapshot over connections of its own, which end with it."""
+    ports = [RemoteSnapshots(asker(connection)) for connection in own]
+    closing = [connection.close for connection in own]
+    try:
+        return StoreSnapshot.begin(ports, names, folder, tag, base, incremental, closing=closing)
+    except BaseException:
+        for close in closing:
+            close()
+        raise

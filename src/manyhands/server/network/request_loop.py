@@ -19,6 +19,7 @@ from manyhands.server.hot_copies.held_copies import read_copies
 from manyhands.server.namespaces.known_tables import KnownTables
 from manyhands.server.network.attached_segments import AttachedSegments
 from manyhands.server.network.late_answers import LateAnswers
+from manyhands.server.network.row_chunks import CHUNK_BYTES, send_in_chunks
 from manyhands.server.protocol import arena, row_encoding
 from manyhands.server.protocol import hot_messages as h
 from manyhands.server.protocol import messages as m
@@ -27,10 +28,8 @@ from manyhands.server.protocol import table_messages as t
 from manyhands.server.protocol.arrays import joined, pack, unpack
 from manyhands.server.protocol.frame import (
     Channel,
-    Closed,
     Cursor,
     Malformed,
-    encode,
     encode_body,
 )
 from manyhands.server.protocol.key_lists import KeyLists
@@ -43,8 +42,6 @@ from manyhands.server.table_updates import TablePull, TableUpdate
 
 if TYPE_CHECKING:
     from manyhands.server.network.shard_endpoint import ShardEndpoint
-
-CHUNK_BYTES = 1 << 21  # of a pull, read and sent at a time
 
 
 class _UnknownKeys(Exception):
@@ -351,7 +348,11 @@ class RequestLoop:
         copied = read_copies(self._status.copies, self._worker, x, pulls, shapes)
         in_chunks = answer is None and x.codec == "none" and not x.remember and not copied
         if in_chunks and sum(sizes) > 2 * CHUNK_BYTES:
-            self._send_rows_in_chunks(number, pulls, shapes, applied)
+            self._late.drain()
+            if self._chunk.size == 0:
+                self._chunk = np.empty(2 * CHUNK_BYTES, np.uint8)
+            read = lambda pull, out: self._pull(x, [pull], [out])
+            send_in_chunks(self._channel, read, number, pulls, shapes, applied, self._chunk)
             return
         if answer is None:
             total = sum(map(arena.aligned, sizes))
@@ -379,41 +380,3 @@ class RequestLoop:
             self._send(m.RowsReply(version, applied, missed), number)
         else:
             self._send(m.RowsReply(version, applied, missed), number, raws)
-
-    def _send_rows_in_chunks(
-        self, number: int, pulls: list[TablePull], shapes: list[Any], applied: bool
-    ) -> None:
-        """Rows of different chunks may be of different versions: others may push in between."""
-        if self._chunk.size == 0:
-            self._chunk = np.empty(2 * CHUNK_BYTES, np.uint8)
-        total = sum(arena.aligned(count * dtype.itemsize) for dtype, count, _, _ in shapes)
-        begun, replicator = False, self._endpoint.replicator
-        for pull, (dtype, count, width, shape) in zip(pulls, shapes, strict=True):
-            row_bytes = width * dtype.itemsize
-            step = max(1, CHUNK_BYTES // row_bytes) if pull.ids is not None else shape[0]
-            for first in range(0, shape[0], step):
-                n = min(step, shape[0] - first)
-                nbytes = n * (row_bytes if pull.ids is not None else dtype.itemsize)
-                room = self._chunk if nbytes <= self._chunk.size else np.empty(nbytes, np.uint8)
-                raw = room[:nbytes]
-                ids = None if pull.ids is None else pull.ids[first : first + n]
-                out = raw.view(dtype).reshape((n, width) if ids is not None else (n,))
-                try:
-                    version = self._shard.pull(self._worker, [TablePull(pull.table, ids)], [out])
-                    replicator.wait(replicator.applied)
-                except (StoreError, NotLeading) as e:
-                    if begun:  # too late for an error message: the frame has begun
-                        raise Closed(str(e)) from e
-                    raise
-                views = [raw.data]
-                if not begun:
-                    self._late.drain()
-                    views.insert(
-                        0, memoryview(encode(m.RowsReply(version, applied), number, total))
-                    )
-                    begun = True
-                if first + n == shape[0]:
-                    views.append(memoryview(bytes(-(count * dtype.itemsize) % arena.ALIGN)))
-                self._channel.write(views)
-        if not begun:
-            raise StoreError("the pull names no table; name one at least")
