@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 import threading
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from manyhands.server.tables.gradient_kernels import finite
 from manyhands.server.tables.hashing import seed_of
 from manyhands.server.tables.sparse import SparseTable
 
-PAUSE = 1.0  # after each piece, of the time it took, while workers push
 PROBE = "probe"  # a file in the folder, with the tag in it: a server that reads it sees the folder
 
 
@@ -296,9 +294,8 @@ class _TableCopy:
         for number, array in enumerate(self._arrays):
             self.writer.array(number, array)
         self._arrays = []
-        cut, pushed = self.cut, shard.version
+        cut = self.cut
         while cut is not None:
-            begun = time.monotonic()
             with shard.lock:
                 if shard.contents.get(self.name) is not cut.table:
                     cut.fail("it was emptied meanwhile")
@@ -317,9 +314,6 @@ class _TableCopy:
             if piece is None:
                 break
             self._write(piece)
-            if shard.version != pushed:  # leave the core and the memory to training for a while
-                pushed = shard.version
-                stop.wait(PAUSE * (time.monotonic() - begun))
         self.complete = True
         return self.writer.close(self.head)
 
