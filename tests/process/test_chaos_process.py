@@ -63,6 +63,7 @@ def test_killed_and_cut_servers_and_frames_sent_twice_lose_nothing(tmp_path: Pat
     assert "NOTHING WAS LOST" in job.out and "| " in job.out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_server_without_replicas_is_a_loss_and_is_named(tmp_path: Path) -> None:
     job = run(tmp_path, line(tmp_path, "data=1 servers=2 --kill server:1@500ms"))

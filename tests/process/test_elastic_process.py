@@ -120,6 +120,7 @@ def test_a_run_outlives_its_workers_and_counts_every_sample_once(
     wait_until_gone([p for rank in range(3) for p in processes(job, rank)], STOPPED_S)
 
 
+@pytest.mark.slow
 def test_with_fewer_workers_than_the_least_a_run_saves_and_ends(tmp_path: Path) -> None:
     line = counting(tmp_path, "merge=downpour servers=1 elastic=2:3")
     with command(tmp_path, line) as job:

@@ -129,6 +129,7 @@ def test_two_coordinators_for_one_run_the_second_is_refused(tmp_path: Path) -> N
 # -- pauses --
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_given_up_after_its_lease_and_ends() -> None:
     with failover.processes(3, 2, 1) as (root, _):
         assert root.coordinator is not None
