@@ -189,10 +189,12 @@ def join(
     options = ServerOptions() if options is None else options
     for word in ("replicas", "shards", "memory_bytes", "membership"):
         if getattr(options, word) != getattr(ServerOptions, word):
-            said = word.replace("memory_bytes", "memory")
+            own = {"memory_bytes": "--memory", "shards": "--shards"}.get(word)
+            do = f"give `manyhands server` {own} instead" if own else "leave it out"
+            said = word.replace("memory_bytes", "server_memory")
             raise LaunchError(
                 f"{said}= of the plan is for servers that the run starts itself, but it joins "
-                f"those at {served.coordinator}; give `manyhands server` --{said} instead"
+                f"those at {served.coordinator}; {do}"
             )
     if options.hot_rows:
         raise LaunchError(
