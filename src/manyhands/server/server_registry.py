@@ -11,6 +11,7 @@ given a map only when all servers that are there have confirmed it. Times are mo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -123,31 +124,22 @@ class ServerRegistry:
             if server.send is not send:  # it has a newer one
                 return
             server.send, server.heard = None, time.monotonic()
-            gone = self._process_gone(server)
+            gone = handshake.process_gone(server.entry.pid, server.entry.where)
         if gone or not self.recovers:
             self.lose(server, "its process ended" if gone else "it closed its connection")
-
-    def _process_gone(self, server: RegisteredServer) -> bool:
-        where = server.entry.where
-        if not server.entry.pid or where.machine != handshake.machine() or not where.machine:
-            return False
-        try:
-            os.kill(server.entry.pid, 0)
-            with open(f"/proc/{server.entry.pid}/stat") as file:  # dead, and not waited for yet
-                return file.read().rpartition(")")[2].split()[0] in "ZX"
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
 
     def lose(self, server: RegisteredServer, why: str) -> None:
         with self._changed:
             if self._servers.pop(server.number, None) is None or self._closing:
                 return
+            try:
+                self._settle()
+            except OSError:  # not saved, so it has not happened: `_look` tries again
+                self._servers[server.number] = server
+                raise
             self.losses.append((server.number, why))
             if server.send is not None:
                 server.send(m.Failed("store", f"this server was given up: {why}"))
-            self._settle()
         self.publish()
 
     # -- the slot map --
@@ -159,9 +151,8 @@ class ServerRegistry:
                 return
             chains = placement.start({s.number: s.entry.shards for s in self._all}, self.replicas)
             where = self._where()
-            self.slots = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
-            self.changed()
-            return
+            first = SlotMap(1, even(len(chains)), heads(where, chains), where, tuple(chains))
+            return self._keep(first)
         chains = list(self.slots.chains)
         self._place(chains if self.recovers else placement.adopt(chains, list(self._servers)))
 
@@ -190,8 +181,16 @@ class ServerRegistry:
         where = self._where()
         if list(chains) == list(self.slots.chains) and where == self.slots.servers:
             return
-        self.slots = self.slots.placed(where, chains)
-        self.changed()
+        self._keep(self.slots.placed(where, chains))
+
+    def _keep(self, slots: SlotMap) -> None:
+        """Use a map once it is saved: nobody must learn of one that a restart would forget."""
+        before, self.slots = self.slots, slots
+        try:
+            self.changed()
+        except BaseException:
+            self.slots = before
+            raise
 
     def _where(self) -> dict[int, m.ShardAddress]:
         return {s.number: s.entry.where for s in self._all}
@@ -204,8 +203,7 @@ class ServerRegistry:
                 raise StoreError(
                     f"a slot map of epoch {slots.epoch}; an epoch after {now} is needed"
                 )
-            self.slots = slots
-            self.changed()
+            self._keep(slots)
         self.publish()
 
     def publish(self) -> None:
@@ -363,7 +361,8 @@ class ServerRegistry:
                     and (self.recovers or s.send is None)
                 ]
             for server, why in late:
-                self.lose(server, why)
+                with contextlib.suppress(OSError):  # a full disk, say: again at the next look
+                    self.lose(server, why)
 
     def state(self) -> dict[str, Any]:
         """What a coordinator that is started again needs; the caller holds the lock."""

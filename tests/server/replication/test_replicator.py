@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from manyhands.core import Table
+from manyhands.server import server_registry
 from manyhands.server.network.held_shards import HeldShards
 from manyhands.server.network.shard_endpoint import ServerStatus
 from manyhands.server.protocol import messages as m
@@ -234,3 +236,34 @@ def test_a_server_that_is_drained_is_not_chosen_after_a_part() -> None:
             found.part(servers[chain.members[0]], shard, chain.members[1])
     for chain in found.slots.chains:  # type: ignore[union-attr]
         assert chain.learner != 2
+
+
+def test_a_map_that_could_not_be_saved_is_not_used_and_a_loss_is_tried_again() -> None:
+    """A full disk, or a claim that was lost: a restart would not know of it."""
+    found, _, servers = registry(3, 2)
+    before, full = found.slots, [True]
+
+    def save() -> None:
+        if full[0]:
+            raise ConnectionError("the state was not kept")
+
+    found.changed = save
+    with pytest.raises(ConnectionError):
+        found.lose(servers[0], "its process ended")
+    found.publish()
+    assert found.slots is before and not found.losses
+    assert sorted(s["server"] for s in found.status()["servers"]) == [0, 1, 2]
+    servers[0].send, servers[0].heard = None, 0.0  # it stays away
+    found.watch()
+    try:
+        time.sleep(3 * server_registry.LOOK_S)  # several looks fail, and the thread goes on
+        assert not found.losses
+        full[0] = False
+        until = time.monotonic() + 10
+        while not found.losses and time.monotonic() < until:
+            time.sleep(0.01)
+        assert found.losses == [(0, "it did not come back")]
+        assert found.slots is not None
+        assert all(0 not in chain.members for chain in found.slots.chains)
+    finally:
+        found.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from manyhands.errors import ServerLost, StoreError
@@ -25,7 +26,7 @@ ABSENT_S = 2.0  # a server that listened before and refuses connections for so l
 PAUSE_S = 0.05  # between two attempts to connect
 
 
-class Reconnection:
+class Reconnection(ABC):
     """The channel of a `Connection`, which sends and receives over it."""
 
     def __init__(
@@ -62,11 +63,13 @@ class Reconnection:
 
     # -- of the connection --
 
+    @abstractmethod
     def _follow(self, channel: Channel) -> None:
-        raise NotImplementedError
+        """Read answers until the channel ends."""
 
+    @abstractmethod
     def _give_up(self, pending: PendingRequest, fate: str = "") -> ServerLost:
-        raise NotImplementedError
+        """Fail a request that will get no answer."""
 
     # -- where the server is --
 

@@ -117,6 +117,20 @@ def machine() -> str:
         return ""
 
 
+def process_gone(pid: int, where: ShardAddress) -> bool:
+    """Whether a process of this machine has ended for sure; False: it runs, or nobody can tell."""
+    if not pid or not where.machine or where.machine != machine():
+        return False
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as file:  # it may have died and not been waited for
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+
+
 def local_name() -> str:
     """A name for a unix socket without a file: it ends with its process, however that ends. ""
     where the system has none.

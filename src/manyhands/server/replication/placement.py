@@ -4,7 +4,7 @@
     settle      after a server was lost or added: drop it from its chains, and choose for each chain
                 that is too short a learner, the server that holds the fewest shards
     learned     the learner has its copy: it is the last member now
-    leave       a server is to give all its shards away
+    adopt       a server that came after a loss holds the lost shards, empty
     move        one shard from the server with the most load to the one with the least
 
 Chains are changed one member at a time, and a member leaves only when enough others are there.
