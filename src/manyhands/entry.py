@@ -45,6 +45,7 @@ MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
 
 RESTORES = 5  # of a run, after a loss
+ELASTIC_RESTARTS = 3  # of an elastic run, where restarts= says nothing
 
 _runs: list[str] = []  # of this process, by the prefix of their keys in the store
 _loading: list[str] = []  # the script whose task() is being loaded
@@ -117,12 +118,19 @@ def _restored(
     raise AssertionError  # the last turn returns or raises
 
 
+def restarts_of(plan: Plan) -> int:
+    """Processes that may be started in place of dead ones, within `restart_window_s`."""
+    if not plan.respawn:
+        return 0
+    return ELASTIC_RESTARTS if plan.restarts is None else plan.restarts
+
+
 def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
     if plan.elastic is None:
         return None
     least, _ = elastic_bounds(plan.elastic)
     servers = server_options(plan, Path(str(options.directory)))
-    return ElasticJob(least, plan.respawn, plan.servers, plan.timeout_s, servers)
+    return ElasticJob(least, restarts_of(plan), plan.servers, plan.timeout_s, servers)
 
 
 @contextlib.contextmanager

@@ -200,9 +200,21 @@ class Plan:
     on_loss: Literal["stop", "restore"] = "stop"
     # where the coordinator keeps its state: None: in the run's directory; or etcd://host:port
     membership: str | None = None
-    # least:most workers: one that dies is left out and replaced; None: then the run ends
+    # least:most replicas: one that dies is left out and replaced; None: then the run ends
     elastic: str | None = None
-    respawn: int = 10  # processes that are started, over the run, in place of dead ones
+    respawn: bool = True  # start a process in place of one that died
+    # processes started in place of dead ones, or starts of the whole run where it is not elastic,
+    # within `restart_window_s`; None: 3 of an elastic run, else 0
+    restarts: int | None = None
+    restart_window_s: float = 600.0
+    spares: int = 0  # processes that wait, ready to take the place of one that dies
+    wait_s: float = 60.0  # for replicas to come back, where fewer than the least are left
+    grace_s: float = 60.0  # to save and leave, after Ctrl-C, SIGTERM or a notice of preemption
+    # a file whose appearance is a notice of preemption, as SIGTERM and SIGUSR1 are
+    preempt_file: str | None = None
+    stall_s: float = 10.0  # beyond the usual length of a round: then a line names who is stuck
+    hang: Literal["wait", "exclude"] = "wait"  # for a rank that hangs
+    straggler: Literal["report", "exclude", "rebalance"] = "report"
     # batches whose rows are prefetched while one computes; 0: none
     lookahead: int = 1
     cache: int = 0  # rows of each table that a worker keeps, at most `cache_age` steps old

@@ -131,16 +131,25 @@ def test_elastic_needs_a_least_and_a_largest_number_of_workers(bounds: str) -> N
         parse(f"merge=downpour servers=1 elastic={bounds}")
 
 
-@pytest.mark.parametrize("merge", ["all_reduce", "local_sgd", "async_admm", "easgd"])
-def test_elastic_is_refused_by_name_where_a_strategy_does_not_know_it(merge: str) -> None:
-    servers = "servers=1" if merge == "async_admm" else ""
-    with pytest.raises(PlanError, match=f"merge={merge}: .* come with downpour, stale_sync"):
-        parse(f"merge={merge} {servers} elastic=1:3")
+def test_elastic_is_refused_by_name_where_a_strategy_does_not_know_it() -> None:
+    with pytest.raises(PlanError, match="merge=async_admm: .* comes with downpour, stale_sync"):
+        parse("merge=async_admm servers=1 elastic=1:3")
+    with pytest.raises(PlanError, match="merge=ensemble: its members are one model each"):
+        parse("merge=ensemble elastic=1:3")
+    with pytest.raises(PlanError, match="rows on servers are not"):
+        parse("merge=all_reduce servers=1 elastic=1:3")
+
+
+def test_elastic_replicas_start_within_their_bounds() -> None:
+    assert parse("elastic=1:4").layout.data == 4
+    assert parse("elastic=1:4 data=2").layout.data == 2
+    with pytest.raises(PlanError, match="a run starts with 2 to 4 replicas"):
+        parse("elastic=2:4 data=6")
 
 
 def test_elastic_says_how_many_workers_there_are() -> None:
     assert parse("merge=downpour servers=1 elastic=1:3").layout.data == 3
     with pytest.raises(PlanError, match="set data=3 or leave it out"):
         parse("data=2 merge=downpour servers=1 elastic=1:3")
-    with pytest.raises(PlanError, match="respawn=4 has no effect"):
-        parse("merge=downpour servers=1 respawn=4")
+    with pytest.raises(PlanError, match="respawn=false has no effect"):
+        parse("merge=downpour servers=1 respawn=false")

@@ -71,7 +71,7 @@ class Replacements:
                 )
                 return False
             if self.spent >= self.job.respawns:
-                spent = f"respawn={self.job.respawns} is used up"
+                spent = f"restarts={self.job.respawns} is used up"
                 _say(f"{fate}; {len(at_work)} at work go on without it ({spent})")
                 continue
             self.starts[w.rank] = self.starts.get(w.rank, 0) + 1

@@ -44,15 +44,25 @@ POSITIVE = (
     "keep",
     "timeout_s",
     "lease_s",
+    "restart_window_s",
+    "wait_s",
+    "grace_s",
+    "stall_s",
 )
 
 
-# merge strategies whose workers may come and go
+# words that need elastic=
+ELASTIC_WORDS = ("respawn", "spares", "wait_s")
+# merge strategies over servers whose workers may come and go
 ELASTIC = ("downpour", "stale_sync", "dc_asgd", "backup", "async_easgd")
 
 
 def default(word: str) -> Any:
     return Plan.__dataclass_fields__[word].default
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def check(plan: Plan) -> None:
@@ -78,30 +88,52 @@ def elastic_bounds(elastic: str) -> tuple[int, int]:
 
 
 def _check_elastic(plan: Plan) -> None:
-    if plan.respawn < 0:
-        raise PlanError(f"respawn={plan.respawn}, but 0 or more processes are needed")
     if plan.elastic is None:
-        if plan.respawn != default("respawn"):
-            raise PlanError(
-                f"respawn={plan.respawn} has no effect: without elastic= a rank that dies ends the "
-                f"run; add elastic=1:{max(2, plan.layout.data)}"
-            )
+        for word in ELASTIC_WORDS:
+            if (given := getattr(plan, word)) != default(word):
+                raise PlanError(
+                    f"{word}={_text(given)} has no effect: without elastic= a rank that dies ends "
+                    f"the run; add elastic=1:{max(2, plan.layout.data)}"
+                )
         return
-    _, most = elastic_bounds(plan.elastic)
+    least, most = elastic_bounds(plan.elastic)
+    if plan.strategy.link is Store:
+        _check_elastic_workers(plan, most)
+        return
+    if not least <= plan.layout.data <= most:
+        raise PlanError(
+            f"elastic={plan.elastic} with data={plan.layout.data}: a run starts with {least} to "
+            f"{most} replicas; set data={most}, say"
+        )
+    if plan.servers:
+        raise PlanError(
+            f"elastic={plan.elastic} with merge={plan.merge} and servers={plan.servers}: rounds "
+            "are rolled back where a rank dies, and rows on servers are not; leave servers= out, "
+            f"or use merge={ELASTIC[0]}"
+        )
+    for word, strategy in (("merge", plan.strategy), ("then", plan.next_strategy)):
+        if strategy is not None and strategy.distils:
+            raise PlanError(
+                f"elastic={plan.elastic} with {word}={getattr(plan, word)}: its members are one "
+                "model each, and one that dies takes its model with it; leave elastic= out"
+            )
+
+
+def _check_elastic_workers(plan: Plan, most: int) -> None:
     if plan.layout.data != most:
         raise PlanError(
-            f"elastic={plan.elastic} with data={plan.layout.data}: a run starts with all of its "
-            f"{most} workers, more cannot join it yet; set data={most} or leave it out"
+            f"elastic={plan.elastic} with data={plan.layout.data}: a run over servers starts with "
+            f"all of its {most} workers, more cannot join it; set data={most} or leave it out"
         )
     if plan.merge not in ELASTIC:
-        why = (
-            "a rank that dies takes its multiplier with it"
-            if plan.strategy.link is Store
-            else "ranks wait for each other in every round"
-        )
         raise PlanError(
-            f"elastic={plan.elastic} with merge={plan.merge}: {why}; elastic groups come with "
-            f"{', '.join(ELASTIC)} (over servers=1), and not yet with others"
+            f"elastic={plan.elastic} with merge={plan.merge}: a rank that dies takes its "
+            f"multiplier with it; over servers, elastic= comes with {', '.join(ELASTIC)}"
+        )
+    if plan.spares:
+        raise PlanError(
+            f"spares={plan.spares} has no effect with merge={plan.merge}, whose new workers join "
+            "while the others train; leave it out"
         )
 
 
@@ -124,6 +156,9 @@ def _check_numbers(plan: Plan) -> None:
         raise PlanError(
             f"cache_age={plan.cache_age} has no effect without a cache; add cache=100000, say"
         )
+    for key in ("restarts", "spares"):
+        if (getattr(plan, key) or 0) < 0:
+            raise PlanError(f"{key}={getattr(plan, key)}, but 0 or more is needed")
     if plan.loaders is not None and plan.loaders < 0:
         raise PlanError(f"loaders={plan.loaders}, but 0 or more processes are needed")
 
