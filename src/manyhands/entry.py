@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import runpy
@@ -21,13 +22,16 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from manyhands.assembly.rank_context import Options, open_rank_context
+from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
+from manyhands.assembly.regroup.epochs import Epochs
 from manyhands.assembly.tables import server_options
 from manyhands.assembly.trainer import task_trainer
-from manyhands.core import ElasticJob, Job, Plan, ProcessInfo, Result
+from manyhands.core import ElasticJob, Group, Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
+from manyhands.launch.elastic_launcher import ElasticLauncher
 from manyhands.launch.lab import launcher
 from manyhands.launch.signals import Stop
 from manyhands.own_loop import Run, close_joined, draw_curves
@@ -66,14 +70,14 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
         )
     owned = _owned_directory(plan, options) if alone else contextlib.nullcontext(options)
     with owned as options:
-        if alone and plan.layout.size > 1:
+        if alone and (plan.layout.size > 1 or _between_ranks(plan)):
 
             def launch(options: Options) -> dict[str, Any]:
                 work = functools.partial(_with_arguments, sys.argv, body, plan, options)
                 elastic = elastic_job(plan, options)
-                return launcher().launch(
-                    Job(plan.layout.size, _pickle(work), plan.threads, port, elastic)
-                )
+                job = Job(plan.layout.size, _pickle(work), plan.threads, port, elastic)
+                here = launcher()
+                return (ElasticLauncher(here) if _between_ranks(plan) else here).launch(job)
 
             result = _restored(plan, options, launch)
         else:
@@ -128,9 +132,27 @@ def restarts_of(plan: Plan) -> int:
 def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
     if plan.elastic is None:
         return None
-    least, _ = elastic_bounds(plan.elastic)
+    least, most = elastic_bounds(plan.elastic)
+    if _between_ranks(plan):
+        return ElasticJob(
+            least,
+            restarts_of(plan),
+            0,
+            plan.timeout_s,
+            most=most,
+            inner=plan.layout.size // plan.layout.data,
+            window_s=plan.restart_window_s,
+            spares=plan.spares,
+            wait_s=plan.wait_s,
+            directory=str(options.directory),
+        )
     servers = server_options(plan, Path(str(options.directory)))
     return ElasticJob(least, restarts_of(plan), plan.servers, plan.timeout_s, servers)
+
+
+def _between_ranks(plan: Plan) -> bool:
+    """Whether ranks of an elastic run merge with each other, not over servers."""
+    return plan.elastic is not None and plan.strategy.link is Group
 
 
 @contextlib.contextmanager
@@ -171,25 +193,50 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
     with Stop(interrupt=here.started_by != "manyhands") as stop:
         store = run_store(here, plan.timeout_s)
         task, seed = resolve(make, plan.seed)
+        if environment.member() is not None:
+            return _work_in_epochs(plan, here, store, options, task, seed, stop)
         context = open_rank_context(plan, here, store, options)
         try:
-            run, model = Run(context), build_model(task)
-            with step_guard.merged_steps(), step_guard.over_task(model.parameters(), here.size):
-                run.trainer = task_trainer(context, task, model, seed, stop, run)
-                result = dataclasses.asdict(run.trainer.loop())
-        except SystemExit as e:
-            if e.code:
-                raise
-            raise TaskError(
-                "the task called sys.exit() in the middle of training, before its end and its last "
-                "checkpoint; raise an error, or limit the run with steps= or until="
-            ) from None
+            return _train(context, task, build_model(task), seed, stop)
         except ServerLost as e:
             reasons = filter(None, (str(e), context.server_failures()))
             raise ServerLost("\n".join(reasons)) from e
         finally:
             context.close()
-    return result
+
+
+def _train(
+    context: RankContext, task: Task, model: nn.Module, seed: int, stop: Stop
+) -> dict[str, Any]:
+    run = Run(context)
+    try:
+        guard = step_guard.over_task(model.parameters(), context.process.size)
+        with step_guard.merged_steps(), guard:
+            run.trainer = task_trainer(context, task, model, seed, stop, run)
+            return dataclasses.asdict(run.trainer.loop())
+    except SystemExit as e:
+        if e.code:
+            raise
+        raise TaskError(
+            "the task called sys.exit() in the middle of training, before its end and its last "
+            "checkpoint; raise an error, or limit the run with steps= or until="
+        ) from None
+
+
+def _work_in_epochs(
+    plan: Plan,
+    here: ProcessInfo,
+    store: dist.Store,
+    options: Options,
+    task: Task,
+    seed: int,
+    stop: Stop,
+) -> dict[str, Any]:
+    """The same in an elastic run: each group of ranks has a trainer of its own, with a model as it
+    was at first, into which the state that was kept is loaded."""
+    first = build_model(task)
+    epochs = Epochs(plan, here, store, options)
+    return epochs.run({}, lambda c: _train(c, task, copy.deepcopy(first), seed, stop))
 
 
 def run_store(here: ProcessInfo, timeout_s: float) -> dist.Store:

@@ -97,6 +97,21 @@ class Pace:
         """Mean over the epoch so far, or over the one that has just ended."""
         return self._total / self._counted if self._counted else self._epoch_loss
 
+    def state(self) -> dict[str, float]:
+        """What another trainer needs to go on counting; see `restore`."""
+        return {
+            "total": self._total,
+            "counted": self._counted,
+            "epoch_loss": self._epoch_loss,
+            "samples": self.samples,
+            "seconds": time.perf_counter() - self.started,
+        }
+
+    def restore(self, saved: dict[str, float]) -> None:
+        self._total, self._counted = saved["total"], saved["counted"]
+        self._epoch_loss, self.samples = saved["epoch_loss"], int(saved["samples"])
+        self.started -= saved["seconds"]
+
     def eta_s(self, now: float, at: Position) -> float:
         """Seconds left at the mean pace so far, by whichever limit is nearer; NaN: unknown."""
         limits, spent = self.limits, now - self.started

@@ -267,6 +267,14 @@ class ElasticJob:
     servers: int
     timeout_s: float
     server_options: Any = None  # a `launch.servers.ServerOptions`
+    # of a run between ranks, without servers:
+    most: int = 0  # replicas
+    inner: int = 1  # ranks of a replica
+    window_s: float = 600.0  # within which `respawns` are counted
+    spares: int = 0
+    wait_s: float = 60.0  # for the least to be there again
+    lease_s: float = 10.0  # without a heartbeat for so long, a process is taken for cut off
+    directory: str = ""  # of the run
 
 
 @dataclass(frozen=True)
@@ -278,6 +286,7 @@ class Job:
     threads: int | None = None  # of each process; None: the cores divided by the processes
     port: int = 0  # of the rendezvous; 0: any free one
     elastic: ElasticJob | None = None  # None: the job ends with the first process that dies
+    grace_s: float = 60.0  # to save and leave, after a signal
 
 
 class Launcher(Protocol):

@@ -27,14 +27,17 @@ from typing import Any
 import torch
 
 from manyhands.core import Event, Goal, LoopReplica, Position, Result
-from manyhands.errors import CheckpointError, Diverged, NotFinite, PeerLost
+from manyhands import divergence
+from manyhands.errors import CheckpointError, NotFinite, PeerLost
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
 from manyhands.task import Callback
 from manyhands.trainer_parts import (
     ActiveStrategy,
     CheckpointWriter,
+    EpochChange,
     Evaluator,
+    KeptBoundaries,
     LoopContext,
     MeteredGroup,
     Milestones,
@@ -61,6 +64,7 @@ class Trainer:
     until: Goal | None = None  # stop as soon as an evaluation reaches it
     change: StrategyChange | None = None
     tables: PushedTables | None = None
+    boundaries: KeptBoundaries | None = None  # of an elastic run between ranks
     around_round: AbstractContextManager[Any] = field(default_factory=nullcontext)
     callbacks: Sequence[Callback] = ()
     run: Any = None  # what callbacks are given
@@ -73,6 +77,7 @@ class Trainer:
         self._next_status = self.round + 1
         self.done = Milestones(self.round, self.round, self.round or -1)
         self._loss, self._noise, self._stop = math.nan, math.nan, False
+        self._leaves = self._keeps = False  # at this boundary, as all ranks know
         self._reached = self.round > 0 and self._reaches_goal()
 
     @property
@@ -89,10 +94,14 @@ class Trainer:
         try:
             if self.finished():
                 self._notice("nothing left to do: this run is at its end already")
+            if self.boundaries is not None:
+                self.boundaries.keep(self.round)
             while not self.finished():
                 self.step()
             return self.finish()
         except (Exception, KeyboardInterrupt) as error:
+            if self.boundaries is not None and isinstance(error, EpochChange | PeerLost):
+                raise  # the run goes on
             for callback in self.callbacks:
                 callback.on_failure(self.run, error)
             raise
@@ -121,6 +130,16 @@ class Trainer:
         due = self.limits.save_every and done % self.limits.save_every == 0
         if due and self.done.saved != self.round and not self.finished():
             self.checkpoint()  # else evaluate first
+        self._pass_boundary()
+
+    def _pass_boundary(self) -> None:
+        """All that was due after this round is done: keep the state, or leave with it."""
+        boundaries, leaves, keeps = self.boundaries, self._leaves, self._keeps
+        self._leaves = self._keeps = False
+        if boundaries is not None and leaves and not self.finished():
+            boundaries.leave(self.round)
+        if boundaries is not None and keeps:
+            boundaries.keep(self.round)
 
     def _round(self) -> None:
         started, clock, active = time.time(), time.perf_counter(), self.active
@@ -129,7 +148,7 @@ class Trainer:
             with self.around_round:
                 loss = active.strategy.round(self.replica, active.link, active.state)
         except NotFinite as e:
-            raise self._refused(e, self.round + 1) from e
+            raise divergence.refused(self, e, self.round + 1) from e
         self.round += 1
         self._losses.add(self.round, loss, self.replica.own_count)
         self._emit("round", started, time.perf_counter() - clock)
@@ -201,26 +220,30 @@ class Trainer:
         losses, noise = self._losses, self.active.noise
         losses.read()
         size, rank = self.group.size, self.group.rank
-        shared = torch.zeros(4 + size + 5, dtype=torch.float64)
+        shared = torch.zeros(6 + size + 5, dtype=torch.float64)
         shared[0] = float(self.stop.requested > 0)
         shared[1], shared[2] = losses.total, losses.count
         if rank == 0:
             shared[3] = max(1, min(1000, int(STATUS_EVERY_S * rounds / max(elapsed, 1e-9))))
-        shared[4 + rank] = losses.bad_round
+        if self.boundaries is not None:
+            shared[4] = float(self.boundaries.pending())
+            shared[5] = float(rank == 0 and self.boundaries.wants_to_keep())
+        shared[6 + rank] = losses.bad_round
         shared = shared.to(self.context.device) if self.context.device.type == "cuda" else shared
         if noise is not None:
-            shared[4 + size :] = noise.take()
+            shared[6 + size :] = noise.take()
         self.group.all_reduce({"status": shared}).wait()
-        stop, total, count, interval, *rest = shared.tolist()
+        stop, total, count, interval, leaves, keeps, *rest = shared.tolist()
         if noise is not None:
             self._noise = noise.read(rest[size:])
         self._stop = self._stop or stop > 0
+        self._leaves, self._keeps = self._leaves or leaves > 0, self._keeps or keeps > 0
         self._next_status = self.round + int(interval)
         self._loss = total / count if count else self._loss
         self._pace.add(total, count)
         losses.clear()
         if any(rest[:size]):
-            self._diverged(rest[:size])
+            divergence.diverged(self, rest[:size])
         self._progress(now, elapsed, self.position)
 
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
@@ -243,43 +266,13 @@ class Trainer:
             self.tables.report(self.round)
         self.context.recorder.flush()
 
-    def _diverged(self, rounds: list[float]) -> None:
-        rank = min((r for r in range(len(rounds)) if rounds[r]), key=lambda r: rounds[r])
-        self.checkpoints.last_good()  # rank 0 waits for a save under way; then all know the last
-        self.group.barrier()
-        raise Diverged(
-            f"the loss of rank {rank} became NaN or infinite at round {int(rounds[rank])} "
-            f"(epoch {self.limits.epochs_at(self.position):.2f}); {self._last_good()}; "
-            "lower the learning rate, clip gradients (clip=1.0) or look at the data of that rank"
-        )
-
-    def _refuse_nan(self) -> None:
-        """A gradient can be NaN though the loss was finite; such a model is never saved."""
-        found = [(~v.isfinite()).any().float() for v in self.replica.params.values()]
-        bad = torch.stack([torch.zeros((), device=self.context.device), *found]).max().view(1)
-        self.group.all_reduce({"bad": bad}, op="max").wait()
-        if float(bad) > 0:
-            raise Diverged(
-                f"parameters became NaN or infinite by round {self.round} "
-                f"(epoch {self.limits.epochs_at(self.position):.2f}), though the loss was finite; "
-                f"{self._last_good()}; clip gradients (clip=1.0) "
-                "or look for a division by zero in backward"
-            )
-
     def _flush_pushes(self) -> None:
         """Wait until this rank's pushes are applied; a server may refuse one after its round."""
         try:
             if self.tables is not None:
                 self.tables.flush()
         except NotFinite as e:
-            raise self._refused(e, self.round) from e
-
-    def _refused(self, error: NotFinite, round: int) -> Diverged:
-        return Diverged(f"rank {self.group.rank}, round {round}: {error}; {self._last_good()}")
-
-    def _last_good(self) -> str:
-        good = self.checkpoints.last_good()
-        return f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+            raise divergence.refused(self, e, self.round) from e
 
     # -- evaluation, checkpoints and changes of strategy, at rounds that all ranks know --
 
@@ -310,7 +303,7 @@ class Trainer:
 
     def checkpoint(self) -> None:
         self.share_status()
-        self._refuse_nan()
+        divergence.refuse_nan(self)
         self.done.saved = self.round
         started, clock = time.time(), time.perf_counter()
         self.evaluator.average_buffers()
@@ -333,7 +326,7 @@ class Trainer:
             return self._save_last()
         text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
         if why:
-            raise CheckpointError(f"{text} ({why}); {self._last_good()}; make room and --resume")
+            raise CheckpointError(f"{text} ({why}); {divergence.last_good(self)}; make room and --resume")
         if failed:  # another rank knows the reason; the launcher reports that one
             raise PeerLost(text)
 
@@ -373,6 +366,23 @@ class Trainer:
         self.share_status()  # what was measured under the old strategy is read before it goes
         self.active, self.change = change.make(), None
         self._notice(f"{self.active.name} from here on: {change.at} is reached")
+
+    # -- from one trainer of a run to the next --
+
+    def pace_state(self) -> dict[str, float]:
+        return self._pace.state()
+
+    def go_on_from(self, round: int, done: Milestones, pace: dict[str, float]) -> None:
+        """Go on after `round`, in place of a trainer that had come so far. The data is there
+        already."""
+        self.round = round
+        self.__post_init__()
+        self.done = done
+        self._pace.restore(pace)
+
+    def end_here(self) -> None:
+        """Save and end before the next round; every rank calls it."""
+        self._stop = True
 
     # -- small things --
 

@@ -109,6 +109,21 @@ class PushedTables(Protocol):
     def report(self, round: int) -> None: ...
 
 
+class EpochChange(Exception):
+    """The ranks of an elastic run leave their group at a boundary, for the next one."""
+
+
+class KeptBoundaries(Protocol):
+    """Boundaries of rounds in a run whose ranks may die (`assembly.regroup.boundaries`)."""
+
+    def pending(self) -> bool: ...
+    def wants_to_keep(self) -> bool: ...
+    def keep(self, round: int) -> None: ...
+    def leave(self, round: int) -> None:
+        """Keep this boundary and raise EpochChange."""
+        ...
+
+
 class StopFlag(Protocol):
     """Whether somebody asked the run to stop (`launch.signals.Stop`)."""
 
@@ -145,6 +160,7 @@ class ActiveStrategy:
     state: Tensors
     noise: NoiseMeter | None = None
     codec_state: Callable[[], Tensors] = dict  # error feedback and the like, of this rank
+    load_codec_state: Callable[[Tensors], None] = lambda values: None
 
     def consensus(self, replica: Replica, group: Group) -> Tensors | None:
         """The one model that all replicas stand for. Computed over the uncompressed `group` (codecs

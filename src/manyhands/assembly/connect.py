@@ -8,10 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from manyhands.core import Group, Plan, ProcessInfo
+from manyhands.core import Group, Plan, ProcessInfo, Store
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical
 from manyhands.exchange.elastic import ElasticGroup
+from manyhands.exchange.interruption import Interruption
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -24,6 +25,7 @@ def axis_group(
     device: torch.device,
     group: ObservedGroup,
     axis: str,
+    interruption: Interruption | None = None,
 ) -> ObservedGroup:
     """The group of ranks that differ from this one along `axis` only; `group` has all ranks."""
     peers = plan.layout.peers(process.rank, axis)
@@ -32,7 +34,8 @@ def axis_group(
     if len(peers) == 1:
         return ObservedGroup(SoloGroup(), group.emit, beside=group)
     among = dataclasses.replace(process, rank=peers.index(process.rank), size=len(peers))
-    inner, _ = connect(plan, among, dist.PrefixStore(f"{axis}/{peers[0]}", store), device)
+    keys = dist.PrefixStore(f"{axis}/{peers[0]}", store)
+    inner, _ = connect(plan, among, keys, device, interruption=interruption)
     return ObservedGroup(inner, group.emit, beside=group)
 
 
@@ -42,16 +45,18 @@ def connect(
     store: dist.Store,
     device: torch.device,
     elastic_launcher: bool = False,
+    interruption: Interruption | None = None,
 ) -> tuple[Group, str]:
     """The fastest group that joins all ranks, or the one the plan names; and its name.
-    `elastic_launcher`: what started them replaces ranks that die."""
+    `elastic_launcher`: what started them replaces ranks that die. `interruption`: ends waits."""
     if plan.elastic is not None:
-        if not elastic_launcher:
+        if not elastic_launcher and interruption is None:
             raise PlanError(
                 f"elastic={plan.elastic}: who starts the processes must also replace them, and "
                 f"{process.started_by} does not; start them with manyhands run"
             )
-        return ElasticGroup(process.rank, process.size), "servers"
+        if plan.strategy.link is Store:
+            return ElasticGroup(process.rank, process.size), "servers"
     if process.size == 1:
         return SoloGroup(), "none"
     # by name and machine: two machines may have the same name
@@ -73,13 +78,19 @@ def connect(
         )
     prefixed = dist.PrefixStore(f"link/{kind}", store)
     if kind == "shared":
-        return SharedGroup(process.rank, process.size, prefixed, timeout_s=plan.timeout_s), kind
+        return SharedGroup(
+            process.rank,
+            process.size,
+            prefixed,
+            timeout_s=plan.timeout_s,
+            interruption=interruption,
+        ), kind
     if kind == "hierarchical":
         return hierarchical.connect(
-            process.rank, process.size, hosts, prefixed, plan.timeout_s
+            process.rank, process.size, hosts, prefixed, plan.timeout_s, interruption
         ), kind
     return collective.connect(
-        process.rank, process.size, prefixed, kind, plan.timeout_s, device
+        process.rank, process.size, prefixed, kind, plan.timeout_s, device, interruption
     ), kind
 
 

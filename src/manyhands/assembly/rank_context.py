@@ -27,6 +27,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PlanError
 from manyhands.exchange.elastic import ElasticGroup, Gather
+from manyhands.exchange.interruption import Interruption
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.launch import environment
@@ -93,6 +94,9 @@ class RankContext:
     to_close: list[Callable[[], None]] = field(default_factory=list)
     # how servers that this rank had started have ended; "": none has
     server_failures: Callable[[], str] = str
+    # of an elastic run between ranks (`assembly.regroup.epochs.Regrouping`)
+    regrouping: Any = None
+    interruption: Interruption | None = None  # ends what this rank waits for
     replaces: bool = False  # this process took the place of one that died
     _plan_text: str = ""
     _gather: Gather | None = None
@@ -276,7 +280,11 @@ def micro_batches(plan: Plan) -> int:
 
 
 def open_rank_context(
-    plan: Plan, process: ProcessInfo, store: dist.Store, options: Options
+    plan: Plan,
+    process: ProcessInfo,
+    store: dist.Store,
+    options: Options,
+    interruption: Interruption | None = None,
 ) -> RankContext:
     device = choose_device(plan, process)
     if device.type == "cpu":
@@ -287,9 +295,14 @@ def open_rank_context(
     sinks = [] if process.rank else _sinks(path, options)
     recorder = Recorder(path, process.rank, sinks)
     replaced = environment.starts() is not None
-    inner, group_name = connect(plan, process, store, device, elastic_launcher=replaced)
+    inner, group_name = connect(
+        plan, process, store, device, elastic_launcher=replaced, interruption=interruption
+    )
     group = ObservedGroup(inner, recorder.emit)
-    axes = {axis: axis_group(plan, process, store, device, group, axis) for axis in Layout.AXES}
+    axes = {
+        axis: axis_group(plan, process, store, device, group, axis, interruption)
+        for axis in Layout.AXES
+    }
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
         if inner.leads if isinstance(inner, ElasticGroup) else process.rank == 0:
@@ -309,6 +322,7 @@ def open_rank_context(
         checkpoints,
         owner,
         group_name,
+        interruption=interruption,
     )
 
 

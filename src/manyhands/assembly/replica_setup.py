@@ -62,7 +62,7 @@ def module_replica(
         overlap=not synced,
         frozen=[p for p in model.module.parameters() if not p.requires_grad],
         on_first=FirstWindow(context, model, OwnBuffers(model.module)),
-        ended=feed.limits.block_ends,
+        ended=_block_ends(context, feed),
         steps_alone=not agree,
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
         run_micro_batches=None
@@ -73,6 +73,18 @@ def module_replica(
         scheduled=0 if start.saved is None else start.position.steps // size,
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
+
+
+def _block_ends(context: RankContext, feed: Feed) -> Callable[[], bool]:
+    """Whether a block of local steps ends here; where a rank is lost, it is given up at once."""
+    if (interruption := context.interruption) is None:
+        return feed.limits.block_ends
+
+    def ends() -> bool:
+        interruption.check()
+        return feed.limits.block_ends()
+
+    return ends
 
 
 @dataclass

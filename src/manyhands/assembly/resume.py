@@ -40,9 +40,13 @@ class Start:
 
 def start(context: RankContext, plan: Plan, train: Source) -> Start:
     plan = resolve_split(plan, train)
+    order = {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
+    if (regrouping := context.regrouping) is not None and regrouping.begin is not None:
+        meta = regrouping.begin.meta  # the run goes on with another group of ranks
+        plan, _ = batch_sizes(context, plan, train, None)
+        return Start(plan, meta["global_batch"], order, None, Position(*meta["position"]))
     if plan.split != "by_feature":  # each rank has columns of its own
         _check_same_data(context, train)
-    order = {"split": plan.split, "seed": plan.seed or 0, "samples": train.samples}
     saved = find_snapshot(context, order) if context.options.resume else None
     plan, global_batch = batch_sizes(context, plan, train, saved)
     if context.elastic is not None and context.options.resume:

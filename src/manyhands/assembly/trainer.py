@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from manyhands.assembly.announcements import announce, announce_regrouped, notice_resumed
 from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.data import (
@@ -29,7 +29,6 @@ from manyhands.assembly.elastic.notes import join_run, make_note
 from manyhands.assembly.evaluation import Evaluation
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
-from manyhands.assembly.own_state import saved_layout
 from manyhands.assembly.parameters import LocalModel, lay_out
 from manyhands.assembly.rank_context import (
     RankContext,
@@ -37,18 +36,18 @@ from manyhands.assembly.rank_context import (
     reduction_warning,
     warn_of_eval_mode,
 )
+from manyhands.assembly.regroup.boundaries import follow_epochs
 from manyhands.assembly.replica_setup import module_replica, wrapped
 from manyhands.assembly.resume import Start, start
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import activate, first_word, replicas_agree
 from manyhands.assembly.tables import RunTables
-from manyhands.core import Event, Plan, Store
+from manyhands.core import Plan, Store
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
-from manyhands.plan import words
 from manyhands.replica import forward, state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica, NextLoss
@@ -225,8 +224,10 @@ def assemble(
     checkpointing = _checkpointing(context, begin, spec, model, plain, feed.batches)
     replica = wrapped(context, plan, plain, model, next_loss, spec.train, feed.batches)
     word = first_word(plan, begin.saved)
+    if (regrouping := context.regrouping) is not None and regrouping.begin is not None:
+        word = regrouping.begin.meta["word"]
     active = activate(context, plan, replica.known, word, model.tables, begin.saved, checkpointing)
-    _notice_resumed(context, begin)
+    notice_resumed(context, begin)
     if spec.watch is not None:
         spec.watch.begin(model.module, model.optimizer, model.flat, active.state)
     watches = () if spec.watch is None else (spec.watch,)
@@ -258,7 +259,10 @@ def assemble(
         if context.replaces:
             join_run(context, trainer, plain, leases, buffers)
             return Assembled(trainer, feed.batches, module)
-    _announce(context, plan, model.module, begin.global_batch, spec.part)
+    if regrouping is not None and follow_epochs(trainer, checkpointing, regrouping):
+        announce_regrouped(context, trainer.round)
+    else:
+        announce(context, plan, model.module, begin.global_batch, spec.part)
     return Assembled(trainer, feed.batches, module)
 
 
@@ -357,44 +361,3 @@ def _change(
 
     assert plan.at is not None
     return StrategyChange(plan.at, make)
-
-
-def _notice_resumed(context: RankContext, begin: Start) -> None:
-    if (saved := begin.saved) is not None:
-        at = saved.position
-        context.notice(
-            f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) "
-            f"from {context.checkpoints.last_good}"
-        )
-        if context.options.kept:
-            context.notice(f"as before: {context.options.kept} (a word given anew changes it)")
-        then, now = saved_layout(saved), begin.plan.layout
-        if then != now:
-            context.notice(
-                f"on {words.layout_line(now)} from here on, {words.layout_line(then)} before"
-            )
-
-
-def _announce(
-    context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
-) -> None:
-    """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
-    if not context.leads:
-        return
-    resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
-    context.write_plan(words.to_toml(resolved))
-    here = sum(p.numel() for p in module.parameters())
-    model = f"{type(module).__name__}, {here:,} parameters"
-    if part is not None:
-        model = f"{part.name}, {here:,} of them on rank 0"
-    where = context.device.type
-    if context.process.size > 1:
-        where = f"{context.process.size} x {where} over {context.group_name}"
-    texts = {
-        "start": words.brief(resolved),
-        "model": f"{model}; {global_batch} samples a step; {where}",
-        "run": str(context.directory),
-    }
-    for name, text in texts.items():
-        context.recorder.emit(Event(time.time(), 0, context.group.round, name, value=text))
-    context.recorder.flush()

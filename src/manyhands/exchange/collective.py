@@ -14,6 +14,7 @@ without a copy, any other as a copy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
@@ -31,6 +32,7 @@ from manyhands.core import (
 )
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import reduce_scatter
+from manyhands.exchange.interruption import Interruption, open_sockets, shut_down
 from manyhands.exchange.solo import check_source, to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {
@@ -314,11 +316,13 @@ def connect(
     backend: str = "gloo",
     timeout_s: float = 600.0,
     device: torch.device | None = None,
+    interruption: Interruption | None = None,
 ) -> CollectiveGroup:
     """Connect all ranks over `store`, in which the keys of this group are free. `device`: for
     nccl."""
     if backend == "mpi":
         return _connect_mpi(rank, size)
+    before = set() if interruption is None else open_sockets()
     group = dist.ProcessGroup(store, rank, size)
     timeout = timedelta(seconds=timeout_s)
     kinds = dist.ProcessGroup.BackendType
@@ -351,6 +355,8 @@ def connect(
             f"{timeout_s:g} s ({str(e).splitlines()[0]}); look at what the missing ones print, "
             "check that they reach this host, or raise timeout_s"
         ) from e
+    if interruption is not None:
+        interruption.add(functools.partial(shut_down, open_sockets() - before))
     return CollectiveGroup(group, device, close=group.shutdown)
 
 

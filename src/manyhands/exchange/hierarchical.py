@@ -27,13 +27,19 @@ from manyhands.core import (
 )
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import collective, reduce_scatter
+from manyhands.exchange.interruption import Interruption
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import check_source
 
 
 class HierarchicalGroup(Group):
     def __init__(
-        self, rank: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        store: dist.Store,
+        timeout_s: float = 600.0,
+        interruption: Interruption | None = None,
     ):
         self.rank, self.size = rank, len(hosts)
         names = list(dict.fromkeys(hosts))
@@ -44,7 +50,12 @@ class HierarchicalGroup(Group):
         # Every rank with every other, for swaps and transfers. Connected now, not when first
         # needed: a transfer is between two ranks, and the others would not come to connect.
         self._anyone = collective.connect(
-            rank, self.size, dist.PrefixStore("anyone", store), "gloo", timeout_s
+            rank,
+            self.size,
+            dist.PrefixStore("anyone", store),
+            "gloo",
+            timeout_s,
+            interruption=interruption,
         )
         self._column: collective.CollectiveGroup | None = None
         self._latest: Work = Finished()
@@ -53,7 +64,9 @@ class HierarchicalGroup(Group):
         try:
             if local < owners and len(names) > 1:
                 column = dist.PrefixStore(f"column/{local}", store)
-                self._column = collective.connect(host, len(names), column, "gloo", timeout_s)
+                self._column = collective.connect(
+                    host, len(names), column, "gloo", timeout_s, interruption=interruption
+                )
             self._inside = SharedGroup(
                 local,
                 len(self._neighbours),
@@ -62,6 +75,7 @@ class HierarchicalGroup(Group):
                 between=self._across if len(names) > 1 else None,
                 owners=owners,
                 divisor=self.size,
+                interruption=interruption,
             )
         except PeerLost as e:
             for group in (self._column, self._anyone):
@@ -200,9 +214,14 @@ class _Reduction:
 
 
 def connect(
-    rank: int, size: int, hosts: Sequence[str], store: dist.Store, timeout_s: float = 600.0
+    rank: int,
+    size: int,
+    hosts: Sequence[str],
+    store: dist.Store,
+    timeout_s: float = 600.0,
+    interruption: Interruption | None = None,
 ) -> HierarchicalGroup:
     """`hosts` names the host of every rank; ranks of one host need not be consecutive."""
     if len(hosts) != size:
         raise PlanError(f"{len(hosts)} host names for {size} ranks; give the host of every rank")
-    return HierarchicalGroup(rank, hosts, store, timeout_s)
+    return HierarchicalGroup(rank, hosts, store, timeout_s, interruption)

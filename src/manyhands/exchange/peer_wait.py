@@ -16,6 +16,7 @@ import numpy as np
 
 from manyhands.errors import PeerLost
 from manyhands.exchange import segments
+from manyhands.exchange.interruption import Interruption
 
 SPINS = 20
 
@@ -40,7 +41,8 @@ class Fence:
 
 class PeerWait:
     """`pids` is shared: every rank's process, 0 once it has closed its group. `progress` moves what
-    this rank still has to send or receive: a peer may need it before it can do what we wait for."""
+    this rank still has to send or receive: a peer may need it before it can do what we wait for.
+    `interruption` may end the wait."""
 
     def __init__(
         self,
@@ -49,9 +51,11 @@ class PeerWait:
         timeout_s: float,
         fence: Fence,
         progress: Callable[[], None],
+        interruption: Interruption | None = None,
     ):
         self._rank, self._pids, self._timeout_s = rank, pids, timeout_s
         self._fence, self._progress = fence, progress
+        self._interruption = Interruption() if interruption is None else interruption
 
     def __call__(
         self, ready: Callable[[], bool], absent: Callable[[], list[int]], what: str
@@ -66,6 +70,7 @@ class PeerWait:
             os.sched_yield()
         start, nap_s, looked = time.monotonic(), 20e-6, 0.0
         while not ready():
+            self._interruption.check()
             self._progress()
             time.sleep(nap_s)
             waited = time.monotonic() - start

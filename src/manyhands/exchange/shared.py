@@ -34,6 +34,7 @@ from torch import Tensor
 
 from manyhands.core import Finished, Group, Op, Tensors, Work
 from manyhands.errors import Deadlock
+from manyhands.exchange.interruption import Interruption
 from manyhands.exchange.mailbox import Mailboxes, Parcel
 from manyhands.exchange.peer_wait import Fence, PeerWait
 from manyhands.exchange.shared_vectors import Blocks, SharedVectors
@@ -67,11 +68,12 @@ class SharedGroup(Group):
         between: Between | None = None,
         owners: int | None = None,
         divisor: int | None = None,
+        interruption: Interruption | None = None,
     ):
         self.rank, self.size = rank, size
         self._between, self._divisor = between, divisor or size
         self._vectors = SharedVectors(
-            rank, size, store, timeout_s, owners or size, one_block=between is not None
+            rank, size, store, timeout_s, owners or size, between is not None, interruption
         )
         self._queue: deque[_Call] = deque()
         self._calls = self._transfers = 0
@@ -92,7 +94,8 @@ class SharedGroup(Group):
         self._signatures = rest[size + 5 * size**2 :].reshape(size, SIGNATURES)
         self._fence = Fence()
         self._mail = Mailboxes(rank, size, boxes, store, self._fence)
-        self._wait = PeerWait(rank, self._pids, timeout_s, self._fence, self._mail.progress)
+        progress = self._mail.progress
+        self._wait = PeerWait(rank, self._pids, timeout_s, self._fence, progress, interruption)
         self._pids[rank] = os.getpid()
         self._vectors.gather("")  # every pid is known before any rank waits for another
         self._staging = self.allocate(STAGING_BYTES, torch.uint8)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from manyhands.errors import PeerLost
 from manyhands.exchange import segments
+from manyhands.exchange.interruption import Interruption, wait_for_keys
 from manyhands.exchange.reduce_scatter import equal_part
 
 BLOCK = 32 * 1024  # elements summed at a time: two blocks stay in the second-level cache
@@ -55,10 +55,12 @@ class SharedVectors:
         timeout_s: float,
         owners: int,
         one_block: bool,
+        interruption: Interruption | None = None,
     ):
         self.rank, self.size = rank, size
         self._store, self._timeout_s, self._gathered = store, timeout_s, 0
         self._owners, self._one_block = owners, one_block
+        self._interruption = interruption
         self.segments: list[SharedSegment] = []
         self._maps: list[list[mmap.mmap]] = []
         self._blocks: dict[tuple[int, int, torch.dtype], list[Blocks]] = {}
@@ -162,7 +164,7 @@ class SharedVectors:
         self._store.set(f"{key}{self.rank}", value or "-")
         keys = [f"{key}{r}" for r in range(self.size)]
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            wait_for_keys(self._store, keys, self._timeout_s, self._interruption)
         except RuntimeError as e:
             missing = tuple(r for r in range(self.size) if not self._store.check([keys[r]]))
             raise PeerLost(

@@ -33,6 +33,7 @@ RUN_TOKEN = "MANYHANDS_RUN_TOKEN"  # of the launcher: what its ranks sign with
 NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 CHAOS = "MANYHANDS_CHAOS"  # of a run that `manyhands chaos` watches, as JSON of `Chaos`
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
+MEMBER = "MANYHANDS_MEMBER"  # number of this process among those of an elastic run
 STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
@@ -133,6 +134,16 @@ def _connect(address: str, port: int, hosted_here: bool, timeout: timedelta) -> 
         )
     _stores[address, port].set_timeout(timeout)
     return _stores[address, port]
+
+
+def own_store(here: ProcessInfo, env: Mapping[str, str] | None = None) -> dist.Store:
+    """A second connection to the launcher's rendezvous, for a thread of its own."""
+    env = os.environ if env is None else env
+    address, port = env["MASTER_ADDR"], _int(env, "MASTER_PORT")
+    base = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    return dist.PrefixStore(f"{PREFIX}/run/0", base)
 
 
 # -- parameter servers started by others --
@@ -285,6 +296,17 @@ def starts(env: Mapping[str, str] | None = None) -> int | None:
     replaced."""
     env = os.environ if env is None else env
     return _int(env, STARTS) if STARTS in env else None
+
+
+def member(env: Mapping[str, str] | None = None) -> int | None:
+    """The number of this process in an elastic run between ranks; None: in no such run."""
+    env = os.environ if env is None else env
+    return _int(env, MEMBER) if MEMBER in env else None
+
+
+def become(rank: int, size: int) -> None:
+    """This process is another rank from here on, also for what user code reads."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
 
 
 def hand_over(plan_words: str, plan_options: str) -> None:

@@ -47,7 +47,9 @@ def _work() -> int:
         work = pickle.loads(payload)  # from our own parent, over a private pipe
         del payload
         result = work()
-        if environment.starts() is not None:  # rank 0 may be gone
+        if environment.member() is not None:
+            _tell(store, f"result/{environment.member()}", result)
+        elif environment.starts() is not None:  # rank 0 may be gone
             _tell(store, f"result/{here.rank}", result)
         elif here.rank == 0:
             _tell(store, "result", result)
@@ -57,7 +59,8 @@ def _work() -> int:
             code = e.code or 0  # the script's own exit code, no error
         else:
             code = 1
-            _report(store, here.rank, e)
+            member = environment.member()
+            _report(store, here.rank if member is None else member, e)
     sys.stdout.flush()
     sys.stderr.flush()
     return code

@@ -23,8 +23,9 @@ from manyhands.membership.etcd_keeper import DEFAULT_TTL_S, EtcdKeeper
 from manyhands.membership.file_keeper import FileKeeper
 from manyhands.membership.keeper import Keeper
 from manyhands.membership.leases import Leases
+from manyhands.membership.rank_epochs import RankEpoch
 
-__all__ = ["EpochFence", "Keeper", "Leases", "MapEpoch", "open"]
+__all__ = ["EpochFence", "Keeper", "Leases", "MapEpoch", "RankEpoch", "open"]
 
 
 def open(

@@ -1,0 +1,66 @@
+"""Boundaries of rounds: where a rank keeps its state, and leaves for the next membership epoch.
+
+A boundary is kept so often that copying takes about one part in a hundred of the time, and not
+more often than status is exchanged. Rank 0 says when; the status exchange makes all ranks do it at
+the same round.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.regroup.rank_copy import RankCopy
+from manyhands.launch.epoch_follower import EpochFollower
+from manyhands.membership.rank_epochs import RankEpoch
+from manyhands.recover.kept_rounds import KeptRounds
+from manyhands.train import Trainer
+from manyhands.trainer_parts import EpochChange
+
+SHARE = 0.01  # of the time, for copies
+
+
+class Boundaries:
+    """Of one trainer, in one membership epoch."""
+
+    def __init__(
+        self, copy: RankCopy, kept: KeptRounds, follower: EpochFollower, epoch: RankEpoch
+    ):
+        self._copy, self._kept, self._follower, self._epoch = copy, kept, follower, epoch
+        self._kept_at, self._cost_s = time.perf_counter(), 0.0
+
+    def pending(self) -> bool:
+        """Whether this rank knows of a next epoch."""
+        return self._follower.newer(self._epoch)
+
+    def wants_to_keep(self) -> bool:
+        return time.perf_counter() - self._kept_at > self._cost_s / SHARE
+
+    def keep(self, round: int) -> None:
+        if round in self._kept.states:
+            return
+        started = time.perf_counter()
+        self._kept.keep(round, *self._copy.read())
+        self._kept_at = time.perf_counter()
+        self._cost_s = self._kept_at - started
+
+    def leave(self, round: int) -> None:
+        """All ranks are at this boundary, and know that a next epoch is there."""
+        self.keep(round)
+        raise EpochChange(f"epoch {self._epoch.number} ends after round {round}")
+
+
+def follow_epochs(trainer: Trainer, checkpointing: Checkpointing, regrouping: Any) -> bool:
+    """Let `trainer` keep boundaries and leave for other epochs. Whether it goes on from one."""
+    copy = RankCopy(trainer, checkpointing)
+    epoch, begin = regrouping.epoch, regrouping.begin
+    if begin is not None:
+        copy.write(begin, regrouping.own)
+        saved = trainer.done.saved
+        if saved > 0 and not checkpointing.context.checkpoints.path(saved).exists():
+            trainer.done.saved = -1  # the rank that wrote it died before it was complete
+    trainer.boundaries = Boundaries(copy, regrouping.kept, regrouping.follower, epoch)
+    if epoch.last:
+        trainer.end_here()
+    return begin is not None
