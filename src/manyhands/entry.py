@@ -49,6 +49,8 @@ MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
 
 RESTORES = 5  # of a run, after a loss
+# every optimizer of torch loads dynamo, which takes longer than all the rest of a start
+PRELOAD = ("torch._dynamo", "manyhands.entry")
 ELASTIC_RESTARTS = 3  # of an elastic run, where restarts= says nothing
 
 _runs: list[str] = []  # of this process, by the prefix of their keys in the store
@@ -75,7 +77,15 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
             def launch(options: Options) -> dict[str, Any]:
                 work = functools.partial(_with_arguments, sys.argv, body, plan, options)
                 elastic = elastic_job(plan, options)
-                job = Job(plan.layout.size, _pickle(work), plan.threads, port, elastic)
+                job = Job(
+                    plan.layout.size,
+                    _pickle(work),
+                    plan.threads,
+                    port,
+                    elastic,
+                    plan.grace_s,
+                    PRELOAD,
+                )
                 here = launcher()
                 return (ElasticLauncher(here) if _between_ranks(plan) else here).launch(job)
 

@@ -287,6 +287,7 @@ class Job:
     port: int = 0  # of the rendezvous; 0: any free one
     elastic: ElasticJob | None = None  # None: the job ends with the first process that dies
     grace_s: float = 60.0  # to save and leave, after a signal
+    preload: tuple[str, ...] = ()  # modules that every process will need
 
 
 class Launcher(Protocol):

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from manyhands.core import Event, Goal, LoopReplica, Position, Result
 from manyhands import divergence
+from manyhands.core import Event, Goal, LoopReplica, Position, Result
 from manyhands.errors import CheckpointError, NotFinite, PeerLost
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
@@ -326,7 +326,9 @@ class Trainer:
             return self._save_last()
         text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
         if why:
-            raise CheckpointError(f"{text} ({why}); {divergence.last_good(self)}; make room and --resume")
+            raise CheckpointError(
+                f"{text} ({why}); {divergence.last_good(self)}; make room and --resume"
+            )
         if failed:  # another rank knows the reason; the launcher reports that one
             raise PeerLost(text)
 

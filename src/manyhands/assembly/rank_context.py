@@ -97,6 +97,7 @@ class RankContext:
     # of an elastic run between ranks (`assembly.regroup.epochs.Regrouping`)
     regrouping: Any = None
     interruption: Interruption | None = None  # ends what this rank waits for
+    measured: dict[str, list[int]] = field(default_factory=dict)  # by rank 0, for all ranks
     replaces: bool = False  # this process took the place of one that died
     _plan_text: str = ""
     _gather: Gather | None = None
@@ -214,6 +215,22 @@ class RankContext:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros, where replicas can merge them fastest."""
         return self.data_group.allocate(numel, dtype, self.device)
+
+    def measured_by_rank_0(
+        self, name: str, length: int, measure: Callable[[], Sequence[int]]
+    ) -> list[int]:
+        """Numbers that one rank measures for all: times differ from rank to rank. Where the run
+        goes on with another group of ranks, those of the group before."""
+        begin = None if self.regrouping is None else self.regrouping.begin
+        if begin is not None and name in begin.meta["measured"]:
+            self.measured[name] = list(begin.meta["measured"][name])
+            return self.measured[name]
+        said = torch.zeros(length, dtype=torch.int64, device=self.device)
+        if self.rank == 0:
+            said += torch.tensor(measure(), device=self.device)
+        self.group.all_reduce({name: said}).wait()
+        self.measured[name] = [int(n) for n in said.tolist()]
+        return self.measured[name]
 
     def notice(self, text: str) -> None:
         entering = self.replaces and self.elastic is not None and self.elastic.gather is None

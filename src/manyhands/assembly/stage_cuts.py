@@ -47,15 +47,14 @@ def stages(
     names = [] if plan.cut == "auto" else plan.cut.split(",")
     with forward.autocast(plan.precision, context.device):
         traced = trace(model, example, names, call, pieces=number)
-        begins = torch.zeros(number - 1, dtype=torch.int64, device=context.device)
-        if context.rank == 0:  # one measures for all: times differ from rank to rank
-            begins += torch.tensor(
-                traced.cuts_at(names, number)
-                if names
-                else _balanced(context, plan, traced, example, number, task)
-            )
-    context.group.all_reduce({"begins": begins}).wait()
-    found = stage_modules.cut(traced, begins.tolist())
+
+        def measured() -> list[int]:
+            if names:
+                return list(traced.cuts_at(names, number))
+            return _balanced(context, plan, traced, example, number, task)
+
+        begins = context.measured_by_rank_0("stages", number - 1, measured)
+    found = stage_modules.cut(traced, begins)
     said = ", ".join(
         f"{i}: {sum(p.numel() for p in s.module.parameters()):,} parameters"
         for i, s in enumerate(found)
@@ -79,16 +78,15 @@ def partition(
     with forward.autocast(plan.precision, context.device):
         fine = trace_finely(model, example, plan.layout.pipe, call)
         traced = without_common_subexpressions(fine)
-        said = torch.zeros(
-            FIELDS * len(traced.nodes[True]) + 2, dtype=torch.int64, device=context.device
-        )
-        if context.rank == 0:
+
+        def measured() -> list[int]:
             limit, state = room(context, model, task)
             few = _few(example)
             costs = [round(x * _rows(example) / _rows(few)) for x in measure_costs(traced, few)]
-            said += torch.tensor([*costs, limit, round(state * 1000)])
-    context.group.all_reduce({"numbers": said}).wait()
-    *numbers, limit, thousandths = said.tolist()
+            return [*costs, round(limit), round(state * 1000)]
+
+        length = FIELDS * len(traced.nodes[True]) + 2
+        *numbers, limit, thousandths = context.measured_by_rank_0("graph", length, measured)
     partition_within = partial(
         graphs.partition,
         traced,

@@ -94,4 +94,5 @@ def shut_down(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
             if end.type == socket.SOCK_STREAM:
+                end.getpeername()  # raises for a listening socket, which gloo does not expect
                 end.shutdown(socket.SHUT_RDWR)

@@ -24,6 +24,7 @@ from manyhands.core import ElasticJob, Job
 from manyhands.errors import LaunchError, PeerLost
 from manyhands.launch import environment, run_token
 from manyhands.launch.hosts import (
+    HERE,
     HostsLauncher,
     _ask_to_stop,
     _end,
@@ -42,6 +43,8 @@ LOOK_S = 0.03
 SLOW_LOOK_S = 0.5  # for what is not urgent: heartbeats, requests
 END_S = 20.0  # for the others to end, when the first has done everything
 VICTIMS = (PeerLost.__name__,)
+# variables by which one rank differs from another
+CHANGING = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment.MEMBER)
 
 
 class ElasticLauncher:
@@ -60,7 +63,7 @@ class ElasticLauncher:
             try:
                 run.watch()
             finally:
-                _end([*run.workers.values(), *run.ended])
+                _end(run.processes())
         return run.result()
 
 
@@ -82,9 +85,7 @@ class ElasticRun:
         self._keys = run_keys(store)
         self._reports = dist.PrefixStore(environment.PREFIX, store)
         inner = elastic.inner
-        self.roster = Roster(
-            elastic.least, elastic.most, job.size // inner, inner, elastic.spares
-        )
+        self.roster = Roster(elastic.least, elastic.most, job.size // inner, inner, elastic.spares)
         self._hosted = assign_ranks(elastic.most * inner, hosts.hosts)
         self.workers: dict[int, _Worker] = {}  # by member, while they live
         self.ended: list[_Worker] = []
@@ -92,12 +93,20 @@ class ElasticRun:
         self.failure: LaunchError | None = None
         self._replaced: list[float] = []  # when processes were started in place of others
         self._initial = job.size + elastic.spares  # processes of the first start
+        self._standby: _Worker | None = None
+        self._standbys = 1
+        self._used_seats: set[int] = set()  # for which a process was started before
+        self._few: LaunchError | None = None  # how the run ends, where too few are left
         self._loss = False  # since the last epoch
         self._few_since: float | None = None
         self._stopping = 0.0
         self._over: float | None = None
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._looked = 0.0
+
+    def processes(self) -> list[_Worker]:
+        standby = [] if self._standby is None else [self._standby]
+        return [*self.workers.values(), *self.ended, *standby]
 
     # -- the loop --
 
@@ -116,6 +125,8 @@ class ElasticRun:
             self._forward_stop()
             if not self.workers or self._ends():
                 return
+            if not self._stopping and self._over is None:
+                self._keep_standby()
             _wait_for_an_end(list(self.workers.values()), LOOK_S)
 
     def _ends(self) -> bool:
@@ -145,8 +156,8 @@ class ElasticRun:
             self._start(seat)
 
     def _grown(self) -> set[int]:
-        used = getattr(self, "_used_seats", set())
-        return {s for s in range(self.roster.want * self.roster.inner) if s not in used}
+        seats = range(self.roster.want * self.roster.inner)
+        return {s for s in seats if s not in self._used_seats}
 
     def _may_replace(self) -> bool:
         now = time.monotonic()
@@ -158,13 +169,34 @@ class ElasticRun:
 
     def _start(self, seat: int | None) -> None:
         member = self.roster.add(seat)
-        used: set[int] = self.__dict__.setdefault("_used_seats", set())
-        used.update(() if seat is None else (seat,))
+        if seat is not None:
+            self._used_seats.add(seat)
         hosted = self._hosted[seat if seat is not None else len(self._hosted) - 1]
-        more = {environment.MEMBER: str(member)}
-        worker = self.hosts._start(hosted, self.job, self._store.port, self._token, more)
+        more = {environment.MEMBER: str(member), environment.PRELOAD: " ".join(self.job.preload)}
+        if self._standby is not None and hosted.host is HERE:
+            worker, self._standby = self._standby, None
+            env = self.hosts._environment(hosted, self.job, self._store.port, self._token, more)
+            changed = {k: v for k, v in env.items() if k in CHANGING}
+            _send(worker.process, self.job.payload, changed)
+        else:
+            worker = self.hosts._start(hosted, self.job, self._store.port, self._token, more)
+            _send(worker.process, self.job.payload)
         self.workers[member] = worker
-        _send(worker.process, self.job.payload)
+
+    def _keep_standby(self) -> None:
+        """A process that has loaded everything but the task: who replaces a rank starts there."""
+        wanted = self.elastic.respawns > 0 and self._hosted[-1].host is HERE
+        if self._standby is not None and self._standby.process.poll() is not None:
+            self.ended.append(self._standby)
+            self._standby, wanted = None, False
+            self._standbys = 0  # it cannot be started: do without
+        if not wanted or self._standby is not None or not self._standbys:
+            return
+        if self.roster.epoch is None or self.roster.starting:
+            return  # others are on their way, and need the processor
+        more = {environment.MEMBER: "-1", environment.PRELOAD: " ".join(self.job.preload)}
+        last = self._hosted[-1]
+        self._standby = self.hosts._start(last, self.job, self._store.port, self._token, more)
 
     def _reap(self) -> None:
         for member, worker in list(self.workers.items()):
@@ -199,8 +231,6 @@ class ElasticRun:
         if not self._stopping:
             left = self.roster.replicas()
             _say(f"{fate}; {left} replica{'s' * (left != 1)} at work")
-        if epoch is None and not at_work and self._initial <= 0 and code != 0 and said is None:
-            pass  # it is replaced, as far as restarts= goes
         if seat is not None and said is not None and not at_work:
             self.roster.given_up.add(seat)  # what it reported would be met again
             _say(f"no further process is started for it: {_last_line(said)}")
@@ -248,9 +278,9 @@ class ElasticRun:
             "go on from the last checkpoint with --resume"
         )
         epoch = roster.decide(True, over=True)
-        self._few_failure = LaunchError(text)
+        self._few = LaunchError(text)
         if epoch is None:
-            self.failure = self._few_failure
+            self.failure = self._few
             return
         self._publish(epoch)
         self._over = now
@@ -318,8 +348,8 @@ class ElasticRun:
         """What the run returned, or the error that ended it."""
         if self.failure is not None:
             raise self.failure
-        if getattr(self, "_few_failure", None) is not None:
-            raise self._few_failure
+        if self._few is not None:
+            raise self._few
         told = (_said(self._reports, f"result/{m}", self._token) for m in self.finished)
         result = next(filter(None, told), None)
         if result is None and self.stop.requested:

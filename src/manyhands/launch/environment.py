@@ -34,6 +34,7 @@ NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 CHAOS = "MANYHANDS_CHAOS"  # of a run that `manyhands chaos` watches, as JSON of `Chaos`
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 MEMBER = "MANYHANDS_MEMBER"  # number of this process among those of an elastic run
+PRELOAD = "MANYHANDS_PRELOAD"  # modules to load before a process knows which rank it is
 STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
@@ -302,6 +303,10 @@ def member(env: Mapping[str, str] | None = None) -> int | None:
     """The number of this process in an elastic run between ranks; None: in no such run."""
     env = os.environ if env is None else env
     return _int(env, MEMBER) if MEMBER in env else None
+
+
+def preload(env: Mapping[str, str] | None = None) -> list[str]:
+    return (os.environ if env is None else env).get(PRELOAD, "").split()
 
 
 def become(rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -72,11 +72,11 @@ class EpochFollower:
         if interrupt is not None and latest is not None and latest.number > epoch.number:
             self._interrupt_for(latest)
 
-    def all_here(self, epoch: RankEpoch, held: Sequence[int]) -> dict[int, list[int]] | None:
-        """Wait for all members of `epoch`: the boundaries that each holds. None: there is a newer
+    def all_here(self, epoch: RankEpoch, held: Any) -> dict[int, Any] | None:
+        """Wait for all members of `epoch`: what each says it holds. None: there is a newer
         epoch."""
         keys = {m: f"epoch/{epoch.number}/here/{m}" for m in epoch.members}
-        tell(self._store, keys[self.member], json.dumps(list(held)))
+        tell(self._store, keys[self.member], json.dumps(held))
         while not self._store.check(list(keys.values())):
             if self.newer(epoch):
                 return None

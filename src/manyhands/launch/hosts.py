@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -187,6 +187,30 @@ class HostsLauncher:
         self, hosted: HostedRank, job: Job, port: int, token: str, more: Mapping[str, str]
     ) -> _Worker:
         rank, host = hosted.rank, hosted.host
+        env = self._environment(hosted, job, port, token, more)
+        ours = rank == 0 and _is_real(sys.stdout) and more.get(environment.MEMBER) in (None, "0")
+        process = subprocess.Popen(
+            [*host.enter, sys.executable, "-m", "manyhands.launch.worker"],
+            stdin=subprocess.PIPE,
+            stdout=None if ours else subprocess.PIPE,
+            stderr=None if ours else subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        tail: list[str] = []
+        pump = None
+        if process.stdout is not None:
+            pump = threading.Thread(target=lambda: _pump(worker), daemon=True)
+        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        worker = _Worker(rank, process, tail, pump, handle=handle)
+        if pump is not None:
+            pump.start()
+        return worker
+
+    def _environment(
+        self, hosted: HostedRank, job: Job, port: int, token: str, more: Mapping[str, str]
+    ) -> dict[str, str]:
+        rank, host = hosted.rank, hosted.host
         threads = job.threads or max(1, environment.cores() // job.size)
         env = {
             **environment.variables(),
@@ -206,23 +230,7 @@ class HostsLauncher:
         }
         if job.threads is not None or "OMP_NUM_THREADS" not in env:
             env["OMP_NUM_THREADS"] = str(threads)
-        ours = rank == 0 and _is_real(sys.stdout)
-        process = subprocess.Popen(
-            [*host.enter, sys.executable, "-m", "manyhands.launch.worker"],
-            stdin=subprocess.PIPE,
-            stdout=None if ours else subprocess.PIPE,
-            stderr=None if ours else subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-        tail: list[str] = []
-        pump = None
-        if process.stdout is not None:
-            prefix = "" if rank == 0 else f"[rank{rank}]: "
-            pump = threading.Thread(target=_pump, args=(process.stdout, prefix, tail), daemon=True)
-            pump.start()
-        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
-        return _Worker(rank, process, tail, pump, handle=handle)
+        return env
 
     def _watch(self, workers: list[_Worker], stop: Stop, lost: Replacements | None) -> None:
         forwarded = 0.0
@@ -343,11 +351,14 @@ def _attributed(rank: int, size: int, text: str) -> str:
     return text.rstrip() if size == 1 else f"rank {rank} failed:\n{text.rstrip()}"
 
 
-def _send(process: subprocess.Popen[bytes], payload: bytes) -> None:
+def _send(
+    process: subprocess.Popen[bytes], payload: bytes, variables: Mapping[str, str] | None = None
+) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died while starting: `_watch` will notice
-        process.stdin.write(struct.pack("<Q", len(payload)))
-        process.stdin.write(payload)
+        for part in (json.dumps(dict(variables or {})).encode(), payload):
+            process.stdin.write(struct.pack("<Q", len(part)))
+            process.stdin.write(part)
         process.stdin.flush()  # stays open: the worker ends when this pipe does
 
 
@@ -377,11 +388,14 @@ def _kill_session(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _pump(pipe: IO[bytes], prefix: str, tail: list[str]) -> None:
-    for raw in pipe:
+def _pump(worker: _Worker) -> None:
+    assert worker.process.stdout is not None
+    for raw in worker.process.stdout:
         line = raw.decode(errors="replace")
-        tail.append(line)
-        del tail[:-50]
+        worker.tail.append(line)
+        del worker.tail[:-50]
+        # the rank as it is now: in an elastic run it may become another
+        prefix = f"[rank{worker.rank}]: " if worker.rank else ""
         print(f"{prefix}{line}", end="", flush=True)
 
 

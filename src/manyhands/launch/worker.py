@@ -1,13 +1,14 @@
 """Worker: the process of one rank, `python -m manyhands.launch.worker`, started by `launch.hosts`.
 
-The payload comes on standard input, which then stays open as a lifeline: when the launcher ends, in
-any way, reading it ends and so does this process. An error goes to the launcher over the rendezvous
-store, to be printed last.
+Variables of the environment and the payload come on standard input, which then stays open as a
+lifeline: when the launcher ends, in any way, reading it ends and so does this process. An error
+goes to the launcher over the rendezvous store, to be printed last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -36,8 +37,10 @@ def _work() -> int:
     channel = os.fdopen(os.dup(0), "rb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # user code that reads standard input finds it empty
-    (length,) = struct.unpack("<Q", _exactly(channel, 8))
-    payload = _exactly(channel, length)
+    for module in environment.preload():
+        importlib.import_module(module)
+    os.environ.update(json.loads(_message(channel)))
+    payload = _message(channel)
     threading.Thread(
         target=_end_with_launcher, args=(channel,), name="lifeline", daemon=True
     ).start()
@@ -78,6 +81,11 @@ def _report(store: dist.Store, rank: int, e: BaseException) -> None:
 
 def _tell(store: dist.Store, key: str, value: object) -> None:
     store.set(key, run_token.sign(run_token.of_environment(), key, json.dumps(value)))
+
+
+def _message(channel: object) -> bytes:
+    (length,) = struct.unpack("<Q", _exactly(channel, 8))
+    return _exactly(channel, length)
 
 
 def _exactly(channel: object, n: int) -> bytes:

@@ -11,7 +11,7 @@ interrupted, in the middle of a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,11 @@ import torch
 from manyhands.core import Tensors
 
 MOST = 2
+
+# membership epoch in which it was kept, and round: after a loss rounds are computed again, by other
+# ranks, so that a round alone does not say which state it is
+Boundary = tuple[int, int]
+Held = tuple[int, Sequence[Sequence[int]]]  # last epoch in which a rank trained, its boundaries
 
 
 @dataclass
@@ -42,12 +47,15 @@ class KeptState:
 
 @dataclass
 class KeptRounds:
-    states: dict[int, KeptState] = field(default_factory=dict)
+    """`active` is the last membership epoch in which this rank has trained."""
 
-    def rounds(self) -> list[int]:
-        return sorted(self.states)
+    states: dict[Boundary, KeptState] = field(default_factory=dict)
+    active: int = 0
 
-    def keep(self, round: int, tensors: Tensors, meta: dict[str, Any]) -> None:
+    def held(self) -> Held:
+        return self.active, sorted(self.states)
+
+    def keep(self, boundary: Boundary, tensors: Tensors, meta: dict[str, Any]) -> None:
         """Copy `tensors`; the oldest boundary is forgotten."""
         old: Tensors = {}
         if len(self.states) == MOST:
@@ -59,20 +67,21 @@ class KeptRounds:
                 if there is None or (there.shape, there.dtype) != (value.shape, value.dtype):
                     there = torch.empty(value.shape, dtype=value.dtype)
                 copied[name] = there.copy_(value)
-        self.states[round] = KeptState(round, copied, meta)
+        self.states[boundary] = KeptState(boundary[1], copied, meta)
 
-    def only(self, round: int | None, state: KeptState | None = None) -> None:
-        """Forget all other boundaries: the ranks go on from this one. `state`: of a peer."""
-        if state is not None:
-            self.states = {state.round: state}
-        else:
-            self.states = {r: s for r, s in self.states.items() if r == round}
+    def go_on(self, epoch: int, boundary: Boundary, state: KeptState) -> None:
+        """All ranks go on from this boundary: forget the others."""
+        self.active, self.states = epoch, {boundary: state}
 
 
-def common_round(held: Iterable[list[int]]) -> int | None:
-    """The newest boundary that all ranks hold which hold any; None: no rank holds any."""
-    some = [set(rounds) for rounds in held if rounds]
-    common = set.intersection(*some) if some else set()
-    if some and not common:
+def common_boundary(held: Iterable[Held]) -> Boundary | None:
+    """The newest boundary that all ranks hold which trained in the last epoch that any trained in;
+    None: no rank holds any. Ranks that sat out may hold older ones, which are of no use now."""
+    some = [(active, {(e, r) for e, r in kept}) for active, kept in held if kept]
+    if not some:
+        return None
+    last = max(active for active, _ in some)
+    common = set.intersection(*(kept for active, kept in some if active == last))
+    if not common:
         raise AssertionError(f"ranks have kept no boundary in common: {some}")
-    return max(common, default=None)
+    return max(common)

@@ -24,9 +24,7 @@ SHARE = 0.01  # of the time, for copies
 class Boundaries:
     """Of one trainer, in one membership epoch."""
 
-    def __init__(
-        self, copy: RankCopy, kept: KeptRounds, follower: EpochFollower, epoch: RankEpoch
-    ):
+    def __init__(self, copy: RankCopy, kept: KeptRounds, follower: EpochFollower, epoch: RankEpoch):
         self._copy, self._kept, self._follower, self._epoch = copy, kept, follower, epoch
         self._kept_at, self._cost_s = time.perf_counter(), 0.0
 
@@ -38,10 +36,10 @@ class Boundaries:
         return time.perf_counter() - self._kept_at > self._cost_s / SHARE
 
     def keep(self, round: int) -> None:
-        if round in self._kept.states:
+        if any(kept == round for _, kept in self._kept.states):
             return
         started = time.perf_counter()
-        self._kept.keep(round, *self._copy.read())
+        self._kept.keep((self._epoch.number, round), *self._copy.read())
         self._kept_at = time.perf_counter()
         self._cost_s = self._kept_at - started
 

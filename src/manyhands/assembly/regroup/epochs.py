@@ -1,9 +1,9 @@
 """Epochs of a process: from one group of ranks to the next, with the state that it has kept.
 
-    wait for an epoch that has a seat for this process
-    wait for its other members, and agree on the newest boundary that all have kept
-    connect; ranks without state get it from a peer
-    train, until the run ends, a rank is lost, or a planned epoch begins at a boundary
+wait for an epoch that has a seat for this process
+wait for its other members, and agree on the newest boundary that all have kept
+connect; ranks without state get it from a peer
+train, until the run ends, a rank is lost, or a planned epoch begins at a boundary
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyhands.launch import environment
 from manyhands.launch.epoch_follower import EpochFollower
 from manyhands.launch.replacements import tell
 from manyhands.membership.rank_epochs import RankEpoch
-from manyhands.recover.kept_rounds import KeptRounds, KeptState, common_round
+from manyhands.recover.kept_rounds import Held, KeptRounds, KeptState, common_boundary
 from manyhands.trainer_parts import EpochChange
 
 NEXT_S = 60.0  # after a loss: for the launcher to say how the run goes on
@@ -71,7 +71,7 @@ class Epochs:
 
     def _one(self, epoch: RankEpoch, train: Train) -> dict[str, Any] | None:
         """Train in one epoch; None: it is over, and the run is not."""
-        held = self.follower.all_here(epoch, self.kept.rounds())
+        held = self.follower.all_here(epoch, self.kept.held())
         if held is None:
             return None
         rank, size = epoch.members.index(self.follower.member), len(epoch.members)
@@ -85,8 +85,7 @@ class Epochs:
         context: RankContext | None = None
         try:
             context = open_rank_context(plan, process, store, self.options, interruption)
-            has = {r: bool(held[m]) for r, m in enumerate(epoch.members)}
-            context.regrouping = self._begin(context, epoch, held, has, interruption)
+            context.regrouping = self._begin(context, epoch, held, interruption)
             return train(context)
         except (PeerLost, EpochChange) as e:
             self._left(epoch, e)
@@ -103,19 +102,20 @@ class Epochs:
         self,
         context: RankContext,
         epoch: RankEpoch,
-        held: dict[int, list[int]],
-        has: dict[int, bool],
+        held: dict[int, Held],
         interruption: Interruption,
     ) -> Regrouping:
         found = Regrouping(self.follower, epoch, self.kept, since=self._since)
-        round = common_round(held.values())
-        if round is None:
+        boundary = common_boundary(held.values())
+        if boundary is None:
+            self.kept.active = epoch.number
             return found
-        mine = self.kept.states.get(round)
+        has = {r: list(boundary) in held[m][1] for r, m in enumerate(epoch.members)}
+        mine = self.kept.states.get(boundary)
         found.begin = hand_over(context, mine, has, interruption, self.follower.read)
         found.own = mine is not None
-        found.rolled_back = max(0, self._round - round) if found.own else 0
-        self.kept.only(round, None if found.own else found.begin)
+        found.rolled_back = max(0, self._round - boundary[1]) if found.own else 0
+        self.kept.go_on(epoch.number, boundary, found.begin)
         return found
 
     def _left(self, epoch: RankEpoch, why: PeerLost | EpochChange) -> None:

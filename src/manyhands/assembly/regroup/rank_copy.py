@@ -69,6 +69,7 @@ class RankCopy:
             "done": dataclasses.asdict(trainer.done),
             "pace": trainer.pace_state(),
             "data": parts.plan.layout.data,
+            "measured": parts.context.measured,
         }
         return {f"{k}/{n}": v.detach() for k, ts in kinds.items() for n, v in ts.items()}, meta
 
