@@ -12,6 +12,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import runpy
 import signal
 import sys
@@ -155,9 +157,29 @@ def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
             spares=plan.spares,
             wait_s=plan.wait_s,
             directory=str(options.directory),
+            needs=needs(options),
         )
     servers = server_options(plan, Path(str(options.directory)))
     return ElasticJob(least, restarts_of(plan), plan.servers, plan.timeout_s, servers)
+
+
+def needs(options: Options) -> dict[str, Any]:
+    """What a process from outside must have to take part in a run, and with what it begins."""
+    script = Path(options.script) if options.script else None
+    return {
+        "version": manyhands_version(),
+        "torch": str(torch.__version__),
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "words": options.words,
+        "script": options.script,
+        "digest": hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script else "",
+        "arguments": list(options.arguments),
+        "options": options.to_json(),
+    }
+
+
+def manyhands_version() -> str:
+    return importlib.metadata.version("manyhands")
 
 
 def _between_ranks(plan: Plan) -> bool:
@@ -199,7 +221,9 @@ def _with_arguments(
 def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
     """One rank's whole life in a task."""
     here = environment.process_info()
-    plan = plan_words.parse(words, size=here.size)  # a plan that is parsed stays as it is
+    # a plan that is parsed stays as it is; in an elastic run its number of ranks may be another now
+    size = here.size if environment.member() is None else None
+    plan = plan_words.parse(words, size=size)
     with Stop(interrupt=here.started_by != "manyhands") as stop:
         store = run_store(here, plan.timeout_s)
         task, seed = resolve(make, plan.seed)

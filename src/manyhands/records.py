@@ -275,6 +275,7 @@ class ElasticJob:
     wait_s: float = 60.0  # for the least to be there again
     lease_s: float = 10.0  # without a heartbeat for so long, a process is taken for cut off
     directory: str = ""  # of the run
+    needs: dict[str, Any] = field(default_factory=dict)  # what a process from outside must have
 
 
 @dataclass(frozen=True)

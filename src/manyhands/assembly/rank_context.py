@@ -59,6 +59,8 @@ class Options:
     words: str = ""  # the plan as it was given, without defaults; --resume goes on with it
     kept: str = ""  # of a resumed run: those of its words that are in force still
     callbacks: tuple[Callback, ...] = ()
+    script: str = ""  # that the run was started with; "": from Python
+    arguments: tuple[str, ...] = ()  # of the script
     held: bool = False  # the launcher has chosen the directory, and owns it
 
     def to_json(self) -> str:

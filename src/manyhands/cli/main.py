@@ -39,6 +39,7 @@ from manyhands.cli.options import (
     ServerRole,
     ServersVerb,
     Shards,
+    TaskFile,
     TlsCA,
     TlsCert,
     TlsKey,
@@ -303,6 +304,22 @@ def servers(
     from manyhands.cli.servers import servers as work
 
     raise typer.Exit(work(run, verb, server, wait))
+
+
+@app.command()
+def scale(run: RunFolder, words: PlanWords = None) -> None:
+    """Change the number of replicas of an elastic run while it trains: scale RUN data=6."""
+    from manyhands.cli.join import scale as verb
+
+    raise typer.Exit(verb(run, words or []))
+
+
+@app.command()
+def join(run: RunFolder, script: TaskFile = None, words: PlanWords = None) -> None:
+    """Take part in an elastic run that trains, as another rank."""
+    from manyhands.cli.join import join as verb
+
+    raise typer.Exit(verb(run, script, words or []))
 
 
 @app.command()

@@ -22,6 +22,10 @@ PlanWords = Annotated[
     ),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="A run directory.", exists=True, file_okay=False)]
+TaskFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="The task file, where it is not where the run has it."),
+]
 ServerRole = Annotated[
     str | None, typer.Option(help="server or coordinator; default: DMLC_ROLE, else a server.")
 ]

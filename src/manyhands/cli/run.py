@@ -30,6 +30,8 @@ def run(
         tensorboard,
         quiet,
         anyway=anyway,
+        script=str(script.resolve()),
+        arguments=tuple(arguments),
     )
     if (line := main_block_train(script)) is not None:
         print(

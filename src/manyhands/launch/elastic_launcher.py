@@ -9,7 +9,7 @@ The launcher is the run's only coordinator: when it ends, every rank ends.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -23,6 +23,7 @@ from manyhands import membership
 from manyhands.core import ElasticJob, Job
 from manyhands.errors import LaunchError, PeerLost
 from manyhands.launch import environment, run_token
+from manyhands.launch.admission import Admission
 from manyhands.launch.hosts import (
     HERE,
     HostsLauncher,
@@ -35,8 +36,11 @@ from manyhands.launch.hosts import (
     _Worker,
     assign_ranks,
 )
+from manyhands.launch.liveness import Liveness
+from manyhands.launch.outside_process import OutsideProcess
 from manyhands.launch.replacements import run_keys
 from manyhands.launch.roster import Roster
+from manyhands.launch.run_requests import Rendezvous, RequestDesk, left_in
 from manyhands.launch.signals import Stop
 
 LOOK_S = 0.03
@@ -60,8 +64,11 @@ class ElasticLauncher:
         with Stop() as stop, membership.open(Path(job.elastic.directory), "ranks") as keeper:
             keeper.claim("launcher")
             run = ElasticRun(self.hosts, job, job.elastic, store, token, keeper, stop)
+            folder = Path(job.elastic.directory)
+            there = Rendezvous(self.hosts.address, store.port, token, job.elastic.needs)
             try:
-                run.watch()
+                with left_in(folder, there):
+                    run.watch()
             finally:
                 _end(run.processes())
         return run.result()
@@ -87,26 +94,35 @@ class ElasticRun:
         inner = elastic.inner
         self.roster = Roster(elastic.least, elastic.most, job.size // inner, inner, elastic.spares)
         self._hosted = assign_ranks(elastic.most * inner, hosts.hosts)
+        self._used_seats: set[int] = set()  # for which a process was started before
         self.workers: dict[int, _Worker] = {}  # by member, while they live
         self.ended: list[_Worker] = []
         self.finished: list[int] = []  # members that have done everything
         self.failure: LaunchError | None = None
         self._replaced: list[float] = []  # when processes were started in place of others
         self._initial = job.size + elastic.spares  # processes of the first start
+        self._desk = RequestDesk(self._keys, token)
         self._standby: _Worker | None = None
         self._standbys = 1
-        self._used_seats: set[int] = set()  # for which a process was started before
         self._few: LaunchError | None = None  # how the run ends, where too few are left
         self._loss = False  # since the last epoch
         self._few_since: float | None = None
         self._stopping = 0.0
         self._over: float | None = None
-        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._liveness = Liveness(self._keys, elastic.lease_s)
+        self._admission = Admission(self.roster, elastic.needs, self._used_seats, self._admit)
         self._looked = 0.0
 
     def processes(self) -> list[_Worker]:
+        """All that this launcher has started, and must not leave behind."""
         standby = [] if self._standby is None else [self._standby]
-        return [*self.workers.values(), *self.ended, *standby]
+        found = [*self.workers.values(), *self.ended, *standby]
+        outside = [w for w in found if isinstance(w.process, OutsideProcess)]
+        for worker in outside:
+            if worker.handle is not None:
+                os.close(worker.handle)
+                worker.handle = None
+        return [w for w in found if w not in outside]
 
     # -- the loop --
 
@@ -172,7 +188,7 @@ class ElasticRun:
         if seat is not None:
             self._used_seats.add(seat)
         hosted = self._hosted[seat if seat is not None else len(self._hosted) - 1]
-        more = {environment.MEMBER: str(member), environment.PRELOAD: " ".join(self.job.preload)}
+        more = self._variables(member)
         if self._standby is not None and hosted.host is HERE:
             worker, self._standby = self._standby, None
             env = self.hosts._environment(hosted, self.job, self._store.port, self._token, more)
@@ -194,12 +210,21 @@ class ElasticRun:
             return
         if self.roster.epoch is None or self.roster.starting:
             return  # others are on their way, and need the processor
-        more = {environment.MEMBER: "-1", environment.PRELOAD: " ".join(self.job.preload)}
-        last = self._hosted[-1]
+        last, more = self._hosted[-1], self._variables(-1)
         self._standby = self.hosts._start(last, self.job, self._store.port, self._token, more)
+
+    def _variables(self, member: int) -> dict[str, str]:
+        return {
+            "WORLD_SIZE": str(len(self._hosted)),  # until an epoch says otherwise
+            environment.MEMBER: str(member),
+            environment.PRELOAD: " ".join(self.job.preload),
+        }
 
     def _reap(self) -> None:
         for member, worker in list(self.workers.items()):
+            process: Any = worker.process
+            if isinstance(process, OutsideProcess) and self._has_result(member):
+                process.finished = True
             if (code := worker.process.poll()) is None:
                 continue
             del self.workers[member]
@@ -214,12 +239,15 @@ class ElasticRun:
             if self._over is None:
                 self._lose(member, worker, code)
 
+    def _has_result(self, member: int) -> bool:
+        return bool(self._reports.check([f"result/{member}"]))
+
     def _lose(self, member: int, worker: _Worker, code: int) -> None:
         said = _said(self._reports, f"error/{member}", self._token)
         epoch = self.roster.epoch
         rank = self._rank(member)
         who = f"rank {rank}" if rank is not None else f"process {member}"
-        fate = f"{who} (pid {worker.process.pid}) {_fate(code, said)}"
+        fate = f"{who} (pid {worker.process.pid}) {_fate(code, said, worker.tail)}"
         seat = self.roster.lost(member, fate)
         at_work = epoch is not None and member in epoch.members
         if said is not None and said["kind"] not in VICTIMS and (at_work or epoch is None):
@@ -299,35 +327,21 @@ class ElasticRun:
     def _listen(self) -> None:
         if self.stop.requested or self._over is not None:
             return
-        self._exclude_hung()
-        self._check_beats()
+        alive = {m: w.process.pid for m, w in self.workers.items()}
+        for member, why in self._liveness.lost(self.roster.epoch, alive):
+            self._kill(member, why)
+        self._desk.serve(self._admission.answer)
 
-    def _exclude_hung(self) -> None:
-        epoch = self.roster.epoch
-        for rank, member in enumerate(() if epoch is None else epoch.members):
-            assert epoch is not None
-            if self._keys.check([f"epoch/{epoch.number}/hung/{rank}"]) and member in self.workers:
-                self._kill(member, "hangs")
-
-    def _check_beats(self) -> None:
-        """Processes that live but do not reach the store: their host is cut off."""
-        epoch, now = self.roster.epoch, time.monotonic()
-        for member in () if epoch is None else epoch.members:
-            key = f"beat/{member}"
-            if member not in self.workers or not self._keys.check([key]):
-                continue
-            beat = bytes(self._keys.get(key))
-            if self._beats.get(member, (b"", 0.0))[0] != beat:
-                self._beats[member] = beat, now
-            elif now - self._beats[member][1] > self.elastic.lease_s:
-                pid = self.workers[member].process.pid
-                if _state(pid) not in ("T", "t"):  # stopped by somebody: see hang=
-                    self._kill(member, f"sent no heartbeat for {self.elastic.lease_s:g} s")
+    def _admit(self, member: int, asked: dict[str, Any]) -> None:
+        pid, here = int(asked["pid"]), asked["machine"] == environment.process_info().machine
+        process: Any = OutsideProcess(pid, here, asked["born"])
+        handle = os.pidfd_open(pid) if here and hasattr(os, "pidfd_open") else None
+        self.workers[member] = _Worker(member, process, [], None, handle=handle)
 
     def _kill(self, member: int, why: str) -> None:
         worker = self.workers[member]
         _say(f"rank {self._rank(member)} (pid {worker.process.pid}) {why}; it is left out")
-        _kill_session(worker.process.pid)
+        _end_process(worker)
         worker.process.wait()
 
     def _forward_stop(self) -> None:
@@ -340,7 +354,7 @@ class ElasticRun:
         working = [w for m, w in self.workers.items() if epoch and m in epoch.members]
         for member, worker in self.workers.items():
             if worker not in working:
-                _kill_session(worker.process.pid)
+                _end_process(worker)
                 self.roster.lost(member, "")
         self._stopping = _ask_to_stop(working)
 
@@ -361,17 +375,21 @@ class ElasticRun:
         return {**result, "stopped": self.stop.requested} if self.stop.requested else result
 
 
-def _state(pid: int) -> str:
-    """The state of a process, as the kernel says: R, S, T for stopped; "": it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+def _end_process(worker: _Worker) -> None:
+    process: Any = worker.process
+    if isinstance(process, OutsideProcess):
+        process.give_up()
+    else:
+        _kill_session(process.pid)
 
 
-def _fate(code: int, said: dict[str, Any] | None) -> str:
+def _fate(code: int, said: dict[str, Any] | None, tail: list[str]) -> str:
     if said is not None:
         return f"failed: {_last_line(said)}"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    last = f" ({tail[-1].strip()})" if tail else ""
+    return f"ended with code {code}{last}"
 
 
 def _last_line(said: dict[str, Any]) -> str:

@@ -309,6 +309,24 @@ def preload(env: Mapping[str, str] | None = None) -> list[str]:
     return (os.environ if env is None else env).get(PRELOAD, "").split()
 
 
+def take_part(address: str, port: int, token: str, number: int) -> None:
+    """This process becomes a member of a run under way, which its launcher has let in."""
+    os.environ.update(
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STARTED_BY_US: "1",
+            RUN_TOKEN: token,
+            MEMBER: str(number),
+        }
+    )
+
+
 def become(rank: int, size: int) -> None:
     """This process is another rank from here on, also for what user code reads."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)

@@ -37,6 +37,7 @@ class EpochFollower:
         self._news = threading.Condition()
         self._interrupt: Callable[[str], None] | None = None
         self._closed = threading.Event()
+        self._gone = ""  # why the launcher cannot be reached any more
         # the thread's own: a client of the store serves one call at a time
         self._own = environment.own_store(here)
         self._thread = threading.Thread(target=self._follow, name="epochs", daemon=True)
@@ -59,9 +60,12 @@ class EpochFollower:
                     return None
                 if found is not None and found.number > after and self.member in found.members:
                     return found
+                self._refuse_gone()
                 self._news.wait()
 
     def newer(self, epoch: RankEpoch) -> bool:
+        """Whether there is a later epoch. Raises LaunchError where the launcher is gone."""
+        self._refuse_gone()
         return self._latest is not None and self._latest.number > epoch.number
 
     def interrupt_by(self, interrupt: Callable[[str], None] | None, epoch: RankEpoch) -> None:
@@ -80,6 +84,7 @@ class EpochFollower:
         while not self._store.check(list(keys.values())):
             if self.newer(epoch):
                 return None
+            self._refuse_gone()
             time.sleep(HERE_S)
         return {m: json.loads(self.read(self._store, key)) for m, key in keys.items()}
 
@@ -100,9 +105,19 @@ class EpochFollower:
                 while keys.check([f"epoch/{number}"]):
                     self._take(decode(self.read(keys, f"epoch/{number}")))
                     number += 1
-        except (RuntimeError, LaunchError):
-            # the launcher is gone, and this process ends with it; or it was cut off from the store
-            return
+        except (RuntimeError, LaunchError) as e:
+            if self._closed.is_set():
+                return
+            # the launcher is gone, or this process was cut off from it: its run goes on without it
+            with self._news:
+                self._gone = f"the run's launcher does not answer any more ({e})"
+                self._news.notify_all()
+            if self._interrupt is not None:
+                self._interrupt(self._gone)
+
+    def _refuse_gone(self) -> None:
+        if self._gone:
+            raise LaunchError(self._gone)
 
     def _take(self, epoch: RankEpoch) -> None:
         with self._news:

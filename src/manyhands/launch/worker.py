@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -44,14 +45,18 @@ def _work() -> int:
     threading.Thread(
         target=_end_with_launcher, args=(channel,), name="lifeline", daemon=True
     ).start()
+    return run_as_rank(pickle.loads(payload))  # from our own parent, over a private pipe
+
+
+def run_as_rank(work: Callable[[], object]) -> int:
+    """Do a rank's work; its result or error goes to the launcher. The exit code of the process."""
     here = environment.process_info()
+    member = environment.member()
     store = environment.store(here, timeout_s=60.0)
     try:
-        work = pickle.loads(payload)  # from our own parent, over a private pipe
-        del payload
         result = work()
-        if environment.member() is not None:
-            _tell(store, f"result/{environment.member()}", result)
+        if member is not None:
+            _tell(store, f"result/{member}", result)
         elif environment.starts() is not None:  # rank 0 may be gone
             _tell(store, f"result/{here.rank}", result)
         elif here.rank == 0:
@@ -62,7 +67,6 @@ def _work() -> int:
             code = e.code or 0  # the script's own exit code, no error
         else:
             code = 1
-            member = environment.member()
             _report(store, here.rank if member is None else member, e)
     sys.stdout.flush()
     sys.stderr.flush()

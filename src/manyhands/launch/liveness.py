@@ -1,0 +1,52 @@
+"""Liveness of ranks: those that hang, or that no longer reach the rendezvous store.
+
+A process that ends is seen by its handle. One that lives and sends no heartbeat for `lease_s` is
+cut off from the others, unless somebody has stopped it: that is for hang= to decide. Ranks that
+hang are named by the ranks that wait for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from manyhands.membership.rank_epochs import RankEpoch
+
+STOPPED = ("T", "t")
+
+
+class Liveness:
+    def __init__(self, keys: dist.Store, lease_s: float):
+        self._keys, self._lease_s = keys, lease_s
+        self._beats: dict[int, tuple[bytes, float]] = {}  # member -> last heartbeat, and when
+
+    def lost(self, epoch: RankEpoch | None, pids: Mapping[int, int]) -> Iterator[tuple[int, str]]:
+        """Members to leave out, and why. `pids`: of those that live."""
+        if epoch is None:
+            return
+        now = time.monotonic()
+        for rank, member in enumerate(epoch.members):
+            if member not in pids:
+                continue
+            if self._keys.check([f"epoch/{epoch.number}/hung/{rank}"]):
+                yield member, "hangs"
+            elif self._silent_s(member, now) > self._lease_s and not stopped(pids[member]):
+                yield member, f"sent no heartbeat for {self._lease_s:g} s"
+
+    def _silent_s(self, member: int, now: float) -> float:
+        key = f"beat/{member}"
+        beat = bytes(self._keys.get(key)) if self._keys.check([key]) else b""
+        if member not in self._beats or self._beats[member][0] != beat:
+            self._beats[member] = beat, now
+        return now - self._beats[member][1]
+
+
+def stopped(pid: int) -> bool:
+    """Whether somebody has stopped this process (SIGSTOP), as far as this machine knows."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in STOPPED
+    except (OSError, IndexError):
+        return False
