@@ -46,6 +46,7 @@ from manyhands.launch.signals import Stop
 LOOK_S = 0.03
 SLOW_LOOK_S = 0.5  # for what is not urgent: heartbeats, requests
 END_S = 20.0  # for the others to end, when the first has done everything
+MOST_BROKEN = 20  # connections that break without a loss, over a run
 VICTIMS = (PeerLost.__name__,)
 # variables by which one rank differs from another
 CHANGING = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment.MEMBER)
@@ -101,6 +102,7 @@ class ElasticRun:
         self.failure: LaunchError | None = None
         self._replaced: list[float] = []  # when processes were started in place of others
         self._initial = job.size + elastic.spares  # processes of the first start
+        self._broken = 0  # times that connections broke
         self._desk = RequestDesk(self._keys, token)
         self._standby: _Worker | None = None
         self._standbys = 1
@@ -330,7 +332,19 @@ class ElasticRun:
         alive = {m: w.process.pid for m, w in self.workers.items()}
         for member, why in self._liveness.lost(self.roster.epoch, alive):
             self._kill(member, why)
+        if not self._loss and self._liveness.broken(self.roster.epoch):
+            self._connect_again()
         self._desk.serve(self._admission.answer)
+
+    def _connect_again(self) -> None:
+        """The same ranks form new groups: they have lost each other, and all live."""
+        self._broken += 1
+        if self._broken > MOST_BROKEN:
+            self.failure = LaunchError(
+                f"ranks lost their connections {self._broken} times, though none has ended; look "
+                "at the network between them, or raise timeout_s"
+            )
+        self._loss, self.roster.why = True, "ranks have lost their connections"
 
     def _admit(self, member: int, asked: dict[str, Any]) -> None:
         pid, here = int(asked["pid"]), asked["machine"] == environment.process_info().machine

@@ -36,6 +36,12 @@ class Liveness:
             elif self._silent_s(member, now) > self._lease_s and not stopped(pids[member]):
                 yield member, f"sent no heartbeat for {self._lease_s:g} s"
 
+    def broken(self, epoch: RankEpoch | None) -> bool:
+        """Whether a rank has lost the others, though no process has ended: a connection broke."""
+        if epoch is None:
+            return False
+        return any(self._keys.check([f"epoch/{epoch.number}/broken/{m}"]) for m in epoch.members)
+
     def _silent_s(self, member: int, now: float) -> float:
         key = f"beat/{member}"
         beat = bytes(self._keys.get(key)) if self._keys.check([key]) else b""

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.regroup.handover import copy_to_next
 from manyhands.assembly.regroup.rank_copy import RankCopy
 from manyhands.launch.epoch_follower import EpochFollower
 from manyhands.membership.rank_epochs import RankEpoch
@@ -26,6 +27,8 @@ class Boundaries:
 
     def __init__(self, copy: RankCopy, kept: KeptRounds, follower: EpochFollower, epoch: RankEpoch):
         self._copy, self._kept, self._follower, self._epoch = copy, kept, follower, epoch
+        layout = copy.checkpointing.plan.layout
+        self._only_replica = layout.data == 1 and layout.size > 1
         self._kept_at, self._cost_s = time.perf_counter(), 0.0
 
     def pending(self) -> bool:
@@ -37,9 +40,12 @@ class Boundaries:
 
     def keep(self, round: int) -> None:
         if any(kept == round for _, kept in self._kept.states):
-            return
+            return  # where the epoch began
         started = time.perf_counter()
-        self._kept.keep((self._epoch.number, round), *self._copy.read())
+        boundary = (self._epoch.number, round)
+        self._kept.keep(boundary, *self._copy.read())
+        if self._only_replica:
+            copy_to_next(self._copy.checkpointing.context, self._kept, boundary)
         self._kept_at = time.perf_counter()
         self._cost_s = self._kept_at - started
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
-from manyhands.assembly.regroup.handover import hand_over
+from manyhands.assembly.regroup.handover import hand_over, parts_of
 from manyhands.core import Plan, ProcessInfo
 from manyhands.errors import PeerLost
 from manyhands.exchange.interruption import Interruption
@@ -25,7 +25,7 @@ from manyhands.launch import environment
 from manyhands.launch.epoch_follower import EpochFollower
 from manyhands.launch.replacements import tell
 from manyhands.membership.rank_epochs import RankEpoch
-from manyhands.recover.kept_rounds import Held, KeptRounds, KeptState, common_boundary
+from manyhands.recover.kept_rounds import Held, KeptRounds, KeptState, choose
 from manyhands.trainer_parts import EpochChange
 
 NEXT_S = 60.0  # after a loss: for the launcher to say how the run goes on
@@ -85,7 +85,7 @@ class Epochs:
         context: RankContext | None = None
         try:
             context = open_rank_context(plan, process, store, self.options, interruption)
-            context.regrouping = self._begin(context, epoch, held, interruption)
+            context.regrouping = self._begin(context, epoch, held)
             return train(context)
         except (PeerLost, EpochChange) as e:
             self._left(epoch, e)
@@ -103,19 +103,20 @@ class Epochs:
         context: RankContext,
         epoch: RankEpoch,
         held: dict[int, Held],
-        interruption: Interruption,
     ) -> Regrouping:
         found = Regrouping(self.follower, epoch, self.kept, since=self._since)
-        boundary = common_boundary(held.values())
-        if boundary is None:
-            self.kept.active = epoch.number
+        inner, part = parts_of(context).values()
+        choice = choose([held[m] for m in epoch.members], inner)
+        if choice is None:
+            self.kept.start_anew(epoch.number, part)
+            if epoch.number > 1 and context.checkpoints.all():
+                context.options = dataclasses.replace(context.options, resume=True)
             return found
-        has = {r: list(boundary) in held[m][1] for r, m in enumerate(epoch.members)}
-        mine = self.kept.states.get(boundary)
-        found.begin = hand_over(context, mine, has, interruption, self.follower.read)
-        found.own = mine is not None
-        found.rolled_back = max(0, self._round - boundary[1]) if found.own else 0
-        self.kept.go_on(epoch.number, boundary, found.begin)
+        found.begin = hand_over(context, self.kept, choice)
+        found.own = context.rank not in choice.sources
+        round = choice.boundary[1]
+        found.rolled_back = max(0, self._round - round) if found.own else 0
+        self.kept.go_on(epoch.number, choice.boundary, part, found.begin)
         return found
 
     def _left(self, epoch: RankEpoch, why: PeerLost | EpochChange) -> None:

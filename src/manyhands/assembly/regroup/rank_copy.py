@@ -13,7 +13,6 @@ belongs to shards that change with the number of ranks: it starts anew there.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from manyhands.assembly.checkpointing import Checkpointing
-from manyhands.core import Position, Tensors
+from manyhands.core import Tensors
 from manyhands.parallel.reshard.rank_state import RankState, WholeTensorState
 from manyhands.recover.kept_rounds import KeptState
 from manyhands.replica import state
@@ -62,7 +61,7 @@ class RankCopy:
             "position": [at.epoch, at.offset, at.steps],
             "global_batch": parts.global_batch,
             "optimizer": numbers,
-            "schedule": None if schedule is None else copy.deepcopy(_plain(schedule.state_dict())),
+            "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
             "scaler": None if scaler is None else scaler.state_dict(),
             "word": active.word,
             "metrics": dict(trainer.metrics),
@@ -80,7 +79,7 @@ class RankCopy:
         self._local.load_optimizer(kept.of_kind("optimizer"), meta["optimizer"])
         replica = parts.replica
         if replica.schedule is not None:
-            replica.schedule.load_state_dict(copy.deepcopy(meta["schedule"]))
+            replica.schedule.load_state_dict(state.from_plain(meta["schedule"]))
         if replica.scaler is not None:
             replica.scaler.load_state_dict(meta["scaler"])
         active = trainer.active
@@ -96,12 +95,3 @@ class RankCopy:
             state.load_rng(kept.of_kind("rng"), parts.context.device)
         trainer.metrics = dict(meta["metrics"])
         trainer.go_on_from(kept.round, Milestones(**meta["done"]), meta["pace"])
-
-
-def position_of(kept: KeptState) -> Position:
-    return Position(*kept.meta["position"])
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without functions, which cannot be sent."""
-    return {k: v for k, v in values.items() if not callable(v)}
