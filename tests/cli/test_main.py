@@ -106,10 +106,11 @@ def test_a_directory_that_cannot_be_the_runs_is_one_message_on_any_number_of_ran
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ranks: int
 ) -> None:
     (here / "plan.toml").write_text("epochs = 1\n")
-    for folder, says in {
+    refused = {
         ".": "is not a run directory but holds plan.toml, which a run would write over",
         "job.py/run": "cannot be made or written (Not a directory)",
-    }.items():
+    }
+    for folder, says in list(refused.items())[: 3 - ranks]:  # a start of two ranks takes seconds
         words = ["run", "job.py", "plan.toml", f"data={ranks}", "--dir", folder]
         assert call(monkeypatch, *words) != 0
         said = capfd.readouterr()

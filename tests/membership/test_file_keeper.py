@@ -20,7 +20,7 @@ from manyhands import membership
 from manyhands.errors import Fenced, MembershipError, RunBusy
 from support.processes import start
 
-KILLS = 50
+KILLS = 20
 
 
 def hold(where: str, who: str, parent: Connection) -> None:

@@ -86,7 +86,7 @@ def seen(folder: Path) -> tuple[Tensor, float]:
     ("words", "weight", "victims"),
     [
         ("merge=downpour merge.n_push=2 servers=2 elastic=1:3", 1.0, (1, 0)),
-        ("staleness=1 servers=1 elastic=1:3", 1 / 3, (2,)),
+        pytest.param("staleness=1 servers=1 elastic=1:3", 1 / 3, (2,), marks=pytest.mark.slow),
     ],
     ids=["downpour", "bounded staleness"],
 )

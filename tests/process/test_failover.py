@@ -37,7 +37,7 @@ IDS = torch.arange(300)
 
 
 @pytest.mark.parametrize(
-    "kills", [40, pytest.param(200, marks=pytest.mark.slow)], ids=["few", "many"]
+    "kills", [20, pytest.param(200, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_any_server_may_die_at_any_moment_in_process(
     kills: int, monkeypatch: pytest.MonkeyPatch
@@ -49,9 +49,8 @@ def test_any_server_may_die_at_any_moment_in_process(
         assert len(found.kills) == kills // 2
 
 
-@pytest.mark.parametrize(
-    "kills", [3, pytest.param(20, marks=pytest.mark.slow)], ids=["few", "many"]
-)
+@pytest.mark.slow  # by default: a thread that dies, above, and one kill -9 in test_chaos_process.py
+@pytest.mark.parametrize("kills", [3, 20], ids=["few", "many"])
 def test_any_server_may_die_by_kill_9(kills: int) -> None:
     with failover.processes(3, 2, 2) as started:
         found = failover.run(started, kills)
@@ -81,17 +80,17 @@ def test_a_coordinator_that_is_killed_is_started_again_and_goes_on(tmp_path: Pat
     try:
         store = ServerStore(servers.coordinator, 0, 1, servers.token, timeout_s=60.0)
         store.create(SUMS)
-        for turn in range(3):
+        for turn in range(2):
             coordinator = next(c for c in servers.children if c.index == COORDINATOR)
             coordinator.process.kill()
             store.push({"sums": IDS}, {"sums": torch.ones(300, 4)}).wait()
             store.push({"sums": IDS}, {"sums": torch.ones(300, 4)}, pending=True, weight=1.0)
             assert store.tick(0).clock == turn + 1
-        assert (store.pull({"sums": IDS})["sums"] == 6).all()
+        assert (store.pull({"sums": IDS})["sums"] == 4).all()
         server = next(c for c in servers.children if c.index == 1)
         server.process.kill()  # the new coordinator notices
         store.push({"sums": IDS}, {"sums": torch.ones(300, 4)}).wait()
-        assert (store.pull({"sums": IDS})["sums"] == 7).all()
+        assert (store.pull({"sums": IDS})["sums"] == 5).all()
         store.close()
         assert "was killed by SIGKILL" in servers.fate()
     finally:
@@ -99,6 +98,7 @@ def test_a_coordinator_that_is_killed_is_started_again_and_goes_on(tmp_path: Pat
     assert not (tmp_path / "membership").exists()
 
 
+@pytest.mark.slow  # tests/membership/test_file_keeper.py has it without servers
 def test_two_coordinators_for_one_run_the_second_is_refused(tmp_path: Path) -> None:
     config = {"token": TOKEN, "shards": 0, "servers": 2, "membership": str(tmp_path), "run": "r"}
     with ExitStack() as stack:

@@ -202,7 +202,11 @@ for number, (x,) in enumerate(data):
     # slow: the tests of the launcher have it too
     ["sys.exit(3)", pytest.param("os._exit(3)", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("script", [FAILING, FAILING_LOOP], ids=["task", "own loop"])
+@pytest.mark.parametrize(
+    "script",
+    [FAILING, pytest.param(FAILING_LOOP, marks=pytest.mark.slow)],
+    ids=["task", "own loop"],
+)
 def test_a_rank_that_leaves_with_an_exit_code_gives_it_to_the_command(
     tmp_path: Path, script: str, leave: str
 ) -> None:

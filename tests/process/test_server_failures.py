@@ -358,8 +358,17 @@ def _stall(store: ServerStore, stalled: int, pushes: int, wake: threading.Timer)
         store.push(rows, {"users": torch.ones(64, 8)})
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shared"])
-@pytest.mark.parametrize("how", ["flush", "tick", "close"])
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [  # each way and each transport once by default
+        ("flush", "shared"),
+        ("tick", "tcp"),
+        ("close", "shared"),
+        pytest.param("flush", "tcp", marks=pytest.mark.slow),
+        pytest.param("tick", "shared", marks=pytest.mark.slow),
+        pytest.param("close", "tcp", marks=pytest.mark.slow),
+    ],
+)
 def test_pushes_that_a_stalled_server_never_acknowledged_are_not_reported_as_done(
     how: str, transport: str
 ) -> None:

@@ -116,7 +116,7 @@ def test_a_loop_that_no_run_would_merge_is_refused(
 def test_an_optimizer_that_was_declared_local_may_step_and_arguments_reach_the_script(
     tmp_path: Path,
 ) -> None:
-    job = manyhands(tmp_path, LOOP, "data=2", "merge=local_sgd", "--", "--how", "probe")
+    job = manyhands(tmp_path, LOOP, "data=1", "merge=local_sgd", "--", "--how", "probe")
     assert code(job) == 0 and "looped" in job.out, job.err
 
 

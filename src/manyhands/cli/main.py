@@ -370,7 +370,7 @@ def bench(
         str,
         typer.Argument(
             help="allreduce, compression, data-parallel, exchange, gpu, hot-rows, "
-            "merge-strategies, model-parallel, overhead, replication, robust, server, "
+            "merge-strategies, model-parallel, overhead, recovery, replication, robust, server, "
             "slow-network, sparse, store, stragglers, or all."
         ),
     ],
