@@ -87,5 +87,5 @@ def test_the_same_error_of_another_rank_is_compared_with_its_own() -> None:
     assert budget.allow(Failure("ValueError", 3, "rank 1")) == 1
     refused = budget.allow(Failure("ValueError", 3, "rank 1"))
     assert refused == (
-        "rank 1 failed twice after round 3 with the same error: a restart would fail again"
+        "rank 1 failed twice at round 3 with the same error: a restart would fail again"
     )

@@ -96,5 +96,5 @@ def test_a_file_that_is_there_already_is_refused(tmp_path: Path) -> None:
     refuse_present(str(file))
     refuse_present(None)
     file.touch()
-    with pytest.raises(PlanError, match="exists already, .* remove it, or give another path"):
+    with pytest.raises(PlanError, match=r"exists already, .* remove it, or give another path"):
         refuse_present(str(file))

@@ -19,14 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 LONGEST_S = 30.0
-# what differs between two runs of the same error: addresses of objects, processes, ports
-CHANGING = re.compile(r"0x[0-9a-fA-F]+|\bpid \d+|(?<=:)\d{4,5}\b")
+# what differs between two runs of the same error: who reported it first, addresses of objects,
+# processes, ports
+CHANGING = re.compile(r"^rank \d+ failed:|0x[0-9a-fA-F]+|\bpid \d+|(?<=:)\d{4,5}\b")
 
 
 @dataclass(frozen=True)
 class Failure:
     """How something ended: `error` is its message or traceback, "" where it left none; `round` the
-    last round it had done, None where it is not known."""
+    round in which it failed, None where that is not known, or before the first."""
 
     error: str = ""
     round: int | None = None
@@ -72,7 +73,7 @@ class RestartBudget:
 
 def _repeated(failure: Failure) -> str:
     who = f"{failure.who} " if failure.who else ""
-    at = "before its first round" if not failure.round else f"after round {failure.round}"
+    at = "before its first round" if not failure.round else f"at round {failure.round}"
     return f"{who}failed twice {at} with the same error: a restart would fail again"
 
 
