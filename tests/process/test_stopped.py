@@ -68,7 +68,7 @@ def seen(folder: Path, ranks: int = 2) -> Tensor:
     return -saved_weights(folder / "run")["seen"] * BATCH * ranks
 
 
-def told(folder: Path, words: str, tell: "list[str] | signal.Signals") -> Command:
+def told(folder: Path, words: str, tell: list[str] | signal.Signals) -> Command:
     """A run that is told to stop in the middle of its first block."""
     with command(folder, line(folder, words)) as job:
         at_work(job)
@@ -95,7 +95,7 @@ def told(folder: Path, words: str, tell: "list[str] | signal.Signals") -> Comman
     ids=["SIGTERM", "SIGUSR1", "preempt_file"],
 )
 def test_a_long_block_ends_between_two_steps_and_resumes_where_it_was(
-    tmp_path: Path, tell: "list[str] | signal.Signals", code: int, by: str
+    tmp_path: Path, tell: list[str] | signal.Signals, code: int, by: str
 ) -> None:
     job = told(tmp_path, f"data=2 {LONG_BLOCK} preempt_file=leave grace_s=40", tell)
     assert job.process.returncode == code, job.err
