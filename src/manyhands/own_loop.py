@@ -243,8 +243,8 @@ class Run:
 
     def close(self) -> Result | None:
         """Save and end the run; called by itself when the script ends."""
-        if self in joined_runs:
-            joined_runs.remove(self)
+        if self in _joined:
+            _joined.remove(self)
         result = self._ended
         if self._micro is not None and not self._micro.last and not self._failed:
             self._context.warn(
@@ -333,13 +333,14 @@ def _leave_gradients(set_to_none: bool = True) -> None: ...
 
 # -- runs of this process that are still open --
 
-joined_runs: list[Run] = []
+_joined: list[Run] = []
+joined_runs = _joined  # for `entry`, which notes at which round one of them failed
 
 
 def opened(context: RankContext, stop: Stop) -> Run:
     """A run that is closed when the script ends."""
     run = Run(context, stop)
-    joined_runs.append(run)
+    _joined.append(run)
     run._guard = step_guard.install(run.size)
     run._guard.joined = True
     if run.size > 1 and not dist.is_initialized() and "is_initialized()" in script_text():
@@ -372,9 +373,9 @@ def _close_at_exit() -> None:
 
 def close_joined(draw: bool = True) -> dict[str, Any] | None:
     """Close the run that the script has joined, if any; how it ended."""
-    if not joined_runs:
+    if not _joined:
         return None
-    run = joined_runs.pop()
+    run = _joined.pop()
     failed = getattr(sys, "last_value", None) is not None
     run._failed = failed
     if failed:
