@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.recover.checkpoint import Checkpoints
-from support.commands import CLI, Command, command, run
+from support.commands import CLI, Command, command, descendants, run
 from support.small_task import saved_weights
 
 BATCH, SAMPLES = 4, 400
@@ -213,3 +213,23 @@ def test_who_starts_the_processes_must_restart_them(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "job.py"]
     job = run(tmp_path, torchrun)
     assert "restarts=2: who starts the processes must start them again" in job.err
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_its_server_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    words = "data=2 servers=1 staleness=0 on_loss=restore save=10"
+    with command(tmp_path, line(tmp_path, words)) as job:
+        saved = tmp_path / "run/checkpoints/step-00000010"
+        job.until(saved.exists, "checkpoint")
+        workers = descendants(job.process.pid)
+        (server,) = [p for p in workers if "manyhands.server" in cmdline(p)]
+        os.kill(server, signal.SIGKILL)
+        assert job.end() == 0, job.err
+    assert "ServerLost" in job.err
+    assert "on_loss=restore: going on in 1 s from run/checkpoints/step-000000" in job.err
+    weights = -saved_weights(tmp_path / "run")["seen"] * BATCH * 2
+    assert torch.allclose(weights, torch.ones(SAMPLES, dtype=torch.float64)), "every sample once"
+
+
+def cmdline(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
