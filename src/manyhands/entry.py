@@ -117,8 +117,8 @@ def _launch(body: Body, plan: Plan, options: Options, port: int) -> dict[str, An
         plan.threads,
         port,
         elastic_job(plan, options),
-        plan.grace_s,
-        plan.preempt_file,
+        grace_s=plan.grace_s,
+        preempt_file=plan.preempt_file,
     )
     try:
         return launcher().launch(job)
@@ -166,8 +166,14 @@ def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
         return None
     least, _ = elastic_bounds(plan.elastic)
     servers = server_options(plan, Path(str(options.directory)))
-    window_s = plan.restart_window_s
-    return ElasticJob(least, restarts_of(plan), plan.servers, plan.timeout_s, servers, window_s)
+    return ElasticJob(
+        least,
+        restarts_of(plan),
+        plan.servers,
+        plan.timeout_s,
+        servers,
+        window_s=plan.restart_window_s,
+    )
 
 
 @contextlib.contextmanager

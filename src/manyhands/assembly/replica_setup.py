@@ -88,7 +88,7 @@ def _block_end(context: RankContext, feed: Feed, stop: StopFlag) -> BlockStop | 
         context.store,
         context.rank,
         context.process.size,
-        name=lambda: context.group.round,
+        name=lambda: context.group.round,  # of a round that is done again it must be another
         # a quarter of the time to leave: the rest is for the last steps, merge and checkpoint
         agree_s=context.plan.grace_s / 4,
     )
