@@ -5,7 +5,10 @@ Ranks are threads of one process, on a virtual clock.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -140,3 +143,23 @@ def test_a_run_that_ends_in_the_middle_of_an_epoch_is_evaluated(tmp_path: Path) 
         lambda: small_task(test=small_data(30)), "steps=2", directory=tmp_path / "run", quiet=True
     )
     assert "loss" in result.metrics
+
+
+def test_a_request_ends_a_block_of_local_steps_after_the_step_in_which_it_came(
+    tmp_path: Path,
+) -> None:
+    calls = []
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return nn.functional.cross_entropy(out, y)
+
+    words = "merge=local_sgd merge.period=500 epochs=1000"
+    task = dataclasses.replace(small_task(), loss=loss)
+    with pytest.raises(mh.LaunchError, match=r"stopped by SIGUSR1; go on with --resume") as e:
+        mh.train(task, words, directory=tmp_path / "run", quiet=True, argv=False)
+    assert e.value.exit_code == 128 + signal.SIGUSR1
+    saved = Checkpoints(tmp_path / "run/checkpoints").latest()
+    assert saved is not None and (saved.round, saved.position.steps) == (1, 5)

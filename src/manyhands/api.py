@@ -27,12 +27,13 @@ from manyhands.entry import (
     script_being_loaded,
     script_name,
     start,
+    watched_file,
     with_saved_words,
     work,
 )
 from manyhands.errors import CheckpointError, PlanError, TaskError
 from manyhands.launch import environment
-from manyhands.launch.signals import Stop
+from manyhands.launch.signals import Stop, refuse_present
 from manyhands.own_loop import Run, opened, script_text
 from manyhands.plan import arguments
 from manyhands.plan import words as plan_words
@@ -87,8 +88,7 @@ def train(
     _warn_of_seed(task, words)
     result = start(functools.partial(work, task), words, options, port)
     _bring_back(task, result)
-    elsewhere = environment.process_info().started_by == "alone" and result.ranks > 1
-    if options.callbacks and elsewhere and not quiet:
+    if options.callbacks and result.launched and not quiet:
         print(
             "callbacks ran in the processes of the run: their objects here are as before",
             file=sys.stderr,
@@ -130,7 +130,7 @@ def _bring_back(task: MakeTask, result: Result) -> None:
         return
     here, model = environment.process_info(), task.model
     alone = here.started_by == "alone"
-    elsewhere = alone and result.ranks > 1
+    elsewhere = alone and result.launched
     # a run without servers leaves the rows to its model
     rows = sorted({m.name for m in embeddings(model) if elsewhere or not m.attached})
     if not elsewhere and not rows:
@@ -185,7 +185,8 @@ def join(
     words, options = with_saved_words(words, options, here.size)
     parsed = plan_words.parse(words, size=here.size)
     _check(parsed)
-    stop = Stop(interrupt=here.started_by != "manyhands")
+    stop = Stop(here.started_by != "manyhands", watched_file(parsed, here))
+    refuse_present(watched_file(parsed, here))
     stop.__enter__()
     store = run_store(here, parsed.timeout_s)
     return opened(open_rank_context(parsed, here, store, options), stop)

@@ -34,9 +34,13 @@ from manyhands.core import ElasticJob, Group, Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.elastic_launcher import ElasticLauncher
+from manyhands.launch.grace import LATE
 from manyhands.launch.lab import launcher
-from manyhands.launch.signals import Stop
-from manyhands.own_loop import Run, close_joined, draw_curves
+from manyhands.launch.restart_budget import RestartBudget
+from manyhands.launch.restarts import Restarts
+from manyhands.launch.signals import Stop, refuse_present
+from manyhands.launch.worker import FAILED_ROUND
+from manyhands.own_loop import Run, close_joined, draw_curves, joined_runs
 from manyhands.plan import words as plan_words
 from manyhands.plan.checks import elastic_bounds
 from manyhands.plan.words import Words
@@ -50,7 +54,7 @@ CPU = torch.device("cpu")
 MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
 
-RESTORES = 5  # of a run, after a loss
+RESTORES = 5  # of a run that has lost servers, where restarts= says nothing
 # every optimizer of torch loads dynamo, which takes longer than all the rest of a start
 PRELOAD = ("torch._dynamo", "manyhands.entry")
 ELASTIC_RESTARTS = 3  # of an elastic run, where restarts= says nothing
@@ -67,43 +71,33 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     words, options = with_saved_words(words, options, size)
     plan = plan_words.parse(words, size=size)
     before = state.rng_state(CPU), torch.get_num_threads()
-    if plan.on_loss == "restore" and not alone:
-        raise PlanError(
-            f"on_loss=restore: who starts the processes must start them again, and "
-            f"{here.started_by} does not; start them with manyhands run"
-        )
+    _refuse_restarts(plan, here)
+    if here.started_by != "manyhands":
+        refuse_present(plan.preempt_file)
+    # a run that starts itself again must outlive its only rank too
+    launched = alone and (
+        plan.layout.size > 1 or whole_restarts(plan) > 0 or _between_ranks(plan)
+    )
     owned = _owned_directory(plan, options) if alone else contextlib.nullcontext(options)
     with owned as options:
-        if alone and (plan.layout.size > 1 or _between_ranks(plan)):
 
-            def launch(options: Options) -> dict[str, Any]:
-                work = functools.partial(_with_arguments, sys.argv, body, plan, options)
-                elastic = elastic_job(plan, options)
-                job = Job(
-                    plan.layout.size,
-                    _pickle(work),
-                    plan.threads,
-                    port,
-                    elastic,
-                    plan.grace_s,
-                    PRELOAD,
-                )
-                here = launcher()
-                return (ElasticLauncher(here) if _between_ranks(plan) else here).launch(job)
+        def attempt(resume: bool) -> dict[str, Any]:
+            now = dataclasses.replace(options, resume=options.resume or resume)
+            return _launch(body, plan, now, port) if launched else body(plan, now)
 
-            result = _restored(plan, options, launch)
-        else:
-            result = _restored(plan, options, functools.partial(body, plan))
+        restarts = _restarts(plan, options) if alone else None
+        result = attempt(False) if restarts is None else restarts.run(attempt)
         # what the script draws after this call does not depend on the run
         if alone and plan.layout.size == 1:
             state.load_rng(before[0], CPU)
             torch.set_num_threads(before[1])
     finished = Result(**result) if result else Result("", 0, 0.0, 0.0, 0.0, {})
+    finished = dataclasses.replace(finished, launched=launched)
     if finished.directory and here.rank == 0:
         draw_curves(finished, options.quiet)
     # what comes after training must not run on half a model
     if finished.stopped and here.started_by != "manyhands":
-        by = signal.Signals(finished.stopped).name
+        by = finished.stopped_by or signal.Signals(finished.stopped).name
         after = f"go on with --resume --dir {finished.directory}"
         if plan.save == "off":
             after = "nothing was saved (save=off)"
@@ -111,27 +105,63 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     return finished
 
 
-def _restored(
-    plan: Plan, options: Options, run: Callable[[Options], dict[str, Any]]
-) -> dict[str, Any]:
-    """Run; where a shard was lost with all its servers and the plan says so, go on from the last
-    checkpoint, with new servers."""
-    for restores in range(RESTORES + 1):
-        try:
-            return run(options)
-        except (LaunchError, ServerLost) as e:
-            lost = isinstance(e, ServerLost) or e.kind == ServerLost.__name__
-            if not lost or plan.on_loss != "restore" or restores == RESTORES:
-                raise
-            saved = Checkpoints(Path(str(options.directory)) / "checkpoints").all()
-            if not saved:
-                raise
-            print(
-                f"manyhands: {e}\nmanyhands: on_loss=restore: going on from {saved[-1]}",
-                file=sys.stderr,
-            )
-            options = dataclasses.replace(options, resume=True)
-    raise AssertionError  # the last turn returns or raises
+def _refuse_restarts(plan: Plan, here: ProcessInfo) -> None:
+    """Who starts the processes must start them again."""
+    word = f"restarts={plan.restarts}" if plan.restarts else ""
+    if plan.on_loss == "restore" and here.started_by != "alone":
+        word = "on_loss=restore"
+    elif here.started_by in ("alone", "manyhands"):
+        return
+    if word:
+        raise PlanError(
+            f"{word}: who starts the processes must start them again, and "
+            f"{here.started_by} does not; start them with manyhands run"
+        )
+
+
+def _launch(body: Body, plan: Plan, options: Options, port: int) -> dict[str, Any]:
+    work = functools.partial(_with_arguments, sys.argv, body, plan, options)
+    job = Job(
+        plan.layout.size,
+        _pickle(work),
+        plan.threads,
+        port,
+        elastic_job(plan, options),
+        grace_s=plan.grace_s,
+        preempt_file=plan.preempt_file,
+    )
+    try:
+        return launcher().launch(job)
+    except LaunchError as e:
+        if e.kind != LATE:
+            raise
+        newest = _newest(options.directory or e.directory)
+        kept = f"nothing newer than {newest} is on disk" if newest else "nothing is on disk"
+        do = "go on from it with --resume" if newest else "start anew"
+        raise LaunchError(
+            f"{e}: {kept}; {do}, with a longer grace_s=", e.exit_code, e.kind
+        ) from None
+
+
+def whole_restarts(plan: Plan) -> int:
+    """How often the whole run may be started again within `restart_window_s`; of an elastic run
+    only its processes are."""
+    return 0 if plan.elastic is not None else plan.restarts or 0
+
+
+def _restarts(plan: Plan, options: Options) -> Restarts | None:
+    restores, restarts = plan.on_loss == "restore", whole_restarts(plan)
+    if not restores and not restarts:
+        return None
+    budget = RestartBudget(restarts or RESTORES, plan.restart_window_s)
+    newest = functools.partial(_newest, options.directory)
+    return Restarts(budget, newest, any_failure=restarts > 0, restores=restores)
+
+
+def _newest(directory: str | None) -> str:
+    """The last checkpoint of a run directory; "": it has none."""
+    saved = Checkpoints(Path(str(directory)) / "checkpoints").all() if directory else []
+    return str(saved[-1]) if saved else ""
 
 
 def restarts_of(plan: Plan) -> int:
@@ -160,7 +190,14 @@ def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
             needs=needs(options),
         )
     servers = server_options(plan, Path(str(options.directory)))
-    return ElasticJob(least, restarts_of(plan), plan.servers, plan.timeout_s, servers)
+    return ElasticJob(
+        least,
+        restarts_of(plan),
+        plan.servers,
+        plan.timeout_s,
+        servers,
+        window_s=plan.restart_window_s,
+    )
 
 
 def needs(options: Options) -> dict[str, Any]:
@@ -190,7 +227,7 @@ def _between_ranks(plan: Plan) -> bool:
 @contextlib.contextmanager
 def _owned_directory(plan: Plan, options: Options) -> Iterator[Options]:
     """Of a run that outlives its ranks the launcher owns the directory."""
-    if plan.elastic is None and plan.on_loss != "restore":
+    if plan.elastic is None and plan.on_loss != "restore" and not whole_restarts(plan):
         yield options
         return
     path = directory.choose(Path(options.base), options.name, options.directory, options.resume)
@@ -224,7 +261,7 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
     # a plan that is parsed stays as it is; in an elastic run its number of ranks may be another now
     size = here.size if environment.member() is None else None
     plan = plan_words.parse(words, size=size)
-    with Stop(interrupt=here.started_by != "manyhands") as stop:
+    with Stop(here.started_by != "manyhands", watched_file(plan, here)) as stop:
         store = run_store(here, plan.timeout_s)
         task, seed = resolve(make, plan.seed)
         if environment.member() is not None:
@@ -245,9 +282,9 @@ def _train(
     run = Run(context)
     try:
         guard = step_guard.over_task(model.parameters(), context.process.size)
-        with step_guard.merged_steps(), guard:
+        with _round_of_failure([run]), step_guard.merged_steps(), guard:
             run.trainer = task_trainer(context, task, model, seed, stop, run)
-            return dataclasses.asdict(run.trainer.loop())
+            return {**dataclasses.asdict(run.trainer.loop()), "stopped_by": stop.notice}
     except SystemExit as e:
         if e.code:
             raise
@@ -273,6 +310,23 @@ def _work_in_epochs(
     return epochs.run({}, lambda c: _train(c, task, copy.deepcopy(first), seed, stop))
 
 
+def watched_file(plan: Plan, here: ProcessInfo) -> str | None:
+    """Where our launcher started this process, the launcher looks for the file."""
+    return None if here.started_by == "manyhands" else plan.preempt_file
+
+
+@contextlib.contextmanager
+def _round_of_failure(runs: list[Run]) -> Iterator[None]:
+    """Note in an error at which round it came: one that comes back there would come again."""
+    try:
+        yield
+    except BaseException as e:
+        found = [run.trainer.round + 1 for run in runs if run.trainer is not None]
+        if found:
+            setattr(e, FAILED_ROUND, found[-1])
+        raise
+
+
 def run_store(here: ProcessInfo, timeout_s: float) -> dist.Store:
     """The rendezvous store of this process's next run: one job may hold several runs in turn."""
     _runs.append(f"run/{len(_runs)}")
@@ -293,7 +347,8 @@ def work_script(
     step_guard.install(environment.process_info().size)
     before = len(_runs)
     try:
-        runpy.run_path(script, run_name="__main__")
+        with _round_of_failure(joined_runs):
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as e:
         if e.code:
             raise

@@ -96,11 +96,21 @@ class Fenced(MembershipError):
 class LaunchError(ManyhandsError):
     """Processes could not be started, or one of them failed.
 
-    `exit_code` is the exit code that the command should return; `kind` names the class of the
-    error that a rank reported.
+    `exit_code` is the exit code that the command should return. `kind` names the class of the
+    error that a rank reported, or says how processes ended: killed (by a signal), ended (with a
+    code of their own), stopped (when asked to), late (killed, as they did not stop in time); "":
+    none had started. `round` is the round in which a rank failed, `directory` that of the run,
+    where they are known.
     """
 
-    def __init__(self, message: str, exit_code: int = 1, kind: str = ""):
+    def __init__(
+        self,
+        message: str,
+        exit_code: int = 1,
+        kind: str = "",
+        round: int | None = None,
+        directory: str = "",
+    ):
         super().__init__(message)
-        self.exit_code = exit_code
-        self.kind = kind  # the class of the error that a rank reported
+        self.exit_code, self.kind, self.round = exit_code, kind, round
+        self.directory = directory

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.core import Position
-from manyhands.trainer_parts import DataProgress, StepClaimer
+from manyhands.trainer_parts import DataProgress, EarlyStop, StepClaimer
 
 
 @dataclass
@@ -25,6 +25,12 @@ class Limits:
     save_evaluated: bool = False  # save after each evaluation too, so that the best can be kept
     claims: StepClaimer | None = None  # of an asynchronous rank
     ending: bool = False  # the user's own loop is over on this rank
+    early: EarlyStop | None = None  # of ranks that step together: a request may end their block
+
+    @property
+    def block_cut(self) -> bool:
+        """Whether a request to stop has ended the last block of local steps; on all ranks alike."""
+        return self.early is not None and self.early.cut
 
     def at_end(self) -> bool:
         """Whether all steps or epochs that were asked for are done."""

@@ -334,6 +334,7 @@ def _leave_gradients(set_to_none: bool = True) -> None: ...
 # -- runs of this process that are still open --
 
 _joined: list[Run] = []
+joined_runs = _joined  # for `entry`, which notes at which round one of them failed
 
 
 def opened(context: RankContext, stop: Stop) -> Run:

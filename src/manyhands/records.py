@@ -89,6 +89,8 @@ class Result:
     stopped: int = 0  # the number of the signal that ended it early
     checkpoint: str | None = None
     ranks: int = 1  # processes that trained
+    stopped_by: str = ""  # what asked it to stop: the signal's name, or a file
+    launched: bool = False  # in processes of its own, not in that which called
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ class ElasticJob:
     """Elastic job: its processes may die; the launcher replaces them, and keeps its servers."""
 
     least: int  # processes that must be at work
-    respawns: int  # processes that may be started in place of dead ones
+    respawns: int  # processes that may be started in place of dead ones, within `window_s`
     servers: int
     timeout_s: float
     server_options: Any = None  # a `launch.servers.ServerOptions`
@@ -287,7 +289,8 @@ class Job:
     threads: int | None = None  # of each process; None: the cores divided by the processes
     port: int = 0  # of the rendezvous; 0: any free one
     elastic: ElasticJob | None = None  # None: the job ends with the first process that dies
-    grace_s: float = 60.0  # to save and leave, after a signal
+    grace_s: float = 60.0  # to save and leave, when asked to stop
+    preempt_file: str | None = None  # whose appearance is such a request
     preload: tuple[str, ...] = ()  # modules that every process will need
 
 

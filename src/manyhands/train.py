@@ -112,7 +112,7 @@ class Trainer:
         before, claims = self.position, self.limits.claims
         if claims is None:
             self._round()
-            if self.round >= self._next_status:
+            if self.round >= self._next_status or self.limits.block_cut:
                 self.share_status()
         elif self.limits.claim():
             self._round()

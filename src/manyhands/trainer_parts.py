@@ -127,7 +127,14 @@ class KeptBoundaries(Protocol):
 class StopFlag(Protocol):
     """Whether somebody asked the run to stop (`launch.signals.Stop`)."""
 
-    requested: int  # the number of the signal, or 0
+    @property
+    def requested(self) -> int: ...  # the number of the signal, or 0
+
+
+class EarlyStop(Protocol):
+    """Ends a block of local steps on request (`launch.block_stop.BlockStop`)."""
+
+    cut: bool  # whether it has ended the last one; the same on all ranks
 
 
 class NoiseMeter(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.assembly import own_state
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.rank_context import Options, RankContext
 from manyhands.assembly.resume import find_snapshot
@@ -218,6 +220,7 @@ def rank(
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
         assert name != "checkpoint_failed", text
+        notices.append(text)
 
     link = ObservedGroup(group, lambda event: None)
     axes = {}
@@ -500,6 +503,70 @@ def test_in_the_same_layout_each_rank_takes_its_own_back(tmp_path: Path) -> None
         "*0",
         "*1",
     }  # the centre once for both replicas
+
+
+def test_damage_in_one_ranks_own_tensors_is_named_and_passed_over_by_all(tmp_path: Path) -> None:
+    start(tmp_path)
+    layout = Layout(data=3)
+    run(tmp_path, layout, lambda here: (here.resume(), scatter(here), here.save(2)), elastic)
+    path = tmp_path / "checkpoints/step-00000002"
+    own = {k: v for k, v in load(path).ranks.items() if k.startswith("2/param/")}
+    raw = bytearray((path / "tensors.safetensors").read_bytes())
+    for value in own.values():
+        raw[raw.index(value.numpy().tobytes()) + 5] ^= 1
+    (path / "tensors.safetensors").write_bytes(raw)
+
+    def body(here: Rank) -> list[str]:
+        here.resume()
+        assert here.context.checkpoints.last_good == tmp_path / "checkpoints" / "step-00000001"
+        return here.notices
+
+    for said in run(tmp_path, layout, body, elastic):
+        (text,) = [t for t in said if "is damaged" in t]
+        assert text.endswith("; using the one before it")
+        assert "step-00000002 is damaged: tensors.safetensors has checksum" in text
+
+
+@pytest.mark.parametrize("packet_bytes", [64, 1000, 2**20])
+def test_rank_0_receives_other_ranks_state_in_packets_from_one_rank_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packet_bytes: int
+) -> None:
+    monkeypatch.setattr(own_state, "PACKET_BYTES", packet_bytes)
+    received: list[tuple[int, list[int]]] = []  # bytes, and from whom
+    alive: list[weakref.ref[Tensor]] = []
+
+    def body(here: Rank) -> Tensors:
+        group = here.context.group
+        plain = group.transfer
+
+        def transfer(give: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Work:
+            if into:
+                assert not any(ref() is not None for ref in alive), "the packet before is gone"
+                alive[:] = [weakref.ref(v) for v in into.values()]
+                received.append((sum(v.nbytes for v in into.values()), list(into)))
+            return plain(give, into)
+
+        group.transfer = transfer  # type: ignore[method-assign]
+        r = here.context.rank
+        mine = {
+            "matrix": torch.full((3, 50), float(r)),
+            "half": torch.full((7,), r, dtype=torch.bfloat16),
+            "number": torch.tensor(r, dtype=torch.int64),
+            "uneven": torch.arange(r, dtype=torch.float64),
+            "none": torch.empty(0),
+        }
+        return own_state.gathered(here.context, mine)
+
+    found, *others = run(tmp_path, Layout(data=3), body)
+    assert others == [{}, {}] and len(found) == 15
+    for r in range(3):
+        assert torch.equal(found[f"{r}/matrix"], torch.full((3, 50), float(r)))
+        assert torch.equal(found[f"{r}/half"], torch.full((7,), r, dtype=torch.bfloat16))
+        assert found[f"{r}/number"].shape == () and int(found[f"{r}/number"]) == r
+        assert torch.equal(found[f"{r}/uneven"], torch.arange(r, dtype=torch.float64))
+        assert found[f"{r}/none"].numel() == 0
+    assert all(nbytes <= packet_bytes and len(ranks) == 1 for nbytes, ranks in received)
+    assert [ranks[0] for _, ranks in received] == sorted(ranks[0] for _, ranks in received)
 
 
 def test_on_another_number_of_replicas_all_start_from_the_one_model_and_keep_the_strategys_state(

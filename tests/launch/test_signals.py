@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from manyhands.launch.signals import Stop
+from manyhands.errors import PlanError
+from manyhands.launch import signals
+from manyhands.launch.signals import Stop, refuse_present
 
 
 def test_a_signal_is_remembered_and_the_old_meaning_comes_back() -> None:
@@ -53,3 +56,45 @@ def test_in_another_thread_signals_keep_their_meaning() -> None:
     thread.start()
     thread.join()
     assert seen == [(0, True)]
+
+
+def test_sigusr1_is_a_notice_of_preemption_as_sigterm_is() -> None:
+    with Stop(interrupt=False) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested == signal.SIGUSR1 and stop.notice == "SIGUSR1"
+
+
+def test_one_inside_another_hands_its_request_on_when_it_ends() -> None:
+    with Stop() as outer:
+        with Stop():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert (outer.requested, outer.notice) == (signal.SIGUSR1, "SIGUSR1")
+
+
+def test_a_file_that_appears_counts_as_sigterm_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "leave"
+    monkeypatch.setattr(signals, "LOOK_S", 0.0)
+    with Stop(preempt_file=str(file)) as stop:
+        assert stop.requested == 0
+        file.touch()
+        assert stop.requested == signal.SIGTERM
+        assert stop.notice == f"the file {file} (preempt_file)"
+
+
+def test_the_file_is_looked_for_once_a_second_at_most(tmp_path: Path) -> None:
+    file = tmp_path / "leave"
+    stop = Stop(preempt_file=str(file))
+    assert stop.requested == 0
+    file.touch()
+    assert stop.requested == 0, "the last look was a moment ago"
+
+
+def test_a_file_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "leave"
+    refuse_present(str(file))
+    refuse_present(None)
+    file.touch()
+    with pytest.raises(PlanError, match=r"exists already, .* remove it, or give another path"):
+        refuse_present(str(file))

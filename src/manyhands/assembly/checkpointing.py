@@ -90,6 +90,7 @@ class Checkpointing:
     def take(self, round: int, active: ActiveStrategy, metrics: dict[str, float]) -> Snapshot:
         """Every rank calls it. Rank 0 gets the snapshot, the others an empty one; of a model that
         is split, each rank gets its `RankSnapshot`."""
+        self.context.checkpoints.finish_last(round)
         elastic = self.context.elastic
         # as it is now: where that rank dies before it has written, nobody else has the snapshot
         self._writer = 0 if elastic is None else min(elastic.members)

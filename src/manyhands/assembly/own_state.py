@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from manyhands.replica.module import ModuleReplica
 from manyhands.replica.update import prime
 from manyhands.trainer_parts import ActiveStrategy
 
+PACKET_BYTES = 64 * 2**20
 HELD_BACK = ("codec/error/", "codec/velocity/")  # sums over ranks that are still to be sent
 
 
@@ -136,9 +138,13 @@ class OwnState:
 
 
 def saved_layout(saved: Snapshot) -> Layout:
+    return layout_of(saved.meta)
+
+
+def layout_of(meta: dict[str, Any]) -> Layout:
     """Checkpoints from before there was more than one axis know only the number of ranks."""
-    axes = saved.meta.get("layout")
-    return Layout(data=saved.meta.get("size") or 1) if axes is None else Layout(**axes)
+    axes = meta.get("layout")
+    return Layout(data=meta.get("size") or 1) if axes is None else Layout(**axes)
 
 
 def ranks_per_replica(layout: Layout) -> int:
@@ -176,34 +182,67 @@ def differing(context: RankContext, mine: Tensors) -> list[str]:
 
 
 def gathered(context: RankContext, mine: Tensors) -> Tensors:
-    """On rank 0 every rank's tensors, under "<rank>/<name>"; nothing on the others. A vector may
-    have another length on another rank."""
+    """On rank 0 every rank's tensors, under "<rank>/<name>", in the host's memory; nothing on the
+    others. A vector may have another length on another rank.
+
+    They come one rank after the other, PACKET_BYTES at a time: rank 0's device, which is full of
+    the model, never has more of them."""
     if not mine:
         return {}
     size = context.process.size
     lengths = torch.zeros(size, len(mine), dtype=torch.int64, device=context.device)
     lengths[context.rank] = torch.tensor([v.numel() for v in mine.values()])
     context.group.all_reduce({"lengths": lengths}).wait()
-    packed = torch.cat([_bytes(v) for v in mine.values()]).to(context.device)
+    counts, widths = lengths.tolist(), [v.element_size() for v in mine.values()]
     if context.rank != 0:
-        context.group.transfer({0: packed}, {}).wait()
+        _send_packets(context, [_bytes(v) for v in mine.values()])
         return {}
-    sizes = torch.tensor([v.element_size() for v in mine.values()])
-    others = {
-        r: torch.empty(int(lengths[r].cpu() @ sizes), dtype=torch.uint8, device=context.device)
-        for r in range(1, size)
-    }
-    context.group.transfer({}, others).wait()
-    found: Tensors = {}
-    for rank, raw in {0: packed, **others}.items():
-        at = 0
-        for (name, value), length in zip(mine.items(), lengths[rank].tolist(), strict=True):
-            # clone: a slice may start at any byte, a tensor may not
-            own = raw[at : at + length * value.element_size()].cpu().clone()
-            shape = value.shape if length == value.numel() else length
-            found[f"{rank}/{name}"] = own.view(value.dtype).view(shape)
-            at += own.numel()
+    found = {f"0/{k}": v.detach().to("cpu", copy=True) for k, v in mine.items()}
+    for rank in range(1, size):
+        theirs: Tensors = {}
+        for (name, value), n in zip(mine.items(), counts[rank], strict=True):
+            shape = value.shape if n == value.numel() else (n,)
+            theirs[f"{rank}/{name}"] = torch.empty(shape, dtype=value.dtype)
+        nbytes = [n * width for n, width in zip(counts[rank], widths, strict=True)]
+        _receive_packets(context, rank, nbytes, [_bytes(v) for v in theirs.values()])
+        found |= theirs
     return found
+
+
+def _packets(nbytes: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Vectors of these lengths in packets of at most PACKET_BYTES: which vector, from, to."""
+    packet: list[tuple[int, int, int]] = []
+    room = PACKET_BYTES
+    for i, length in enumerate(nbytes):
+        at = 0
+        while at < length:
+            stop = min(length, at + room)
+            packet.append((i, at, stop))
+            room, at = room - (stop - at), stop
+            if not room:
+                yield packet
+                packet, room = [], PACKET_BYTES
+    if packet:
+        yield packet
+
+
+def _send_packets(context: RankContext, vectors: list[Tensor]) -> None:
+    for packet in _packets([v.numel() for v in vectors]):
+        parts = [vectors[i][at:stop].to(context.device) for i, at, stop in packet]
+        context.group.transfer({0: torch.cat(parts)}, {}).wait()
+
+
+def _receive_packets(
+    context: RankContext, rank: int, nbytes: list[int], into: list[Tensor]
+) -> None:
+    for packet in _packets(nbytes):
+        total = sum(stop - at for _, at, stop in packet)
+        raw = torch.empty(total, dtype=torch.uint8, device=context.device)
+        context.group.transfer({}, {rank: raw}).wait()
+        taken = 0
+        for i, at, stop in packet:
+            into[i][at:stop].copy_(raw[taken : taken + stop - at])
+            taken += stop - at
 
 
 def _bytes(value: Tensor) -> Tensor:

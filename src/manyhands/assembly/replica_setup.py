@@ -20,6 +20,7 @@ from manyhands.data.batches import BatchIterator, IndexedBatches
 from manyhands.data.sources import Source, TensorSource
 from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import PlanError, TaskError
+from manyhands.launch.block_stop import BlockStop
 from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
@@ -30,6 +31,7 @@ from manyhands.replica.objective import Reduction
 from manyhands.replica.thinned import thinned
 from manyhands.replica.wrapper import ReplicaWrapper
 from manyhands.train import Trainer
+from manyhands.trainer_parts import StopFlag
 
 
 def module_replica(
@@ -40,6 +42,7 @@ def module_replica(
     feed: Feed,
     next_loss: NextLoss,
     synced: bool,
+    stop: StopFlag,
 ) -> ModuleReplica:
     """`synced`: BatchNorm exchanges statistics inside the backward pass."""
     plan, size, claims = start.plan, context.data_parallel_size, feed.claims
@@ -63,6 +66,7 @@ def module_replica(
         frozen=[p for p in model.module.parameters() if not p.requires_grad],
         on_first=FirstWindow(context, model, OwnBuffers(model.module)),
         ended=_block_ends(context, feed),
+        block_end=_block_end(context, feed, stop),
         steps_alone=not agree,
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
         run_micro_batches=None
@@ -85,6 +89,25 @@ def _block_ends(context: RankContext, feed: Feed) -> Callable[[], bool]:
         return feed.limits.block_ends()
 
     return ends
+
+
+def _block_end(context: RankContext, feed: Feed, stop: StopFlag) -> BlockStop | None:
+    """Asynchronous ranks need none: a sync point ends their blocks."""
+    if feed.claims is not None:
+        return None
+    found = BlockStop(
+        stop,
+        context.store,
+        context.rank,
+        context.process.size,
+        # a round that is done again, in an elastic run, has a store of its own: that of its epoch
+        name=lambda: context.group.round,
+        # a quarter of the time to leave: the rest is for the last steps, merge and checkpoint
+        agree_s=context.plan.grace_s / 4,
+    )
+    feed.limits.early = found
+    context.to_close.append(found.close)
+    return found
 
 
 @dataclass

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from manyhands.assembly.data import batch_sizes, resolve_split
+from manyhands.assembly.own_state import layout_of, ranks_per_replica
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Position, Snapshot
 from manyhands.data.sources import Source
 from manyhands.errors import CheckpointError, TaskError
 from manyhands.launch import environment
 from manyhands.recover import sharded_file
+from manyhands.recover.checkpoint import NEW, read_manifest
+from manyhands.recover.read_share import ReadShare, load_share
 
 
 @dataclass(frozen=True)
@@ -86,18 +89,7 @@ def _check_same_data(context: RankContext, train: Source) -> None:
 
 def find_snapshot(context: RankContext, order: dict[str, Any]) -> Snapshot | None:
     """The newest good snapshot: the same on every rank, or an error."""
-    saved = _find_by_rank_0(context) if context.splits_model else context.checkpoints.latest()
-    here = torch.tensor(
-        [-1 if saved is None else saved.round], dtype=torch.int64, device=context.device
-    )
-    span = torch.cat([here, -here])
-    context.group.all_reduce({"round": span}, op="max").wait()
-    if span[0] != -span[1]:
-        raise CheckpointError(
-            f"ranks see different checkpoints in {context.directory} "
-            f"(rounds {-int(span[1])} to {int(span[0])}; -1: none); "
-            "all ranks must see the same directory: put it on a shared disk"
-        )
+    saved = _newest_good(context)
     if saved is not None:
         saved = with_present_names(saved)
     if saved is None:
@@ -114,37 +106,73 @@ def find_snapshot(context: RankContext, order: dict[str, Any]) -> Snapshot | Non
     return saved
 
 
-def _find_by_rank_0(context: RankContext) -> Snapshot | None:
-    """Rank 0 finds the newest complete checkpoint. Every rank reads what is not a slice of the
-    model; its slices come later."""
-    layout, rank = context.plan.layout, context.rank
-    inner = layout.size // layout.data
-
-    def only(name: str) -> bool:
-        kind, whose, *_ = name.split("/")
-        mine = whose == f"*{rank % inner}" or (
-            whose.isdigit() and int(whose) % inner == rank % inner
-        )
-        of_this_rank = (kind == "rng" and whose == str(rank)) or (kind == "ranks" and mine)
-        return kind == "state" or of_this_rank
-
-    def agreed(read: Callable[[], Snapshot | None]) -> Snapshot | None:
+def _newest_good(context: RankContext) -> Snapshot | None:
+    """Every rank reads and checks its share (`recover.read_share`). A checkpoint in which one of
+    them finds damage is passed over by all."""
+    checkpoints = context.checkpoints
+    found = checkpoints.all()
+    for path in [*reversed(found), None]:
+        _check_same_round(context, path)
+        if path is None:
+            break
         saved, wrong = None, ""
         try:
-            saved = read()
+            saved = load_share(path, _share(context, read_manifest(path)["meta"]))
         except CheckpointError as e:
             wrong = str(e)
-        sharded_file.agree(context.group, wrong, context.device)
-        return saved
+        if said := sharded_file.shared_error(context.group, wrong, context.device):
+            checkpoints.report("warning", 0.0, 0, f"{said}; using the one before it")
+        else:
+            checkpoints.last_good = path
+            return saved
+    if found:
+        raise CheckpointError(
+            f"all {len(found)} checkpoints in {checkpoints.folder} are damaged; "
+            "start anew without resume"
+        )
+    return None
 
-    saved = agreed(lambda: context.checkpoints.latest(only) if rank == 0 else None)
-    round = torch.tensor(
-        [-1 if saved is None else saved.round], dtype=torch.int64, device=context.device
+
+def _round_of(path: Path) -> int:
+    """By its name; -2: it is no name of ours."""
+    number = path.name.removeprefix("step-").removesuffix(NEW)
+    return int(number) if number.isdigit() else -2
+
+
+def _check_same_round(context: RankContext, path: Path | None) -> None:
+    here = torch.tensor(
+        [-1 if path is None else _round_of(path)], dtype=torch.int64, device=context.device
     )
-    context.group.all_reduce({"round": round}, op="max").wait()
-    if int(round) < 0:
-        return None
-    return agreed(lambda: context.checkpoints.at(int(round), only) if rank else saved)
+    span = torch.cat([here, -here])
+    context.group.all_reduce({"round": span}, op="max").wait()
+    if span[0] != -span[1]:
+        raise CheckpointError(
+            f"ranks see different checkpoints in {context.directory} "
+            f"(rounds {-int(span[1])} to {int(span[0])}; -1: none); "
+            "all ranks must see the same directory: put it on a shared disk"
+        )
+
+
+def _share(context: RankContext, meta: dict[str, Any]) -> ReadShare:
+    """What this rank reads of a checkpoint with such a manifest. Of what ranks had for themselves
+    its own; on another number of replicas also what is divided anew among them. Of a model that is
+    split it reads slices, later."""
+    rank, layout = context.rank, context.plan.layout
+    inner, same = ranks_per_replica(layout), layout_of(meta).data == layout.data
+
+    def reads(name: str) -> bool:
+        kind, whose, *rest = name.split("/")
+        if kind in ("model", "optimizer"):
+            return not context.splits_model
+        if kind == "ranks" and whose.isdigit():
+            divided = not same and rest[:1] in (["codec"], ["wire"])
+            return int(whose) == rank or (divided and int(whose) % inner == rank % inner)
+        # random numbers are few, and which ranks have them is asked for by name
+        return kind != "ranks" or whose in ("*", f"*{rank % inner}")
+
+    # of ranks that come and go, each reads and checks for itself
+    hashes = (rank, context.process.size) if context.elastic is None else (0, 1)
+    return ReadShare(*hashes, reads, later=lambda name: name.startswith(("model/", "optimizer/")))
 
 
 def with_present_names(saved: Snapshot) -> Snapshot:

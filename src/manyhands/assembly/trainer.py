@@ -219,7 +219,7 @@ def assemble(
     context.to_close += [batchnorm_samples.refuse_single(m, spec.model) for m in model.stages]
     module = cast(nn.Module, torch.compile(model.module)) if plan.compile else model.module
     next_loss = spec.make_loss(module, feed.batches)
-    plain = module_replica(context, begin, spec, model, feed, next_loss, synced)
+    plain = module_replica(context, begin, spec, model, feed, next_loss, synced, stop)
     context.to_close += [feed.batches.close, plain.close]
     checkpointing = _checkpointing(context, begin, spec, model, plain, feed.batches)
     replica = wrapped(context, plan, plain, model, next_loss, spec.train, feed.batches)

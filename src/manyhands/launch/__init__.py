@@ -3,7 +3,10 @@
     hosts          HostsLauncher: starts the workers of a job, on this machine or on several hosts
     worker         the process of one rank
     environment    the only reader of environment variables: ranks, rendezvous, servers
-    signals        SIGTERM and Ctrl-C as a request to save and stop
+    signals        SIGTERM, SIGUSR1, Ctrl-C and a file as a request to save and stop
+    block_stop     which step that is, within a block of local steps
+    grace          what is said when ranks are asked to stop, and when they do not in time
+    restarts       the whole run again, from its last checkpoint, within a `restart_budget`
     lab            hosts made of network namespaces on one machine (namespaces), and `launcher`
     servers        processes of parameter servers
     replacements   who takes the place of a dead rank, under elastic=
@@ -13,6 +16,7 @@ What happens when a rank is killed (kill -9): its peers notice it in their next 
 (`exchange/peer_wait.py`, or gloo's closed socket) and raise `PeerLost`, which `worker` reports over
 the rendezvous store. `hosts` sees the first process end, waits SETTLE_S for reports, kills the rest
 (`_end`), and names the cause (`_raise_cause`): the killed rank, since `PeerLost` marks a victim.
-The next run resumes from the last checkpoint (`recover/`). Of an elastic job, `hosts` starts
-another process instead, while enough ranks are at work (`replacements`).
+The next run resumes from the last checkpoint (`recover/`), with restarts= by itself (`restarts`).
+Of an elastic job, `hosts` starts another process instead, while enough ranks are at work
+(`replacements`).
 """

@@ -32,13 +32,13 @@ import torch.distributed as dist
 from manyhands.core import Job, ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token, servers
+from manyhands.launch.grace import say_stopping, stopped_error
 from manyhands.launch.replacements import Replacements, run_keys
 from manyhands.launch.signals import Stop
 
 POLL_S = 0.5
 SETTLE_S = 0.4  # after the first failure: for the report of the rank that caused it to arrive
 TOGETHER = ("Diverged",)  # errors that every rank raises at the same round
-GRACE_S = 60.0  # after SIGTERM: time to write a checkpoint
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ class _Worker:
     tail: list[str]
     pump: threading.Thread | None
     ended_by_us: bool = False
-    handle: int | None = (
-        None  # pidfd of the process, where the system has such: readable at its end
-    )
+    handle: int | None = None  # pidfd, where the system has such: readable at its end
 
 
 class HostsLauncher:
@@ -100,7 +98,7 @@ class HostsLauncher:
         workers: list[_Worker] = []
         keys = dist.PrefixStore(environment.PREFIX, store)
         hosted = assign_ranks(job.size, self.hosts)
-        with Stop() as stop, contextlib.ExitStack() as stack:
+        with Stop(preempt_file=job.preempt_file) as stop, contextlib.ExitStack() as stack:
             served, variables = None, dict[str, str]()
             if job.elastic is not None:
                 served, variables = self._serve(job, store, token, stack)
@@ -122,17 +120,20 @@ class HostsLauncher:
                 workers += [start(rank) for rank in range(job.size)]
                 for w in workers:
                     _send(w.process, job.payload)
-                self._watch(workers, stop, replacements)
+                late = self._watch(workers, stop, replacements, job.grace_s)
             finally:
                 fate = served.fate() if served else ""
                 _end(workers + (replacements.lost if replacements else []))
         if replacements and replacements.failure:
             raise LaunchError(replacements.failure)
+        if late:
+            raise stopped_error(stop, late, job.grace_s, store)
         if not (replacements and any(w.process.returncode == 0 for w in workers)):
             self._raise_cause(workers, keys, stop, token, fate)
         told = [_said(keys, f"result/{w.rank}", token) for w in workers if replacements]
         result = next(filter(None, told), None) or _said(keys, "result", token) or {}
-        return {**result, "stopped": stop.requested} if stop.requested and result else result
+        asked = {"stopped": stop.requested, "stopped_by": stop.notice}
+        return {**result, **asked} if stop.requested and result else result
 
     def _rendezvous(self, port: int) -> dist.TCPStore:
         listener = socket.socket()
@@ -232,9 +233,15 @@ class HostsLauncher:
             env["OMP_NUM_THREADS"] = str(threads)
         return env
 
-    def _watch(self, workers: list[_Worker], stop: Stop, lost: Replacements | None) -> None:
+    def _watch(
+        self, workers: list[_Worker], stop: Stop, lost: Replacements | None, grace_s: float
+    ) -> list[int]:
+        """Returns when all have ended or one has failed; or, with those that have not, when they
+        had their time to stop."""
         forwarded = 0.0
         while any(w.process.poll() is None for w in workers):
+            if lost and not forwarded:
+                lost.start_due(workers)
             dead = any(w.process.poll() not in (None, 0) for w in workers)
             for w in lost.superfluous(workers) if lost else ():
                 _kill_session(w.process.pid)
@@ -251,17 +258,14 @@ class HostsLauncher:
                     w.process.poll() is None for w in workers
                 ):
                     _wait_for_an_end(workers, POLL_S)
-                return
+                return []
             if stop.requested and not forwarded:
-                print(
-                    "\nstopping after this round; Ctrl-C again stops at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                say_stopping(stop, grace_s)
                 forwarded = _ask_to_stop(workers)
-            if forwarded and time.monotonic() - forwarded > GRACE_S:
-                return
+            if forwarded and time.monotonic() - forwarded > grace_s:
+                return [w.rank for w in workers if w.process.poll() is None] * bool(stop.requested)
             _wait_for_an_end(workers, POLL_S)
+        return []
 
     def _raise_cause(
         self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str, fate: str
@@ -292,16 +296,14 @@ class HostsLauncher:
             ) == len(workers)
             size = 1 if together else len(workers)
             text = "\n".join(filter(None, (_attributed(rank, size, said["text"]), fate)))
-            raise LaunchError(text, 2 if said["ours"] else 1, said["kind"])
+            raise LaunchError(text, 2 if said["ours"] else 1, said["kind"], said.get("round"))
         # a rank that was told to stop while still starting ends by the signal; nothing to save yet
         if (
             stop.requested
             and any(codes.values())
             and all(w.ended_by_us or codes[w.rank] in (0, -signal.SIGTERM) for w in workers)
         ):
-            raise LaunchError(
-                "stopped by " + signal.Signals(stop.requested).name, 128 + stop.requested
-            )
+            raise stopped_error(stop, (), 0.0, store)
         if killed:
             rank = min(killed)
             name = signal.Signals(killed[rank]).name
@@ -312,16 +314,19 @@ class HostsLauncher:
             raise LaunchError(
                 f"rank {rank} (pid {by_rank[rank].process.pid}) was killed by {name}{hint}{last}",
                 128 + killed[rank],
+                "killed",
             )
         if ended:
             last = "".join(f"\n  {line.rstrip()}" for line in by_rank[ended[0]].tail[-20:])
             raise LaunchError(
                 f"rank {ended[0]} ended with exit code {codes[ended[0]]} and no report{last}",
                 codes[ended[0]],
+                "ended",
             )
         if reports:
             rank = min(reports, key=lambda r: reports[r]["time"])
-            raise LaunchError(_attributed(rank, len(workers), reports[rank]["text"]))
+            text = _attributed(rank, len(workers), reports[rank]["text"])
+            raise LaunchError(text, 1, reports[rank]["kind"], reports[rank].get("round"))
 
 
 def _said(store: dist.Store, key: str, token: str) -> dict[str, Any] | None:

@@ -4,6 +4,8 @@ lost          killed by a signal, ended without a report, or taken for dead and 
 at work       a process of the first start, or one that has joined the run in place of another
 the end       fewer than `least` are at work; or a rank at work reports an error of its own,
               which a new process would meet again
+restarts      within a budget (`restart_budget`): the first at once, those of a rank that dies
+              again and again after ever longer pauses
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from manyhands.core import ElasticJob
 from manyhands.launch import environment, run_token
+from manyhands.launch.restart_budget import Failure, RestartBudget
 
 REFUSED = "Evicted"  # kind of the error of a rank that was taken for dead
 END_S = 20.0  # for the others to end, when the first has done everything
@@ -45,16 +48,19 @@ class Replacements:
     hung: list[Any] = field(default_factory=list)  # of these: taken for dead, and killed
     ended_s: float | None = None  # when the first of all had done everything
     failure: str = ""  # why the run cannot go on
+    clock: Callable[[], float] = time.monotonic
+    _due: dict[int, float] = field(default_factory=dict)  # by rank, when its next process starts
+    _heard: dict[int, Any] = field(default_factory=dict)  # by rank, the report that is dealt with
 
-    @property
-    def spent(self) -> int:
-        return sum(self.starts.values())
+    def __post_init__(self) -> None:
+        job = self.job
+        self.budget = RestartBudget(job.respawns, job.window_s, first_s=0.0, clock=self.clock)
 
     def replace(self, workers: list[Any], stopping: bool) -> bool:
         """Replace the workers that died, or where the run is `stopping` or over leave them out.
         False: the run cannot go on."""
         for w in [w for w in workers if w.process.poll() not in (None, 0)]:
-            said = self.reported(w.rank)
+            said = self._report(w.rank)
             over = stopping or any(o.process.poll() == 0 for o in workers)
             if said is not None and said["kind"] != REFUSED and not self.joining(w):
                 return False
@@ -70,14 +76,32 @@ class Replacements:
                     f"least {self.job.least}; go on from the last checkpoint with --resume"
                 )
                 return False
-            if self.spent >= self.job.respawns:
-                spent = f"restarts={self.job.respawns} is used up"
-                _say(f"{fate}; {len(at_work)} at work go on without it ({spent})")
+            delay_s = self.budget.allow(_failure(w.rank, said))
+            if isinstance(delay_s, str):
+                _say(f"{fate}; {len(at_work)} at work go on without it ({delay_s})")
                 continue
-            self.starts[w.rank] = self.starts.get(w.rank, 0) + 1
-            workers.append(self.restart(w.rank, self.starts[w.rank]))
-            _say(f"{fate}; {len(at_work)} at work go on, a new process takes its place")
+            self._due[w.rank] = self.clock() + delay_s
+            soon = f" in {delay_s:g} s" if delay_s else ""
+            _say(f"{fate}; {len(at_work)} at work go on, a new process takes its place{soon}")
+            self.start_due(workers)
         return True
+
+    def start_due(self, workers: list[Any]) -> None:
+        """Start the processes whose pause is over; none any more in a run that is over."""
+        if any(w.process.poll() == 0 for w in workers):
+            self._due.clear()
+        for rank in [r for r, due in self._due.items() if due <= self.clock()]:
+            del self._due[rank]
+            self.starts[rank] = self.starts.get(rank, 0) + 1
+            workers.append(self.restart(rank, self.starts[rank]))
+
+    def _report(self, rank: int) -> dict[str, Any] | None:
+        """The error of the rank's last process; the store keeps those of the ones before."""
+        said = self.reported(rank)
+        if said is None or said == self._heard.get(rank):
+            return None
+        self._heard[rank] = said
+        return said
 
     def joining(self, w: Process) -> bool:
         """Whether a process that was started in place of another has not joined the run yet."""
@@ -114,6 +138,12 @@ def tell(store: dist.Store, key: str, value: object = "") -> None:
 def run_keys(store: dist.Store) -> dist.Store:
     """Where the ranks of the job's only run keep their keys."""
     return dist.PrefixStore(f"{environment.PREFIX}/run/0", store)
+
+
+def _failure(rank: int, said: dict[str, Any] | None) -> Failure:
+    own = said is not None and said["kind"] != REFUSED
+    text, round = (said["text"], said.get("round")) if said is not None and own else ("", None)
+    return Failure(text, round, f"rank {rank}")
 
 
 def _fate(w: Process, said: dict[str, Any] | None, hung: bool) -> str:

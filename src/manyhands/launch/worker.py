@@ -26,6 +26,8 @@ from manyhands.errors import ManyhandsError
 from manyhands.launch import environment, run_token
 from manyhands.launch.signals import Stop
 
+FAILED_ROUND = "failed_round"  # attribute of an error: the round that it ended
+
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
@@ -80,6 +82,7 @@ def _report(store: dist.Store, rank: int, e: BaseException) -> None:
     text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
     with contextlib.suppress(Exception):
         said = {"kind": kind, "text": text, "time": time.time()}
+        said["round"] = getattr(e, FAILED_ROUND, None)
         _tell(store, f"error/{rank}", {**said, "ours": isinstance(e, ManyhandsError)})
 
 

@@ -39,11 +39,12 @@ from manyhands.core import (
 )
 from manyhands.errors import CheckpointError, NotFinite
 from manyhands.recover import sharded_file
-from manyhands.recover.checked_files import check_file, digest_of, sync
+from manyhands.recover.checked_files import check_file, digests_of, sync
 from manyhands.recover.table_files import FILES, TABLES, SavingTables
 
 FORMAT, PLAIN_FORMAT = 3, 2  # with table files, and without
 TENSORS, MANIFEST, HIDDEN = "tensors.safetensors", "manifest.json", ".writing-"
+LONG_S = 5.0  # for which training may wait for a disk without a word
 NEW = ".new"  # ends the name of a second checkpoint of a round; sorts after the first one's
 
 Report = Callable[[str, float, int, str], None]  # (event name, seconds, bytes, text)
@@ -103,6 +104,17 @@ class Checkpoints:
         self.wait()
         self._sweep()
         return self.folder / f"{HIDDEN}{round}-{os.getpid()}-tables"
+
+    def finish_last(self, round: int) -> None:
+        """Before the snapshot of `round` is taken: memory may have room for one only."""
+        start = time.perf_counter()
+        self.wait()
+        if (seconds := time.perf_counter() - start) > LONG_S:
+            said = (
+                f"training waited {seconds:.0f} s at round {round} for the checkpoint before to be "
+                "written; save less often (save=), or to a faster disk"
+            )
+            self.report("notice", seconds, 0, said)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -252,13 +264,6 @@ class Checkpoints:
             )
         return None
 
-    def at(self, round: int, only: Only = EVERYTHING) -> Snapshot:
-        """The checkpoint of this round, whose checksum another rank has verified."""
-        path = [p for p in self.all() if p.name.removesuffix(NEW) == self.path(round).name][-1]
-        snapshot = load(path, only, check=False)
-        self.last_good = path
-        return snapshot
-
     def reader(self) -> sharded_file.Reader:
         """A reader for shards of the tensors of the checkpoint that was loaded last."""
         assert self.last_good is not None
@@ -295,22 +300,27 @@ def find(
 
 def load(path: Path, only: Only = EVERYTHING, check: bool = True) -> Snapshot:
     """Read and check one checkpoint. Nothing in the file is executed: tensors and JSON only.
-
-    Without `check` its bytes are not compared with their checksum: another rank has done that.
-    """
+    Without `check`, files are compared with their sizes only."""
     manifest = read_manifest(path)
-    file = path / TENSORS
     check_file(path, TENSORS, manifest, check)
     for name, saved in manifest.get(FILES, {}).items():
         check_file(path, name, saved, check)
+    return read_tensors(path, manifest, only)
+
+
+def read_tensors(path: Path, manifest: dict[str, Any], only: Only, known: str = "") -> Snapshot:
+    """`known`: the kind of tensor of which those that are not read are on the meta device."""
     kinds: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}, "rng": {}, "ranks": {}}
     try:
-        with safetensors.safe_open(file, framework="pt") as tensors:
+        with safetensors.safe_open(path / TENSORS, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 kind, _, rest = name.partition("/")
                 of_kind = kinds[kind]
                 if only(name):
                     of_kind[rest] = tensors.get_tensor(name)
+                elif kind == known:
+                    shape = tensors.get_slice(name).get_shape()
+                    of_kind[rest] = torch.empty(shape, device="meta")
     except (safetensors.SafetensorError, KeyError) as e:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {TENSORS} is not what this program writes ({e})"
@@ -375,8 +385,7 @@ def _seal(
         "position": asdict(snapshot.position),
         "metrics": metrics,
         "meta": snapshot.meta,
-        "sha256": digest_of(file),
-        "bytes": file.stat().st_size,
+        **digests_of(file),
         **more,
     }
     manifest["manifest_sha256"] = _manifest_digest(manifest)
@@ -384,7 +393,7 @@ def _seal(
     tables = [folder / TABLES] if more else []  # the files in it were synced when written
     for path in (file, folder / MANIFEST, *tables, folder):
         sync(path)
-    return file.stat().st_size + sum(x["bytes"] for x in more.get(FILES, {}).values())
+    return int(manifest["bytes"]) + sum(x["bytes"] for x in more.get(FILES, {}).values())
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:

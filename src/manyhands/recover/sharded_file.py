@@ -215,12 +215,18 @@ def _on_all_ranks(group: Group, device: torch.device, work: Callable[[], None]) 
 
 def agree(group: Group, wrong: str, device: torch.device = CPU) -> None:
     """Raise CheckpointError on all ranks if one of them gives an error message; "": no error."""
+    if said := shared_error(group, wrong, device):
+        raise CheckpointError(said)
+
+
+def shared_error(group: Group, wrong: str, device: torch.device = CPU) -> str:
+    """The error message of the first rank that gives one, on all ranks; "": none does."""
     failed = torch.zeros(group.size, dtype=torch.int64, device=device)
     failed[group.rank] = int(bool(wrong))
     group.all_reduce({"failed": failed}).wait()
     ranks = failed.nonzero().view(-1).tolist()
     if not ranks:
-        return
+        return ""
     text = torch.zeros(TEXT, dtype=torch.int64, device=device)
     if group.rank == ranks[0]:
         raw = wrong.encode()[:TEXT]
@@ -228,7 +234,7 @@ def agree(group: Group, wrong: str, device: torch.device = CPU) -> None:
     group.broadcast({"text": text}, source=ranks[0]).wait()
     said = bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
     others = f" (and {len(ranks) - 1} more ranks)" if len(ranks) > 1 else ""
-    raise CheckpointError(f"rank {ranks[0]}{others}: {said}" if group.size > 1 else said)
+    return f"rank {ranks[0]}{others}: {said}" if group.size > 1 else said
 
 
 def check_common(folder: Path, group: Group, device: torch.device = CPU) -> None:

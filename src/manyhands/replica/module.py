@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,15 @@ NextLoss = Callable[[], MicroLoss]
 RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
 
 
+class BlockEnd(Protocol):
+    """Ends a block of local steps early, after the same number of steps on all ranks
+    (`launch.block_stop`)."""
+
+    def begin(self, most: int) -> None: ...
+    def ends(self, done: int) -> bool: ...
+    def over(self, done: int) -> None: ...
+
+
 class ModuleReplica:
     """Forward, backward and step of a module; fulfils all replica protocols but `Student`.
 
@@ -64,6 +74,7 @@ class ModuleReplica:
         frozen: Sequence[nn.Parameter] = (),
         on_first: Callable[[list[str]], None] = lambda unused: None,
         ended: Callable[[], bool] = lambda: False,
+        block_end: BlockEnd | None = None,
         steps_alone: bool = False,
         on_window: Callable[[ModuleReplica], None] | None = None,
         schedule_at: Callable[[], int] | None = None,
@@ -95,6 +106,7 @@ class ModuleReplica:
         self.in_block = False  # between two local steps of a strategy
         self.closing = False  # further steps only end a block; they are no steps of the run
         self._ended = ended  # whether the run is at its end
+        self._block_end = block_end  # None: blocks end early only there
         self._run_micro_batches = run_micro_batches
         self._on_window = on_window  # called after a step's last backward pass
 
@@ -144,14 +156,19 @@ class ModuleReplica:
         self.optimizer.state.clear()
 
     def steps(self, most: int) -> Iterator[int]:
+        done, early = 0, self._block_end
+        if early is not None:
+            early.begin(most)
         try:
-            for i in range(most):
-                if i and self._ended():
+            while done < most:
+                if done and (self._ended() or (early is not None and early.ends(done))):
                     return
-                yield i
-                self.in_block = True
+                yield done
+                self.in_block, done = True, done + 1
         finally:
             self.in_block = False
+            if early is not None:
+                early.over(done)
 
     def load(self, values: Tensors) -> None:
         for k, v in values.items():
