@@ -12,8 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
 import runpy
 import signal
 import sys
@@ -27,13 +25,13 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
+from manyhands.assembly.regroup.elastic_job import between_ranks, elastic_job
 from manyhands.assembly.regroup.epochs import Epochs
-from manyhands.assembly.tables import server_options
 from manyhands.assembly.trainer import task_trainer
-from manyhands.core import ElasticJob, Group, Job, Plan, ProcessInfo, Result
+from manyhands.core import Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
-from manyhands.launch.elastic_launcher import ElasticLauncher
+from manyhands.launch.elastic.elastic_launcher import ElasticLauncher
 from manyhands.launch.grace import LATE
 from manyhands.launch.lab import launcher
 from manyhands.launch.restart_budget import RestartBudget
@@ -42,7 +40,6 @@ from manyhands.launch.signals import Stop, refuse_present
 from manyhands.launch.worker import FAILED_ROUND
 from manyhands.own_loop import Run, close_joined, draw_curves, joined_runs
 from manyhands.plan import words as plan_words
-from manyhands.plan.checks import elastic_bounds
 from manyhands.plan.words import Words
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
@@ -57,7 +54,6 @@ Body = Callable[[Plan, Options], dict[str, Any]]
 RESTORES = 5  # of a run that has lost servers, where restarts= says nothing
 # every optimizer of torch loads dynamo, which takes longer than all the rest of a start
 PRELOAD = ("torch._dynamo", "manyhands.entry")
-ELASTIC_RESTARTS = 3  # of an elastic run, where restarts= says nothing
 
 _runs: list[str] = []  # of this process, by the prefix of their keys in the store
 _loading: list[str] = []  # the script whose task() is being loaded
@@ -75,9 +71,7 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     if here.started_by != "manyhands":
         refuse_present(plan.preempt_file)
     # a run that starts itself again must outlive its only rank too
-    launched = alone and (
-        plan.layout.size > 1 or whole_restarts(plan) > 0 or _between_ranks(plan)
-    )
+    launched = alone and (plan.layout.size > 1 or whole_restarts(plan) > 0 or between_ranks(plan))
     owned = _owned_directory(plan, options) if alone else contextlib.nullcontext(options)
     with owned as options:
 
@@ -129,9 +123,11 @@ def _launch(body: Body, plan: Plan, options: Options, port: int) -> dict[str, An
         elastic_job(plan, options),
         grace_s=plan.grace_s,
         preempt_file=plan.preempt_file,
+        preload=PRELOAD if between_ranks(plan) else (),
     )
+    hosts = launcher()
     try:
-        return launcher().launch(job)
+        return (ElasticLauncher(hosts) if between_ranks(plan) else hosts).launch(job)
     except LaunchError as e:
         if e.kind != LATE:
             raise
@@ -162,66 +158,6 @@ def _newest(directory: str | None) -> str:
     """The last checkpoint of a run directory; "": it has none."""
     saved = Checkpoints(Path(str(directory)) / "checkpoints").all() if directory else []
     return str(saved[-1]) if saved else ""
-
-
-def restarts_of(plan: Plan) -> int:
-    """Processes that may be started in place of dead ones, within `restart_window_s`."""
-    if not plan.respawn:
-        return 0
-    return ELASTIC_RESTARTS if plan.restarts is None else plan.restarts
-
-
-def elastic_job(plan: Plan, options: Options) -> ElasticJob | None:
-    if plan.elastic is None:
-        return None
-    least, most = elastic_bounds(plan.elastic)
-    if _between_ranks(plan):
-        return ElasticJob(
-            least,
-            restarts_of(plan),
-            0,
-            plan.timeout_s,
-            most=most,
-            inner=plan.layout.size // plan.layout.data,
-            window_s=plan.restart_window_s,
-            spares=plan.spares,
-            wait_s=plan.wait_s,
-            directory=str(options.directory),
-            needs=needs(options),
-        )
-    servers = server_options(plan, Path(str(options.directory)))
-    return ElasticJob(
-        least,
-        restarts_of(plan),
-        plan.servers,
-        plan.timeout_s,
-        servers,
-        window_s=plan.restart_window_s,
-    )
-
-
-def needs(options: Options) -> dict[str, Any]:
-    """What a process from outside must have to take part in a run, and with what it begins."""
-    script = Path(options.script) if options.script else None
-    return {
-        "version": manyhands_version(),
-        "torch": str(torch.__version__),
-        "python": ".".join(map(str, sys.version_info[:2])),
-        "words": options.words,
-        "script": options.script,
-        "digest": hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script else "",
-        "arguments": list(options.arguments),
-        "options": options.to_json(),
-    }
-
-
-def manyhands_version() -> str:
-    return importlib.metadata.version("manyhands")
-
-
-def _between_ranks(plan: Plan) -> bool:
-    """Whether ranks of an elastic run merge with each other, not over servers."""
-    return plan.elastic is not None and plan.strategy.link is Group
 
 
 @contextlib.contextmanager

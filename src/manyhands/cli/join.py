@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.assembly.rank_context import Options
-from manyhands.entry import needs, work_script
+from manyhands.assembly.regroup.elastic_job import needs
+from manyhands.entry import work_script
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
-from manyhands.launch.outside_process import birth_of
-from manyhands.launch.run_requests import Rendezvous, ask, difference, find
+from manyhands.launch.elastic.outside_process import birth_of
+from manyhands.launch.elastic.run_requests import Rendezvous, ask, difference, find
 from manyhands.launch.signals import Stop
 from manyhands.launch.worker import run_as_rank
 from manyhands.plan import words as plan_words

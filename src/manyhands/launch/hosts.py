@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import multiprocessing.connection
 import os
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -35,6 +32,16 @@ from manyhands.launch import environment, run_token, servers
 from manyhands.launch.grace import say_stopping, stopped_error
 from manyhands.launch.replacements import Replacements, run_keys
 from manyhands.launch.signals import Stop
+from manyhands.launch.worker_process import (
+    WorkerProcess,
+    ask_to_stop,
+    end,
+    is_real,
+    kill_session,
+    said_by,
+    send,
+    wait_for_an_end,
+)
 
 POLL_S = 0.5
 SETTLE_S = 0.4  # after the first failure: for the report of the rank that caused it to arrive
@@ -75,16 +82,6 @@ def assign_ranks(size: int, hosts: Sequence[Host]) -> list[HostedRank]:
     return found
 
 
-@dataclass
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    tail: list[str]
-    pump: threading.Thread | None
-    ended_by_us: bool = False
-    handle: int | None = None  # pidfd, where the system has such: readable at its end
-
-
 class HostsLauncher:
     """Launcher of jobs on `hosts`. `address` is an address of this machine that all hosts reach;
     the rendezvous listens only there."""
@@ -95,7 +92,7 @@ class HostsLauncher:
     def launch(self, job: Job) -> dict[str, Any]:
         store = self._rendezvous(job.port)
         token = run_token.of_environment() or secrets.token_hex(32)
-        workers: list[_Worker] = []
+        workers: list[WorkerProcess] = []
         keys = dist.PrefixStore(environment.PREFIX, store)
         hosted = assign_ranks(job.size, self.hosts)
         with Stop(preempt_file=job.preempt_file) as stop, contextlib.ExitStack() as stack:
@@ -103,35 +100,35 @@ class HostsLauncher:
             if job.elastic is not None:
                 served, variables = self._serve(job, store, token, stack)
 
-            def start(rank: int, starts: int = 0) -> _Worker:
+            def start(rank: int, starts: int = 0) -> WorkerProcess:
                 more = {**variables, environment.STARTS: str(starts)} if variables else {}
                 return self._start(hosted[rank], job, store.port, token, more)
 
-            def restart(rank: int, starts: int) -> _Worker:
+            def restart(rank: int, starts: int) -> WorkerProcess:
                 worker = start(rank, starts)
-                _send(worker.process, job.payload)
+                send(worker.process, job.payload)
                 return worker
 
-            said = lambda rank: _said(keys, f"error/{rank}", token)
+            said = lambda rank: said_by(keys, f"error/{rank}", token)
             replacements = None
             if job.elastic is not None:
                 replacements = Replacements(job.elastic, restart, said, run_keys(store), token)
             try:
                 workers += [start(rank) for rank in range(job.size)]
                 for w in workers:
-                    _send(w.process, job.payload)
+                    send(w.process, job.payload)
                 late = self._watch(workers, stop, replacements, job.grace_s)
             finally:
                 fate = served.fate() if served else ""
-                _end(workers + (replacements.lost if replacements else []))
+                end(workers + (replacements.lost if replacements else []))
         if replacements and replacements.failure:
             raise LaunchError(replacements.failure)
         if late:
             raise stopped_error(stop, late, job.grace_s, store)
         if not (replacements and any(w.process.returncode == 0 for w in workers)):
             self._raise_cause(workers, keys, stop, token, fate)
-        told = [_said(keys, f"result/{w.rank}", token) for w in workers if replacements]
-        result = next(filter(None, told), None) or _said(keys, "result", token) or {}
+        told = [said_by(keys, f"result/{w.rank}", token) for w in workers if replacements]
+        result = next(filter(None, told), None) or said_by(keys, "result", token) or {}
         asked = {"stopped": stop.requested, "stopped_by": stop.notice}
         return {**result, **asked} if stop.requested and result else result
 
@@ -186,10 +183,10 @@ class HostsLauncher:
 
     def _start(
         self, hosted: HostedRank, job: Job, port: int, token: str, more: Mapping[str, str]
-    ) -> _Worker:
+    ) -> WorkerProcess:
         rank, host = hosted.rank, hosted.host
         env = self._environment(hosted, job, port, token, more)
-        ours = rank == 0 and _is_real(sys.stdout) and more.get(environment.MEMBER) in (None, "0")
+        ours = rank == 0 and is_real(sys.stdout) and more.get(environment.MEMBER) in (None, "0")
         process = subprocess.Popen(
             [*host.enter, sys.executable, "-m", "manyhands.launch.worker"],
             stdin=subprocess.PIPE,
@@ -199,13 +196,13 @@ class HostsLauncher:
             start_new_session=True,
         )
         tail: list[str] = []
-        pump = None
+        reader = None
         if process.stdout is not None:
-            pump = threading.Thread(target=lambda: _pump(worker), daemon=True)
+            reader = threading.Thread(target=lambda: pump(worker), daemon=True)
         handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
-        worker = _Worker(rank, process, tail, pump, handle=handle)
-        if pump is not None:
-            pump.start()
+        worker = WorkerProcess(rank, process, tail, reader, handle=handle)
+        if reader is not None:
+            reader.start()
         return worker
 
     def _environment(
@@ -234,7 +231,7 @@ class HostsLauncher:
         return env
 
     def _watch(
-        self, workers: list[_Worker], stop: Stop, lost: Replacements | None, grace_s: float
+        self, workers: list[WorkerProcess], stop: Stop, lost: Replacements | None, grace_s: float
     ) -> list[int]:
         """Returns when all have ended or one has failed; or, with those that have not, when they
         had their time to stop."""
@@ -244,38 +241,38 @@ class HostsLauncher:
                 lost.start_due(workers)
             dead = any(w.process.poll() not in (None, 0) for w in workers)
             for w in lost.superfluous(workers) if lost else ():
-                _kill_session(w.process.pid)
+                kill_session(w.process.pid)
                 w.process.wait()
             if lost and dead:
                 if lost.replace(workers, stopping=forwarded > 0):
                     continue
                 if lost.failure and not forwarded:  # too few are left: these save, and stop
-                    forwarded = _ask_to_stop(workers)
+                    forwarded = ask_to_stop(workers)
                     continue
             if dead:
                 deadline = time.monotonic() + SETTLE_S
                 while time.monotonic() < deadline and any(
                     w.process.poll() is None for w in workers
                 ):
-                    _wait_for_an_end(workers, POLL_S)
+                    wait_for_an_end(workers, POLL_S)
                 return []
             if stop.requested and not forwarded:
                 say_stopping(stop, grace_s)
-                forwarded = _ask_to_stop(workers)
+                forwarded = ask_to_stop(workers)
             if forwarded and time.monotonic() - forwarded > grace_s:
                 return [w.rank for w in workers if w.process.poll() is None] * bool(stop.requested)
-            _wait_for_an_end(workers, POLL_S)
+            wait_for_an_end(workers, POLL_S)
         return []
 
     def _raise_cause(
-        self, workers: list[_Worker], store: dist.Store, stop: Stop, token: str, fate: str
+        self, workers: list[WorkerProcess], store: dist.Store, stop: Stop, token: str, fate: str
     ) -> None:
         """`fate`: of servers that the launcher had started, and that are gone."""
         by_rank = {w.rank: w for w in workers}
         codes = {w.rank: w.process.returncode for w in workers}
         reports = {}
         for w in workers:
-            if (said := _said(store, f"error/{w.rank}", token)) is not None:
+            if (said := said_by(store, f"error/{w.rank}", token)) is not None:
                 reports[w.rank] = said
         killed = {
             w.rank: -codes[w.rank] for w in workers if codes[w.rank] < 0 and not w.ended_by_us
@@ -329,85 +326,5 @@ class HostsLauncher:
             raise LaunchError(text, 1, reports[rank]["kind"], reports[rank].get("round"))
 
 
-def _said(store: dist.Store, key: str, token: str) -> dict[str, Any] | None:
-    """What a rank of this run has put into the store; None: nothing, or somebody else did."""
-    value = run_token.verify(token, key, bytes(store.get(key))) if store.check([key]) else None
-    return None if value is None else dict(json.loads(value))
-
-
-def _wait_for_an_end(workers: list[_Worker], timeout_s: float) -> None:
-    """Sleep until a worker ends, a signal comes or the time is over; polling would take a core from
-    the workers."""
-    handles = [w.handle for w in workers if w.handle is not None and w.process.returncode is None]
-    if handles:
-        multiprocessing.connection.wait(handles, timeout_s)
-    else:
-        time.sleep(min(timeout_s, 0.05))
-
-
-def _ask_to_stop(workers: list[_Worker]) -> float:
-    """Returns when that was."""
-    for w in workers:
-        w.process.send_signal(signal.SIGTERM)
-    return time.monotonic()
-
-
 def _attributed(rank: int, size: int, text: str) -> str:
     return text.rstrip() if size == 1 else f"rank {rank} failed:\n{text.rstrip()}"
-
-
-def _send(
-    process: subprocess.Popen[bytes], payload: bytes, variables: Mapping[str, str] | None = None
-) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died while starting: `_watch` will notice
-        for part in (json.dumps(dict(variables or {})).encode(), payload):
-            process.stdin.write(struct.pack("<Q", len(part)))
-            process.stdin.write(part)
-        process.stdin.flush()  # stays open: the worker ends when this pipe does
-
-
-def _end(workers: list[_Worker]) -> None:
-    for w in workers:
-        if w.process.poll() is None:
-            w.ended_by_us = True
-        _kill_session(w.process.pid)
-    for w in workers:
-        w.process.wait()
-        if w.process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                w.process.stdin.close()
-        if w.handle is not None:
-            os.close(w.handle)
-            w.handle = None
-        if w.pump is not None:
-            w.pump.join(timeout=2.0)
-    if workers and _is_real(sys.stdout) and sys.stdout.isatty():
-        # a progress display that was killed may have hidden the cursor
-        print("\x1b[?25h", end="", flush=True)
-
-
-def _kill_session(pid: int) -> None:
-    """Kill the worker and what it started (data loaders), also if the worker itself has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _pump(worker: _Worker) -> None:
-    assert worker.process.stdout is not None
-    for raw in worker.process.stdout:
-        line = raw.decode(errors="replace")
-        worker.tail.append(line)
-        del worker.tail[:-50]
-        # the rank as it is now: in an elastic run it may become another
-        prefix = f"[rank{worker.rank}]: " if worker.rank else ""
-        print(f"{prefix}{line}", end="", flush=True)
-
-
-def _is_real(stream: Any) -> bool:
-    """Whether children that inherit our standard output write to `stream` (not so in a
-    notebook)."""
-    try:
-        return bool(stream.fileno() == 1)
-    except (AttributeError, OSError, ValueError):
-        return False

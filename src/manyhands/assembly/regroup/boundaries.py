@@ -13,7 +13,7 @@ from typing import Any
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.regroup.handover import copy_to_next
 from manyhands.assembly.regroup.rank_copy import RankCopy
-from manyhands.launch.epoch_follower import EpochFollower
+from manyhands.launch.elastic.epoch_follower import EpochFollower
 from manyhands.membership.rank_epochs import RankEpoch
 from manyhands.recover.kept_rounds import KeptRounds
 from manyhands.train import Trainer

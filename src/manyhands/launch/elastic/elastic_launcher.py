@@ -21,33 +21,33 @@ import torch.distributed as dist
 
 from manyhands import membership
 from manyhands.core import ElasticJob, Job
-from manyhands.errors import LaunchError, PeerLost
+from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token
-from manyhands.launch.admission import Admission
-from manyhands.launch.hosts import (
-    HERE,
-    HostsLauncher,
-    _ask_to_stop,
-    _end,
-    _kill_session,
-    _said,
-    _send,
-    _wait_for_an_end,
-    _Worker,
-    assign_ranks,
-)
-from manyhands.launch.liveness import Liveness
-from manyhands.launch.outside_process import OutsideProcess
+from manyhands.launch.elastic.admission import Admission
+from manyhands.launch.elastic.liveness import Liveness
+from manyhands.launch.elastic.outside_process import OutsideProcess
+from manyhands.launch.elastic.replacement import Replacement
+from manyhands.launch.elastic.roster import Roster
+from manyhands.launch.elastic.run_requests import Rendezvous, RequestDesk, left_in
+from manyhands.launch.grace import say_stopping, stopped_error
+from manyhands.launch.hosts import HERE, HostsLauncher, assign_ranks
 from manyhands.launch.replacements import run_keys
-from manyhands.launch.roster import Roster
-from manyhands.launch.run_requests import Rendezvous, RequestDesk, left_in
+from manyhands.launch.restart_budget import RestartBudget
 from manyhands.launch.signals import Stop
+from manyhands.launch.worker_process import (
+    WorkerProcess,
+    ask_to_stop,
+    end,
+    kill_session,
+    said_by,
+    send,
+    wait_for_an_end,
+)
 
 LOOK_S = 0.03
 SLOW_LOOK_S = 0.5  # for what is not urgent: heartbeats, requests
 END_S = 20.0  # for the others to end, when the first has done everything
 MOST_BROKEN = 20  # connections that break without a loss, over a run
-VICTIMS = (PeerLost.__name__,)
 # variables by which one rank differs from another
 CHANGING = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment.MEMBER)
 
@@ -62,7 +62,10 @@ class ElasticLauncher:
         assert job.elastic is not None
         store = self.hosts._rendezvous(job.port)
         token = run_token.of_environment() or secrets.token_hex(32)
-        with Stop() as stop, membership.open(Path(job.elastic.directory), "ranks") as keeper:
+        with (
+            Stop(preempt_file=job.preempt_file) as stop,
+            membership.open(Path(job.elastic.directory), "ranks") as keeper,
+        ):
             keeper.claim("launcher")
             run = ElasticRun(self.hosts, job, job.elastic, store, token, keeper, stop)
             folder = Path(job.elastic.directory)
@@ -71,7 +74,7 @@ class ElasticLauncher:
                 with left_in(folder, there):
                     run.watch()
             finally:
-                _end(run.processes())
+                end(run.processes())
         return run.result()
 
 
@@ -95,16 +98,16 @@ class ElasticRun:
         inner = elastic.inner
         self.roster = Roster(elastic.least, elastic.most, job.size // inner, inner, elastic.spares)
         self._hosted = assign_ranks(elastic.most * inner, hosts.hosts)
-        self._used_seats: set[int] = set()  # for which a process was started before
-        self.workers: dict[int, _Worker] = {}  # by member, while they live
-        self.ended: list[_Worker] = []
+        self.workers: dict[int, WorkerProcess] = {}  # by member, while they live
+        self.ended: list[WorkerProcess] = []
         self.finished: list[int] = []  # members that have done everything
+        self.late: list[int] = []  # members that had not saved when the time was over
         self.failure: LaunchError | None = None
-        self._replaced: list[float] = []  # when processes were started in place of others
-        self._initial = job.size + elastic.spares  # processes of the first start
+        budget = RestartBudget(elastic.respawns, elastic.window_s, first_s=0.0)
+        self._replacement = Replacement(budget)
         self._broken = 0  # times that connections broke
         self._desk = RequestDesk(self._keys, token)
-        self._standby: _Worker | None = None
+        self._standby: WorkerProcess | None = None
         self._standbys = 1
         self._few: LaunchError | None = None  # how the run ends, where too few are left
         self._loss = False  # since the last epoch
@@ -112,10 +115,10 @@ class ElasticRun:
         self._stopping = 0.0
         self._over: float | None = None
         self._liveness = Liveness(self._keys, elastic.lease_s)
-        self._admission = Admission(self.roster, elastic.needs, self._used_seats, self._admit)
+        self._admission = Admission(self.roster, elastic.needs, self._admit)
         self._looked = 0.0
 
-    def processes(self) -> list[_Worker]:
+    def processes(self) -> list[WorkerProcess]:
         """All that this launcher has started, and must not leave behind."""
         standby = [] if self._standby is None else [self._standby]
         found = [*self.workers.values(), *self.ended, *standby]
@@ -145,12 +148,13 @@ class ElasticRun:
                 return
             if not self._stopping and self._over is None:
                 self._keep_standby()
-            _wait_for_an_end(list(self.workers.values()), LOOK_S)
+            wait_for_an_end(list(self.workers.values()), LOOK_S)
 
     def _ends(self) -> bool:
         """Whether what is still running need not be waited for."""
         now = time.monotonic()
         if self._stopping and now - self._stopping > self.job.grace_s:
+            self.late = list(self.workers)
             return True
         epoch = self.roster.epoch
         active = [m for m in self.workers if epoch is not None and m in epoch.members]
@@ -163,42 +167,21 @@ class ElasticRun:
         if self._stopping or self._over is not None or self.failure is not None:
             return
         for seat in self.roster.missing():
-            if self._initial > 0:
-                self._initial -= 1
-            elif seat is not None and seat in self._grown():
-                pass  # asked for by `manyhands scale`
-            elif not self._may_replace():
-                if seat is not None:
-                    self.roster.given_up.add(seat)
-                continue
-            self._start(seat)
-
-    def _grown(self) -> set[int]:
-        seats = range(self.roster.want * self.roster.inner)
-        return {s for s in seats if s not in self._used_seats}
-
-    def _may_replace(self) -> bool:
-        now = time.monotonic()
-        within = [t for t in self._replaced if now - t < self.elastic.window_s]
-        if len(within) >= self.elastic.respawns:
-            return False
-        self._replaced = [*within, now]
-        return True
+            if self._replacement.may_start(seat):
+                self._start(seat)
 
     def _start(self, seat: int | None) -> None:
         member = self.roster.add(seat)
-        if seat is not None:
-            self._used_seats.add(seat)
         hosted = self._hosted[seat if seat is not None else len(self._hosted) - 1]
         more = self._variables(member)
         if self._standby is not None and hosted.host is HERE:
             worker, self._standby = self._standby, None
             env = self.hosts._environment(hosted, self.job, self._store.port, self._token, more)
             changed = {k: v for k, v in env.items() if k in CHANGING}
-            _send(worker.process, self.job.payload, changed)
+            send(worker.process, self.job.payload, changed)
         else:
             worker = self.hosts._start(hosted, self.job, self._store.port, self._token, more)
-            _send(worker.process, self.job.payload)
+            send(worker.process, self.job.payload)
         self.workers[member] = worker
 
     def _keep_standby(self) -> None:
@@ -244,26 +227,24 @@ class ElasticRun:
     def _has_result(self, member: int) -> bool:
         return bool(self._reports.check([f"result/{member}"]))
 
-    def _lose(self, member: int, worker: _Worker, code: int) -> None:
-        said = _said(self._reports, f"error/{member}", self._token)
-        epoch = self.roster.epoch
-        rank = self._rank(member)
+    def _lose(self, member: int, worker: WorkerProcess, code: int) -> None:
+        said = said_by(self._reports, f"error/{member}", self._token)
+        epoch, rank = self.roster.epoch, self._rank(member)
         who = f"rank {rank}" if rank is not None else f"process {member}"
         fate = f"{who} (pid {worker.process.pid}) {_fate(code, said, worker.tail)}"
         seat = self.roster.lost(member, fate)
-        at_work = epoch is not None and member in epoch.members
-        if said is not None and said["kind"] not in VICTIMS and (at_work or epoch is None):
-            self.failure = LaunchError(
-                f"{who} failed:\n{said['text'].rstrip()}", 2 if said["ours"] else 1, said["kind"]
-            )
+        self._loss = self._loss or rank is not None
+        if self._stopping:
             return
-        self._loss = self._loss or at_work
-        if not self._stopping:
-            left = self.roster.replicas()
-            _say(f"{fate}; {left} replica{'s' * (left != 1)} at work")
-        if seat is not None and said is not None and not at_work:
-            self.roster.given_up.add(seat)  # what it reported would be met again
-            _say(f"no further process is started for it: {_last_line(said)}")
+        answer = self._replacement.lost(seat, said, epoch is not None)
+        if isinstance(answer, LaunchError):
+            self.failure = LaunchError(f"{who} failed:\n{answer}", answer.exit_code, answer.kind)
+            return
+        if answer and seat is not None:
+            self.roster.given_up.add(seat)
+        left = self.roster.replicas()
+        alone = f"; no other takes its place: {answer}" if answer else ""
+        _say(f"{fate}; {left} replica{'s' * (left != 1)} at work{alone}")
 
     def _rank(self, member: int) -> int | None:
         epoch = self.roster.epoch
@@ -350,7 +331,7 @@ class ElasticRun:
         pid, here = int(asked["pid"]), asked["machine"] == environment.process_info().machine
         process: Any = OutsideProcess(pid, here, asked["born"])
         handle = os.pidfd_open(pid) if here and hasattr(os, "pidfd_open") else None
-        self.workers[member] = _Worker(member, process, [], None, handle=handle)
+        self.workers[member] = WorkerProcess(member, process, [], None, handle=handle)
 
     def _kill(self, member: int, why: str) -> None:
         worker = self.workers[member]
@@ -361,16 +342,14 @@ class ElasticRun:
     def _forward_stop(self) -> None:
         if not self.stop.requested or self._stopping:
             return
-        print(
-            "\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True
-        )
+        say_stopping(self.stop, self.job.grace_s)
         epoch = self.roster.epoch
         working = [w for m, w in self.workers.items() if epoch and m in epoch.members]
         for member, worker in self.workers.items():
             if worker not in working:
                 _end_process(worker)
                 self.roster.lost(member, "")
-        self._stopping = _ask_to_stop(working)
+        self._stopping = ask_to_stop(working)
 
     def result(self) -> dict[str, Any]:
         """What the run returned, or the error that ended it."""
@@ -378,23 +357,26 @@ class ElasticRun:
             raise self.failure
         if self._few is not None:
             raise self._few
-        told = (_said(self._reports, f"result/{m}", self._token) for m in self.finished)
+        told = (said_by(self._reports, f"result/{m}", self._token) for m in self.finished)
         result = next(filter(None, told), None)
         if result is None and self.stop.requested:
-            name = signal.Signals(self.stop.requested).name
-            raise LaunchError(f"stopped by {name}", 128 + self.stop.requested)
+            late = [m for m in self.late if self._rank(m) is not None]
+            ranks = [self._rank(m) or 0 for m in late]
+            raise stopped_error(self.stop, ranks, self.job.grace_s, self._store)
         if result is None:
             why = self.roster.why or "no process has finished the run"
             raise LaunchError(f"{why}; go on from the last checkpoint with --resume")
-        return {**result, "stopped": self.stop.requested} if self.stop.requested else result
+        if not self.stop.requested:
+            return result
+        return {**result, "stopped": self.stop.requested, "stopped_by": self.stop.notice}
 
 
-def _end_process(worker: _Worker) -> None:
+def _end_process(worker: WorkerProcess) -> None:
     process: Any = worker.process
     if isinstance(process, OutsideProcess):
         process.give_up()
     else:
-        _kill_session(process.pid)
+        kill_session(process.pid)
 
 
 def _fate(code: int, said: dict[str, Any] | None, tail: list[str]) -> str:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.launch.roster import Roster
-from manyhands.launch.run_requests import difference
+from manyhands.launch.elastic.roster import Roster
+from manyhands.launch.elastic.run_requests import difference
 
 
 class Admission:
@@ -17,10 +17,9 @@ class Admission:
         self,
         roster: Roster,
         needs: dict[str, Any],
-        used_seats: set[int],
         admit: Callable[[int, dict[str, Any]], None],
     ):
-        self._roster, self._needs, self._used, self._admit = roster, needs, used_seats, admit
+        self._roster, self._needs, self._admit = roster, needs, admit
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked.get("verb") == "scale":
@@ -57,7 +56,6 @@ class Admission:
             coming = len(roster.free) + sum(s is None for s in roster.starting.values())
             if coming - roster.spares >= roster.inner:
                 roster.want += 1
-                self._used.update(range(roster.want * roster.inner))
         self._admit(member, asked)
         who = f"process {asked['pid']} of {asked['host']}"
         print(f"manyhands: {who} joins from outside", file=sys.stderr, flush=True)
