@@ -38,6 +38,7 @@ from manyhands.launch.worker_process import (
     end,
     is_real,
     kill_session,
+    pump,
     said_by,
     send,
     wait_for_an_end,
