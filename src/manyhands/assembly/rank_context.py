@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.assembly.connect import axis_group, choose_device, connect
+from manyhands.assembly.culprits.watcher import Watcher
 from manyhands.core import (
     Event,
     Layout,
@@ -94,6 +95,7 @@ class RankContext:
     # how servers that this rank had started have ended; "": none has
     server_failures: Callable[[], str] = str
     replaces: bool = False  # this process took the place of one that died
+    watcher: Watcher | None = None  # of a run with more than one process
     _plan_text: str = ""
     _gather: Gather | None = None
     _shown: list[Sink] = field(default_factory=list)  # where it reports in rank 0's place
@@ -296,7 +298,7 @@ def open_rank_context(
             recorder.emit(Event(time.time() - seconds, 0, group.round, name, seconds, nbytes, text))
 
     checkpoints = Checkpoints(path / "checkpoints", plan.keep, plan.best, report)
-    return RankContext(
+    context = RankContext(
         process,
         plan,
         options,
@@ -310,6 +312,10 @@ def open_rank_context(
         owner,
         group_name,
     )
+    if process.size > 1:
+        context.watcher = Watcher(context)
+        context.to_close.append(context.watcher.close)
+    return context
 
 
 # -- run directory and sinks --
