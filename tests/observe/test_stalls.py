@@ -78,6 +78,15 @@ def test_a_stopped_rank_is_named_in_any_phase_and_only_those_held_up_wait_for_it
     assert found.endswith("rank 0 waits for it in all_reduce #1560")
 
 
+def test_a_rank_silent_since_its_start_is_named_once_others_have_had_rounds() -> None:
+    silent = sighting(
+        1, call="", doing="start-up", in_rounds=False, allowed_s=LONG_S, age_s=9.0, state="R"
+    )
+    assert "holds the GIL" in text(sighting(0), silent)
+    starting = sighting(0, in_rounds=False, allowed_s=LONG_S)
+    assert stall(starting, silent) is None
+
+
 def test_a_process_that_is_gone_is_no_stall_where_the_others_go_on() -> None:
     gone = sighting(1, age_s=60.0, state="gone")
     assert stall(sighting(0, stuck_s=0.1), gone) is None

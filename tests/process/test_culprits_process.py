@@ -43,7 +43,7 @@ def wait_for_nothing():
 
 def hold_the_gil():
     while Path(f"gil-{RANK}").exists():
-        ctypes.PyDLL(None).usleep(500_000)
+        ctypes.PyDLL(None).usleep(5_000_000)
 
 class Mark(mh.Callback):
     def on_round(self, run, round, loss):
@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_named_in_time_and_the_run_goes_on_when_it_wakes(
 WHERE = {
     "compute": ("is in compute", "in wait_for_nothing"),
     "load": ("is in data loading", "in __getitem__"),
-    "gil": ("holds the GIL", "in hold_the_gil"),
+    "gil": ("hold the GIL", "in hold_the_gil"),
 }
 
 

@@ -103,10 +103,11 @@ class IndexedBatches:
         self._steps = split.steps_from(at) if claims is None else claims.claimed_samples()
         self._step: StepSamples | None = None
         self._micro, self.loading = 0, False
+        self.drawn = at.steps  # the number of the first step that was not asked for yet
         self._prefetched: Iterator[Any] | None = None
         # loader processes need to know the steps beforehand: claimed steps cannot be prefetched
         if isinstance(source, DatasetSource) and source.loaders and claims is None:
-            self._prefetched = source.prefetch(_wanted(split.steps_from(at), order))
+            self._prefetched = source.prefetch(_wanted(self._early(split.steps_from(at)), order))
 
     @property
     def position(self) -> Position:
@@ -154,7 +155,14 @@ class IndexedBatches:
         """How many samples the next micro-batch has, and whether it is the step's last."""
         if self._step is None or self._micro == len(self._step.micros):
             self._step, self._micro = next(self._steps), 0
+            self.drawn = max(self.drawn, self._step.position.steps + 1)
         return len(self._step.micros[self._micro]), self._micro + 1 == len(self._step.micros)
+
+    def _early(self, steps: Iterator[StepSamples]) -> Iterator[StepSamples]:
+        """Steps as loader processes ask for them."""
+        for step in steps:
+            self.drawn = max(self.drawn, step.position.steps + 1)
+            yield step
 
     def next_indices(self) -> Tensor:
         self.peek()

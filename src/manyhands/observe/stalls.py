@@ -44,6 +44,10 @@ def diagnose(seen: Mapping[int, Sighting], limit_s: float, stale_s: float) -> St
     live = {r: s for r, s in seen.items() if not s.beat.ended}
     late = [r for r, s in live.items() if _is_late(s, limit_s)]
     stale = [r for r, s in live.items() if s.age_s > stale_s]
+    if any(r not in stale and live[r].beat.in_rounds for r in late):
+        # the first round is over: a last heartbeat from before it excuses nobody
+        first = [r for r in stale if live[r].beat.doing == "start-up" and r not in late]
+        late += [r for r in first if live[r].age_s > limit_s]
     # a process that is gone is its launcher's business, unless others wait for it
     if not any(live[r].state not in ("gone", "Z") for r in late):
         return None

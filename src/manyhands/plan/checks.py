@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.core import Layout, Plan, Store, Strategy
 from manyhands.errors import PlanError
 from manyhands.exchange import compression
+from manyhands.plan.culprit_checks import check_culprits
 
 LEAST_MEMORY_BYTES = 1 << 20
 AXES = {f.name: int for f in dataclasses.fields(Layout)}
@@ -74,6 +75,7 @@ def check(plan: Plan) -> None:
             _check_strategy(plan, word, strategy)
     _check_devices(plan)
     _check_elastic(plan)
+    check_culprits(plan)
 
 
 def elastic_bounds(elastic: str) -> tuple[int, int]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from manyhands.assembly.culprits.balance import Balance
 from manyhands.assembly.data import Feed
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
+from manyhands.data.batches import IndexedBatches
 from manyhands.task import Callback
 
 
@@ -22,7 +24,10 @@ def watching(context: RankContext, spec: TrainingSpec, feed: Feed) -> tuple[Call
     context.watcher.own.batches = feed.batches
     # a loop of the user's may evaluate, draw or write among its steps
     context.watcher.own.patient = context.plan.compile or spec.task is None
-    return (RoundMarks(context),)
+    if feed.shares is None:
+        return (RoundMarks(context),)
+    assert isinstance(feed.indexed, IndexedBatches)
+    return RoundMarks(context), Balance(context, feed.shares, feed.indexed)
 
 
 class RoundMarks(Callback):

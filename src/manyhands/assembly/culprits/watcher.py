@@ -20,18 +20,25 @@ import msgspec
 import torch.distributed as dist
 
 from manyhands.assembly.culprits.own_heartbeat import OwnHeartbeat
-from manyhands.core import Event
+from manyhands.core import Event, Layout, Store
 from manyhands.launch import process_state, replacements
 from manyhands.observe import stalls
 from manyhands.observe.events import say
 from manyhands.observe.heartbeats import LONG_S, Heartbeat, Sighting
 from manyhands.observe.stalls import Stall
+from manyhands.observe.stragglers import Stragglers, caused
 
 if TYPE_CHECKING:
     from manyhands.assembly.rank_context import RankContext
 
 BEAT_S = 1.0
 STORE_S = 5.0  # for the store to answer
+SHARES_S = 10.0  # between two events that say whose fault the waiting is
+REMEDIES = {
+    "report": "straggler=rebalance gives it smaller batches",
+    "rebalance": "its batches are made smaller",
+    "exclude": "the run goes on without it",
+}
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Heartbeat).decode
 
@@ -50,6 +57,10 @@ class Watcher:
         self._seen: dict[int, tuple[Heartbeat, float]] = {}  # and when it was new to us
         self._stall: Stall | None = None
         self._stalled_s = 0.0
+        in_step = plan.strategy.link is not Store
+        # stages of a pipeline and slices of a tensor need not be alike
+        self._alike = [(ranks, Stragglers(in_step)) for ranks in _same_work(plan.layout)]
+        self._remedy, self._shared = REMEDIES[plan.straggler], time.monotonic()
         self._started = self._beaten = self._woken = time.monotonic()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -136,19 +147,34 @@ class Watcher:
         self._read(range(self._size))
         seen = self._sightings(now)
         stall = stalls.diagnose(seen, self._limit_s, self._stale_s)
-        before, self._stall = self._stall, stall
-        if stall is None and before is not None:
-            self._say("stall over", stalls.over(before, seen, now - self._stalled_s))
         if stall is None:
-            return
-        if before is None:
+            if self._stall is not None:
+                self._say("stall over", stalls.over(self._stall, seen, now - self._stalled_s))
+            self._stall = None
+            return self._compare(now, seen)
+        known = () if self._stall is None else self._stall.culprits
+        new = [r for r in stall.culprits if r not in known]
+        if self._stall is None or new:
             self._stalled_s = now - stall.stuck_s
-        new = sorted(set(stall.culprits) - set(before.culprits if before else ()))
-        if before is None or new:
             stacks = [self._stack_of(seen[r]) for r in stall.culprits]
             self._say("stalled", "\n".join([stall.text, *filter(None, stacks)]), stall.stuck_s)
             if self._context.plan.hang == "exclude" and stall.held_up:
                 self._exclude(new)
+        self._stall = stall
+
+    def _compare(self, now: float, seen: dict[int, Sighting]) -> None:
+        """Report stragglers, and now and then whose fault the waiting is."""
+        for ranks, stragglers in self._alike:
+            beats = [seen[r].beat for r in ranks if r in seen and seen[r].age_s <= self._stale_s]
+            for found in stragglers.look(now, [b for b in beats if not b.ended]):
+                self._say("straggler", f"{found.text}; {self._remedy}", found.seconds)
+                if self._context.plan.straggler == "exclude":
+                    self._exclude([found.beat.rank])
+            if now - self._shared >= SHARES_S and stragglers.in_step:
+                shares = caused({b.rank: b.own_s for b in beats if b.rounds})
+                self._emit("waiting", {str(r): s for r, s in shares.items() if s >= 0.01})
+        if now - self._shared >= SHARES_S:
+            self._shared = now
 
     def _stack_of(self, s: Sighting) -> str:
         """Of a rank that cannot say it itself; "": it has, or cannot be asked."""
@@ -164,9 +190,22 @@ class Watcher:
             replacements.tell(self._connected(), f"hung/{r}", pid)
 
     def _say(self, name: str, text: str, seconds: float = 0.0) -> None:
-        context = self._context
-        event = Event(time.time(), self._rank, context.group.round, name, seconds, value=text)
-        context.recorder.emit(event)
-        context.recorder.flush()
-        if not context.leads:  # only the first rank shows its events
+        self._emit(name, text, seconds)
+        self._context.recorder.flush()
+        if not self._context.leads:  # only the first rank shows its events
             say(text)
+
+    def _emit(self, name: str, value: str | dict[str, float], seconds: float = 0.0) -> None:
+        round = self._context.group.round
+        if value:
+            event = Event(time.time(), self._rank, round, name, seconds, value=value)
+            self._context.recorder.emit(event)
+
+
+def _same_work(layout: Layout) -> list[list[int]]:
+    """Ranks that compute the same on different batches, group by group."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for r in range(layout.size):
+        where = layout.coordinates(r)
+        found.setdefault((where["pipe"], where["tensor"]), []).append(r)
+    return [ranks for ranks in found.values() if len(ranks) > 1]
