@@ -136,3 +136,29 @@ def test_a_blocked_rank_is_named_with_what_it_is_in_and_its_stack(
         assert text.splitlines()[0] in running.out  # rank 0 shows it
         block.unlink()
         until_said(running, "stall over")
+
+
+SLOW = """
+import os, time
+import torch, manyhands as mh
+from torch import nn
+
+def step(model, batch):
+    time.sleep((0.004 if os.environ["RANK"] == "1" else 0.001) * len(batch[0]))
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def task():
+    x = torch.randn(1024, 4)
+    return mh.Task(model=nn.Linear(4, 2), step=step, train=(x, (x.sum(1) > 0).long()), batch=16,
+                   epochs=10**9, optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+"""
+
+
+def test_a_rank_that_is_slow_gets_fewer_samples(tmp_path: Path) -> None:
+    with job(tmp_path, SLOW, "data=3", "straggler=rebalance") as running:
+        running.until(lambda: len(events(tmp_path, "rebalance")) > 0, "shares by speed")
+        shares = events(tmp_path, "rebalance")[0].value
+        assert isinstance(shares, dict) and sum(shares.values()) == 3 * 16
+        assert shares["1"] <= 10 < 16 < min(shares["0"], shares["2"])
+        before = _rounds(tmp_path)
+        running.until(lambda: _rounds(tmp_path) > before + 10, "rounds with these shares")

@@ -8,6 +8,7 @@ sends the signal and reads the file through /proc. Linux only; elsewhere nothing
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import time
@@ -30,22 +31,16 @@ def state(pid: int) -> str:
         return ""
 
 
+@functools.cache
 def register_dump() -> int:
     """From now on `DUMP` writes this process's stack into the file of the number returned; -1: the
-    signal is taken, or this system has no such files."""
+    signal is taken, or this system has no such files. Once a process, and for its whole life: a
+    signal that came after its handler is gone would end the process."""
     if not hasattr(os, "memfd_create") or signal.getsignal(DUMP) is not signal.SIG_DFL:
         return -1
     file = os.memfd_create("stack")
     faulthandler.register(DUMP, file=file, all_threads=False)
     return file
-
-
-def end_dump(file: int) -> None:
-    if file >= 0:
-        # a signal may still be on its way: it must not end the process, as by default it would
-        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP})
-        faulthandler.unregister(DUMP)
-        os.close(file)
 
 
 def dumped_stack(pid: int, rank: int, file: int) -> list[str]:

@@ -50,7 +50,7 @@ class Balance(Callback):
         self._context, self._shares, self._batches = context, shares, batches
         self._weights = [1.0] * context.data_parallel_size
         self._next: int | None = None
-        self._mark = (0, 0.0, time.perf_counter())
+        self._mark = (0, 0.0, 0.0)
 
     def on_round(self, run: Any, round: int, loss: Tensor) -> None:
         if self._next is None:
@@ -60,15 +60,15 @@ class Balance(Callback):
 
     def _look(self, round: int) -> None:
         context, activity = self._context, self._context.group.activity
-        rounds, own_s, since = self._mark
-        self._mark = activity.rounds, activity.rounds_s - activity.waited_s, time.perf_counter()
-        done = self._mark[0] - rounds
+        before = self._mark
+        self._mark = activity.rounds, activity.rounds_s, activity.waited_s
+        rounds, seconds, waited = (now - then for now, then in zip(self._mark, before, strict=True))
         told = torch.zeros(context.data_parallel_size + 2, dtype=torch.float64)
-        if done:
-            told[context.data_parallel_rank] = (self._mark[1] - own_s) / done
+        if rounds:
+            told[context.data_parallel_rank] = (seconds - waited) / rounds
         told[-2] = self._batches.drawn
         if context.rank == 0:
-            told[-1] = max(1, min(10_000, int(EVERY_S * done / (self._mark[2] - since))))
+            told[-1] = max(1, min(10_000, int(EVERY_S * rounds / max(seconds, 1e-9))))
         told = told.to(context.device)
         context.group.all_reduce({"balance": told}, op="max").wait()
         *own, step, interval = told.tolist()

@@ -69,10 +69,6 @@ class OwnHeartbeat:
             in_rounds=activity.phase == ROUNDS,
         )
 
-    def close(self) -> None:
-        process_state.end_dump(self._dump)
-        self._dump = -1
-
     def _doing(self) -> str:
         activity, batches = self._context.group.activity, self.batches
         if activity.phase == ROUNDS and batches is not None and batches.loading:

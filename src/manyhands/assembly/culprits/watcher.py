@@ -71,7 +71,6 @@ class Watcher:
         self._thread.join(STORE_S)
         with contextlib.suppress(Exception):
             self._post(self.own(ended=True))
-        self.own.close()
         self._store = None
 
     def _run(self) -> None:
