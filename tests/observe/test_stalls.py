@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from manyhands.observe.heartbeats import LONG_S, SHORT_S, Heartbeat, Sighting, allowed, numbers
+from manyhands.observe.rank_heartbeat import (
+    LONG_S,
+    SHORT_S,
+    RankHeartbeat,
+    Sighting,
+    allowed,
+    numbers,
+)
 from manyhands.observe.stalls import Stall, diagnose
 
 LIMIT_S, STALE_S = 8.0, 3.0
-BUSY = Heartbeat(0, "a", "m", 4000, 9, 512, "compute", "", 9.0, 1559, 9.0, 0.05, 0.07)
+BUSY = RankHeartbeat(0, "a", "m", 4000, 9, 512, "compute", "", 9.0, 1559, 9.0, 0.05, 0.07)
 
 
 def sighting(

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from manyhands.exchange.activity import Activity
-from manyhands.observe.heartbeats import Heartbeat
+from manyhands.observe.rank_heartbeat import RankHeartbeat
 from manyhands.observe.stragglers import Stragglers, caused
 
-BEAT = Heartbeat(0, "a", "m", 4000, 9, 512, "compute", "", 0.0, 9, 0.1, 0.4, 0.4, rounds=30)
+BEAT = RankHeartbeat(0, "a", "m", 4000, 9, 512, "compute", "", 0.0, 9, 0.1, 0.4, 0.4, rounds=30)
 
 
-def beats(*own_s: float) -> list[Heartbeat]:
+def beats(*own_s: float) -> list[RankHeartbeat]:
     return [
         dataclasses.replace(BEAT, rank=r, own_s=s, waited_s=max(own_s) - s)
         for r, s in enumerate(own_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manyhands.observe.heartbeats import LONG_S, Heartbeat, Sighting, numbers
+from manyhands.observe.rank_heartbeat import LONG_S, RankHeartbeat, Sighting, numbers
 from manyhands.observe.text import took
 
 TO_SERVERS = ("pull", "push", "flush", "deal")  # calls that wait for servers, not for ranks
@@ -92,7 +92,7 @@ def _culprit(s: Sighting, stale: bool) -> str:
     return "\n".join([text + since * beat.in_rounds, *_stack(beat)])
 
 
-def _stack(beat: Heartbeat) -> list[str]:
+def _stack(beat: RankHeartbeat) -> list[str]:
     return [f"  {line}" for line in beat.stack]
 
 

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from manyhands.observe.heartbeats import Heartbeat
+from manyhands.observe.rank_heartbeat import RankHeartbeat
 from manyhands.observe.text import took
 
 SLOW = 1.5
@@ -41,7 +41,7 @@ def caused(own: Mapping[int, float]) -> dict[int, float]:
 class Straggler:
     """A rank that is slow, compared with ranks of the same work."""
 
-    beat: Heartbeat
+    beat: RankHeartbeat
     median_s: float
     seconds: float
     share: float | None  # of the others' waiting; None: ranks do not keep step
@@ -66,7 +66,7 @@ class Stragglers:
     _since: dict[int, float] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
 
-    def look(self, now: float, beats: Iterable[Heartbeat]) -> list[Straggler]:
+    def look(self, now: float, beats: Iterable[RankHeartbeat]) -> list[Straggler]:
         """Those that have become stragglers, among ranks that do the same work."""
         known = {b.rank: b for b in beats if b.rounds and b.own_s > 0}
         own = {r: b.own_s for r, b in known.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from manyhands.data.batches import BatchIterator
 from manyhands.exchange.activity import ROUNDS, SCRIPT
 from manyhands.launch import process_state
-from manyhands.observe.heartbeats import Heartbeat, allowed
+from manyhands.observe.rank_heartbeat import RankHeartbeat, allowed
 
 if TYPE_CHECKING:
     from manyhands.assembly.rank_context import RankContext
@@ -35,7 +35,7 @@ class OwnHeartbeat:
         self._number, self._dump = 0, process_state.register_dump()
         self._marks: deque[tuple[float, int, float, float]] = deque()
 
-    def __call__(self, ended: bool = False) -> Heartbeat:
+    def __call__(self, ended: bool = False) -> RankHeartbeat:
         activity, here = self._context.group.activity, self._context.process
         now = time.perf_counter()
         call, entered, since = activity.call, activity.entered, activity.since
@@ -45,7 +45,7 @@ class OwnHeartbeat:
         )
         rounds, own_s, waited_s = self._pace(now)
         self._number += 1
-        return Heartbeat(
+        return RankHeartbeat(
             here.rank,
             here.host,
             here.machine,

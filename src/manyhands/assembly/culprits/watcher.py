@@ -24,7 +24,7 @@ from manyhands.core import Event, Layout, Store
 from manyhands.launch import process_state, replacements
 from manyhands.observe import stalls
 from manyhands.observe.events import say
-from manyhands.observe.heartbeats import LONG_S, Heartbeat, Sighting
+from manyhands.observe.rank_heartbeat import LONG_S, RankHeartbeat, Sighting
 from manyhands.observe.stalls import Stall
 from manyhands.observe.stragglers import Stragglers, caused
 
@@ -40,7 +40,7 @@ REMEDIES = {
     "exclude": "the run goes on without it",
 }
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Heartbeat).decode
+_decode = msgspec.json.Decoder(RankHeartbeat).decode
 
 
 class Watcher:
@@ -54,7 +54,7 @@ class Watcher:
         self._limit_s, self._stale_s = plan.stall_s - 2 * self._beat_s, 3 * self._beat_s
         self.own = OwnHeartbeat(context, self._limit_s / 2)
         self._store: dist.Store | None = None
-        self._seen: dict[int, tuple[Heartbeat, float]] = {}  # and when it was new to us
+        self._seen: dict[int, tuple[RankHeartbeat, float]] = {}  # and when it was new to us
         self._stall: Stall | None = None
         self._stalled_s = 0.0
         in_step = plan.strategy.link is not Store
@@ -92,7 +92,7 @@ class Watcher:
 
     # -- the store --
 
-    def _post(self, beat: Heartbeat) -> None:
+    def _post(self, beat: RankHeartbeat) -> None:
         self._connected().set(f"heartbeat/{self._rank}", _encode(beat).decode())
 
     def _connected(self) -> dist.Store:
@@ -120,7 +120,7 @@ class Watcher:
             found[r] = Sighting(beat, age_s, self._state(beat) if stale else "")
         return found
 
-    def _state(self, beat: Heartbeat) -> str:
+    def _state(self, beat: RankHeartbeat) -> str:
         here = self._context.process
         same = beat.host == here.host and beat.machine == here.machine
         return process_state.state(beat.pid) if same else ""

@@ -1,8 +1,8 @@
-"""Heartbeats: what each rank says about itself once a second, and how old that is.
+"""Rank heartbeat: what each rank says about itself once a second, and how old that is.
 
 stuck      seconds since its last round or phase ended
-allowed    seconds that this may take: the usual round, or of a long phase twice the longest
-           seen, at least `LONG_S` where none was seen
+allowed    seconds that this may take: the usual round; or of another phase twice the longest
+           seen, `LONG_S` where none was seen
 own        seconds a round that it did not wait for others
 """
 
@@ -17,8 +17,8 @@ KNOWN_ROUNDS = 3  # fewer say nothing about what is usual
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    """Heartbeat of one rank, as it goes through the rendezvous store."""
+class RankHeartbeat:
+    """RankHeartbeat of one rank, as it goes through the rendezvous store."""
 
     rank: int
     host: str
@@ -52,7 +52,7 @@ class Heartbeat:
 class Sighting:
     """A heartbeat, and how long ago it was new to the rank that looks."""
 
-    beat: Heartbeat
+    beat: RankHeartbeat
     age_s: float = 0.0
     # of /proc/PID/stat, where it is a process of this machine; "": another, "gone": there is none
     state: str = ""
