@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,30 @@ def test_a_stopped_rank_is_named_in_time_and_the_run_goes_on_when_it_wakes(
         assert f"rank {victim} (host " in until_said(running, "stall over")
         running.until(lambda: _rounds(tmp_path) > before + 10, "rounds after it woke")
         assert len(events(tmp_path, "stalled")) == 1
+
+
+def test_a_stopped_rank_that_hosts_the_store_is_named_by_the_next(tmp_path: Path) -> None:
+    """As under srun and mpirun, where no launcher of ranks hosts it."""
+    (tmp_path / "job.py").write_text(ENDLESS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = ["save=1000000000", f"stall_s={STALL_S}", "--dir", str(tmp_path / "run")]
+    line = [*CLI, "run", str(tmp_path / "job.py"), *words]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with (
+        command(tmp_path / "0", line, RANK="0", **where),
+        command(tmp_path / "1", line, RANK="1", **where) as second,
+    ):
+        files = [tmp_path / str(r) / f"{r}.pid" for r in range(2)]
+        second.until(lambda: all(f.exists() for f in files), "a round on every rank")
+        second.until(lambda: _rounds(tmp_path) > 20, "some rounds")
+        pid = int(files[0].read_text())
+        os.kill(pid, signal.SIGSTOP)
+        second.until(lambda: f"pid {pid}) is stopped" in second.err, "line")
+        assert "rank 1 waits for it in " in second.err
+        os.kill(pid, signal.SIGCONT)
+        second.until(lambda: "went on after" in second.err, "end of the stall")
 
 
 WHERE = {

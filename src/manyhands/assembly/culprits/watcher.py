@@ -3,8 +3,9 @@
     every second (or a fifth of stall_s)    post the own heartbeat into the rendezvous store
     the lowest rank that is awake           read those of all; report stalls and stragglers, once
 
-So a stopped rank 0 is reported by rank 1. The thread has a connection of its own to the store: the
-training thread may be waiting on the other one. It costs a store's two requests a second.
+So a stopped rank 0 is reported by rank 1, also where rank 0 hosts the store. The thread has a
+connection of its own to the store: the training thread may be waiting on the other one. It costs
+two requests to the store a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from manyhands.assembly.culprits.own_heartbeat import OwnHeartbeat
 from manyhands.core import Event, Layout, Store
-from manyhands.launch import process_state, replacements
+from manyhands.launch import environment, process_state, replacements
 from manyhands.observe import stalls
 from manyhands.observe.events import say
 from manyhands.observe.rank_heartbeat import LONG_S, RankHeartbeat, Sighting
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 1.0
 STORE_S = 5.0  # for the store to answer
+CLOSE_S = 1.0  # for a thread that waits for it, at the end
 SHARES_S = 10.0  # between two events that say whose fault the waiting is
 REMEDIES = {
     "report": "straggler=rebalance gives it smaller batches",
@@ -61,16 +63,24 @@ class Watcher:
         # stages of a pipeline and slices of a tensor need not be alike
         self._alike = [(ranks, Stragglers(in_step)) for ranks in _same_work(plan.layout)]
         self._remedy, self._shared = REMEDIES[plan.straggler], time.monotonic()
-        self._started = self._beaten = self._woken = time.monotonic()
+        self._started = self._beaten = self._woken = self._answered = time.monotonic()
+        self._judging = threading.Lock()
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._thread.start()
+        runs = [self._run]
+        if self._rank == 1 and environment.rank_0_hosts_store():
+            runs.append(self._run_beside)
+        self._threads = [threading.Thread(target=r, name="heartbeat", daemon=True) for r in runs]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(STORE_S)
-        with contextlib.suppress(Exception):
-            self._post(self.own(ended=True))
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        # without a new connection: who hosted the store may be gone
+        if (store := self._store) is not None and not self._threads[0].is_alive():
+            with contextlib.suppress(Exception):
+                store.set(self._key(self._rank), _encode(self.own(ended=True)).decode())
         self._store = None
 
     def _run(self) -> None:
@@ -85,7 +95,8 @@ class Watcher:
         if now - self._beaten > self._stale_s:
             self._woken = now  # we were stopped ourselves: what we remember of others is old
         self._beaten = now
-        self._post(self.own())
+        self._post(self._own())
+        self._answered = time.monotonic()
         if now - self._woken < self._stale_s or not self._on_duty(now):
             return
         self._look(now)
@@ -93,7 +104,10 @@ class Watcher:
     # -- the store --
 
     def _post(self, beat: RankHeartbeat) -> None:
-        self._connected().set(f"heartbeat/{self._rank}", _encode(beat).decode())
+        self._connected().set(self._key(self._rank), _encode(beat).decode())
+
+    def _key(self, rank: int) -> str:
+        return f"heartbeat/{rank}"
 
     def _connected(self) -> dist.Store:
         if self._store is None:
@@ -104,10 +118,10 @@ class Watcher:
 
     def _read(self, ranks: Sequence[int]) -> None:
         store, now = self._connected(), time.monotonic()
-        there = [r for r in ranks if r in self._seen or store.check([f"heartbeat/{r}"])]
+        there = [r for r in ranks if r in self._seen or store.check([self._key(r)])]
         if not there:
             return
-        for r, raw in zip(there, store.multi_get([f"heartbeat/{r}" for r in there]), strict=True):
+        for r, raw in zip(there, store.multi_get([self._key(r) for r in there]), strict=True):
             beat, before = _decode(raw), self._seen.get(r)
             if before is None or (beat.pid, beat.number) != (before[0].pid, before[0].number):
                 self._seen[r] = beat, now
@@ -144,7 +158,25 @@ class Watcher:
 
     def _look(self, now: float) -> None:
         self._read(range(self._size))
-        seen = self._sightings(now)
+        self._judge(now, self._sightings(now))
+
+    def _run_beside(self) -> None:
+        """Where rank 0 hosts the store and is stopped, the other thread waits for an answer."""
+        while not self._end.wait(self._beat_s):
+            now = time.monotonic()
+            if now - self._answered > self._stale_s and 0 in self._seen:
+                with contextlib.suppress(Exception):
+                    self._judge(now, {0: self._sightings(now)[0], 1: Sighting(self._own())})
+
+    def _own(self) -> RankHeartbeat:
+        with self._judging:
+            return self.own()
+
+    def _judge(self, now: float, seen: dict[int, Sighting]) -> None:
+        with self._judging:
+            self._report(now, seen)
+
+    def _report(self, now: float, seen: dict[int, Sighting]) -> None:
         stall = stalls.diagnose(seen, self._limit_s, self._stale_s)
         if stall is None:
             if self._stall is not None:
