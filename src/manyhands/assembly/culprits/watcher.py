@@ -40,6 +40,7 @@ REMEDIES = {
     "report": "straggler=rebalance gives it smaller batches",
     "rebalance": "its batches are made smaller",
     "exclude": "the run goes on without it",
+    "else": "look at what else runs on its host",
 }
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RankHeartbeat).decode
@@ -62,7 +63,9 @@ class Watcher:
         in_step = plan.strategy.link is not Store
         # stages of a pipeline and slices of a tensor need not be alike
         self._alike = [(ranks, Stragglers(in_step)) for ranks in _same_work(plan.layout)]
-        self._remedy, self._shared = REMEDIES[plan.straggler], time.monotonic()
+        fits = plan.straggler != "report" or (plan.merge == "all_reduce" and not plan.elastic)
+        self._remedy = REMEDIES[plan.straggler if fits else "else"]
+        self._shared = time.monotonic()
         self._started = self._beaten = self._woken = self._answered = time.monotonic()
         self._judging = threading.Lock()
         self._end = threading.Event()
