@@ -11,6 +11,7 @@ two requests to the store a second.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -194,7 +195,8 @@ class Watcher:
             self._say("stalled", "\n".join([stall.text, *filter(None, stacks)]), stall.stuck_s)
             if self._context.plan.hang == "exclude" and stall.held_up:
                 self._exclude(new)
-        self._stall = stall
+        # one that has just woken is no culprit any more, but the stall is not over yet
+        self._stall = dataclasses.replace(stall, culprits=(*known, *new))
 
     def _compare(self, now: float, seen: dict[int, Sighting]) -> None:
         """Report stragglers, and now and then whose fault the waiting is."""
