@@ -7,6 +7,7 @@ from typing import Any
 
 from manyhands.data.batches import BatchIterator
 from manyhands.errors import TaskError
+from manyhands.exchange.activity import ROUNDS, SCRIPT
 from manyhands.replica.module import MicroLoss
 
 
@@ -31,11 +32,15 @@ class LoopData:
                 "goes on with the rest of that epoch, not from its beginning"
             )
         self._iterating, self._left = True, True
+        activity = self._run._context.group.activity
+        if activity.phase == SCRIPT:
+            activity.change(ROUNDS)
         try:
             yield from self._epoch(epoch, asked)
             self._left = False
         finally:
             self._iterating = False
+            activity.change(SCRIPT)  # it may evaluate now, or write, for as long as it likes
 
     def _epoch(self, epoch: int, asked: int) -> Iterator[Any]:
         given = skipped = 0

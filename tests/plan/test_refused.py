@@ -153,3 +153,25 @@ def test_elastic_says_how_many_workers_there_are() -> None:
         parse("data=2 merge=downpour servers=1 elastic=1:3")
     with pytest.raises(PlanError, match="respawn=false has no effect"):
         parse("merge=downpour servers=1 respawn=false")
+
+
+# -- ranks that hang or are slow --
+
+
+def test_a_rank_is_excluded_only_where_ranks_may_come_and_go() -> None:
+    for word in ("hang", "straggler"):
+        with pytest.raises(PlanError, match=f"{word}=exclude goes on without .* add elastic=1:3"):
+            parse(f"data=3 {word}=exclude")
+        assert getattr(parse(f"data=3 elastic=1:3 {word}=exclude"), word) == "exclude"
+
+
+def test_batches_are_rebalanced_only_where_the_gradient_stays_exact() -> None:
+    assert parse("data=2 straggler=rebalance").straggler == "rebalance"
+    with pytest.raises(PlanError, match="merge=local_sgd: its replicas weigh the same"):
+        parse("data=2 merge=local_sgd straggler=rebalance")
+    with pytest.raises(PlanError, match="then=local_sgd: its replicas weigh the same"):
+        parse("data=2 then=local_sgd at=epoch:1 straggler=rebalance")
+    with pytest.raises(PlanError, match="agreed between ranks that stay"):
+        parse("data=2 elastic=1:2 straggler=rebalance")
+    with pytest.raises(PlanError, match="batchnorm=local: each rank normalises"):
+        parse("data=2 batchnorm=local straggler=rebalance")

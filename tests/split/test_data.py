@@ -5,20 +5,25 @@ From any position on; all small cases.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manyhands.core import Position
 from manyhands.split.data import (
     SPLITS,
     BatchSplit,
     DataSplit,
+    ShareSchedule,
     ordered,
     rank_range,
     sampled,
+    share_range,
     shuffled,
 )
 
@@ -207,3 +212,55 @@ def test_a_batch_sampler_can_be_resumed_on_another_number_of_ranks() -> None:
     one = BatchSplit(lambda epoch: LISTED[epoch % 2], 0, 1)
     assert one.step_samples(at).micros == (range(4, 8),)
     assert (two.samples, two.steps_per_epoch, one.steps_per_epoch) == (12, 3, 5)
+
+
+# -- shares that change --
+
+
+def test_shares_are_in_proportion_and_leave_no_rank_without_samples() -> None:
+    weights = [1.0, 1.0, 0.25]
+    assert [len(share_range(90, r, weights)) for r in range(3)] == [40, 39, 11]
+    assert [len(share_range(3, r, weights)) for r in range(3)] == [1, 1, 1]
+    assert [len(share_range(2, r, weights)) for r in range(3)] == [1, 1, 0]
+
+
+@given(st.integers(0, 300), st.lists(st.floats(0.125, 2.0), min_size=1, max_size=9).map(tuple))
+def test_shares_of_any_weights_divide_the_whole(total: int, weights: tuple[float, ...]) -> None:
+    parts = [share_range(total, r, weights) for r in range(len(weights))]
+    assert [i for part in parts for i in part] == list(range(total))
+    assert total < len(weights) or min(map(len, parts)) >= 1
+
+
+@pytest.mark.parametrize(("samples", "micro", "accumulate"), [(97, 4, 1), (96, 8, 2), (31, 3, 3)])
+def test_every_sample_is_used_once_while_shares_change(
+    samples: int, micro: int, accumulate: int
+) -> None:
+    size, schedule = 3, ShareSchedule()
+    ranks = [
+        dataclasses.replace(s, shares=schedule) for s in splits(samples, micro, size, accumulate)
+    ]
+    plain = splits(samples, micro, size, accumulate)
+    at, number = Position(), 0
+    for weights in ((1.0, 1.0, 0.25), (2.0, 0.5, 0.5), (0.125, 1.0, 1.0)):
+        schedule.change(at.steps + 1, weights)
+        steps, after = epoch(ranks, at)
+        assert sorted(offsets(steps)) == list(range(samples))
+        same, plain_after = epoch(plain, at)
+        assert after == plain_after and len(same) == len(steps)
+        # micro-batch by micro-batch the union over ranks is what it was, for BatchNorm over ranks
+        for mine, equal in zip(steps, same, strict=True):
+            for k in range(len(equal[0])):
+                union = [i for rank in mine for i in rank[k]]
+                assert union == [i for rank in equal for i in rank[k]]
+        at, number = after, number + len(steps)
+    assert at.steps == number
+
+
+def test_the_split_of_a_step_does_not_depend_on_when_it_is_asked_for() -> None:
+    schedule = ShareSchedule()
+    split = dataclasses.replace(splits(60, 5, 2, 1)[0], shares=schedule)
+    early = list(itertools.islice(split.steps_from(Position()), 4))
+    schedule.change(4, (1.0, 0.25))
+    again = list(itertools.islice(split.steps_from(Position()), 6))
+    assert again[:4] == early
+    assert [len(s.micros[0]) for s in again] == [5, 5, 5, 5, 7, 7]

@@ -8,6 +8,7 @@ ranks together (`sharded_snapshot`).
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,35 +96,42 @@ class Checkpointing:
         # as it is now: where that rank dies before it has written, nobody else has the snapshot
         self._writer = 0 if elastic is None else min(elastic.members)
         self._writes = self._writer == self.context.rank
-        if self.resharding is None:
-            snapshot = self._take_whole(round, active, metrics)
-        else:
-            snapshot = self._take_slices(self.resharding, round, active, metrics)
-        if self.tables is not None:
-            self._agree_on_tables()
+        with self._phase():
+            if self.resharding is None:
+                snapshot = self._take_whole(round, active, metrics)
+            else:
+                snapshot = self._take_slices(self.resharding, round, active, metrics)
+            if self.tables is not None:
+                self._agree_on_tables()
         return snapshot
+
+    def _phase(self) -> AbstractContextManager[None]:
+        return self.context.group.activity.during("checkpoint")
 
     def save(self, snapshot: Snapshot, metrics: dict[str, float]) -> str:
         """Write in the background what `take` returned; every rank calls it. Returns the path."""
-        self.context.keep_directory()
-        checkpoints = self.context.checkpoints
-        if isinstance(snapshot, RankSnapshot):
-            checkpoints.save_together(snapshot, metrics, self.context.group, self.context.device)
-        elif self._writes and self._no_tables is not None:
-            checkpoints.refuse(snapshot.round, self._no_tables)
-        elif self._writes:
-            checkpoints.save(snapshot, metrics, self._saving)
+        checkpoints, group = self.context.checkpoints, self.context.group
+        with self._phase():
+            self.context.keep_directory()
+            if isinstance(snapshot, RankSnapshot):
+                checkpoints.save_together(snapshot, metrics, group, self.context.device)
+            elif self._writes and self._no_tables is not None:
+                checkpoints.refuse(snapshot.round, self._no_tables)
+            elif self._writes:
+                checkpoints.save(snapshot, metrics, self._saving)
         return str(checkpoints.path(snapshot.round))
 
     def last_good(self) -> str | None:
         checkpoints = self.context.checkpoints
-        checkpoints.wait()
+        with self._phase():
+            checkpoints.wait()
         if checkpoints.last_good is None and (found := checkpoints.all()):
             return str(found[-1])
         return None if checkpoints.last_good is None else str(checkpoints.last_good)
 
     def last_failure(self) -> str:
-        self.context.checkpoints.wait()
+        with self._phase():
+            self.context.checkpoints.wait()
         return self.context.checkpoints.failure
 
     def writer_lost(self) -> bool:

@@ -20,7 +20,7 @@ from manyhands.data.sources import DatasetSource, Source, StreamSource, source
 from manyhands.data.step_claims import StepClaims
 from manyhands.errors import PlanError
 from manyhands.limits import Limits
-from manyhands.split.data import SPLITS, BatchSplit, DataSplit, StepSamples
+from manyhands.split.data import SPLITS, BatchSplit, DataSplit, ShareSchedule, StepSamples
 from manyhands.task import Task
 
 DEFAULT_BATCH = 64
@@ -33,6 +33,9 @@ class Feed:
     batches: BatchIterator
     limits: Limits
     claims: StepClaims | None = None  # of an asynchronous rank
+    # of straggler=rebalance: what changes the split of later steps, and the batches that follow it
+    shares: ShareSchedule | None = None
+    indexed: IndexedBatches | None = None
 
 
 # -- from a task and a plan --
@@ -146,16 +149,35 @@ def open_feed(
     borrow: bool,
 ) -> Feed:
     """`borrow`: a rank without samples in a step still runs the model, on a sample of another's."""
+    schedule = _share_schedule(context, plan, train)
     if isinstance(train, StreamSource):
         own: IndexedBatches | StreamedBatches
         own, claims = _streamed(context, plan, train, global_batch, at, borrow), None
     else:
-        own, claims = _indexed(context, plan, train, global_batch, at, tables, borrow)
+        own, claims = _indexed(context, plan, train, global_batch, at, tables, borrow, schedule)
     batches: BatchIterator = own
     if tables is not None and tables.embeddings is not None:
         depth = plan.lookahead if plan.servers and claims is None else 0
         batches = PrefetchedBatches(own, tables.embeddings, depth)
-    return Feed(batches, _limits(plan, batches, claims), claims)
+    indexed = own if isinstance(own, IndexedBatches) else None
+    return Feed(batches, _limits(plan, batches, claims), claims, schedule, indexed)
+
+
+def _share_schedule(context: RankContext, plan: Plan, train: Source) -> ShareSchedule | None:
+    """Shares of ranks that may change while the run goes on, where the plan wants that."""
+    if plan.straggler != "rebalance" or context.data_parallel_size == 1:
+        return None
+    why = ""
+    if isinstance(train, StreamSource):
+        why = "the training data is a stream"
+    elif (sampler := train.sampling.batch_sampler) is not None:
+        why = f"the DataLoader's {type(sampler).__name__} makes the batches"
+    if why:
+        raise PlanError(
+            f"straggler=rebalance gives slow ranks smaller batches, but {why}; set "
+            "straggler=report, or give a Dataset with a length and a batch size"
+        )
+    return ShareSchedule()
 
 
 def _streamed(
@@ -214,6 +236,7 @@ def _indexed(
     at: Position,
     tables: RunTables | None,
     borrow: bool,
+    schedule: ShareSchedule | None,
 ) -> tuple[IndexedBatches, StepClaims | None]:
     shares, claims = shares_steps(plan), None
     order: EpochOrder
@@ -228,6 +251,7 @@ def _indexed(
         split = _batch_split(context, plan, draws)
     else:
         split = _data_split(context, plan, train, samples, global_batch, shares)
+        split = dataclasses.replace(split, shares=schedule)
     if plan.strategy.link is Store:
         assert tables is not None
         store = tables.store

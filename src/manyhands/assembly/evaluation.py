@@ -42,7 +42,8 @@ class Evaluation:
         elastic = self.context.elastic
         while True:
             members = None if elastic is None else elastic.members
-            found = self._evaluate()
+            with self.context.group.activity.during("evaluation"):
+                found = self._evaluate()
             if elastic is None or elastic.members == members:
                 return found
             # a rank died, and its part of the test data is missing: divide it anew

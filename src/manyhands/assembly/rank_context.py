@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.assembly.connect import axis_group, choose_device, connect
+from manyhands.assembly.culprits.watcher import Watcher
 from manyhands.core import (
     Event,
     Layout,
@@ -101,6 +102,7 @@ class RankContext:
     interruption: Interruption | None = None  # ends what this rank waits for
     measured: dict[str, list[int]] = field(default_factory=dict)  # by rank 0, for all ranks
     replaces: bool = False  # this process took the place of one that died
+    watcher: Watcher | None = None  # of a run with more than one process
     _plan_text: str = ""
     _gather: Gather | None = None
     _shown: list[Sink] = field(default_factory=list)  # where it reports in rank 0's place
@@ -328,7 +330,7 @@ def open_rank_context(
             recorder.emit(Event(time.time() - seconds, 0, group.round, name, seconds, nbytes, text))
 
     checkpoints = Checkpoints(path / "checkpoints", plan.keep, plan.best, report)
-    return RankContext(
+    context = RankContext(
         process,
         plan,
         options,
@@ -343,6 +345,10 @@ def open_rank_context(
         group_name,
         interruption=interruption,
     )
+    if process.size > 1:
+        context.watcher = Watcher(context)
+        context.to_close.append(context.watcher.close)
+    return context
 
 
 # -- run directory and sinks --

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhands.assembly.announcements import announce, announce_regrouped, notice_resumed
 from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.culprits.round_marks import watching
 from manyhands.assembly.data import (
     open_feed,
     shares_steps,
@@ -230,7 +231,6 @@ def assemble(
     notice_resumed(context, begin)
     if spec.watch is not None:
         spec.watch.begin(model.module, model.optimizer, model.flat, active.state)
-    watches = () if spec.watch is None else (spec.watch,)
     trainer = Trainer(
         context,
         active,
@@ -244,8 +244,9 @@ def assemble(
         tables=model.tables,
         around_round=_around_round(context, spec),
         callbacks=(
+            *watching(context, spec, feed),
             *spec.callbacks,
-            *watches,
+            *filter(None, [spec.watch]),
             *context.options.callbacks,
             *ledgers(context, feed, None if model.tables is None else model.tables.store),
         ),
@@ -336,9 +337,8 @@ def _evaluation(
     module: nn.Module,
     synced: bool,
 ) -> Evaluation:
-    pipeline = model.pipeline
-    computes = module if pipeline is None else nn.ModuleList(model.stages)
-    predict = None if pipeline is None else pipeline.infer
+    computes = module if model.pipeline is None else nn.ModuleList(model.stages)
+    predict = None if model.pipeline is None else model.pipeline.infer
     buffers = [] if synced else sync_batchnorm.running_buffers(model.module)
     return Evaluation(context, plan, computes, spec.task, spec.test, predict, buffers)
 

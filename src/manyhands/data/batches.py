@@ -70,6 +70,11 @@ class BatchIterator(Protocol):
         """Whether the last batch counts: False where it has no sample or a borrowed one."""
         ...
 
+    @property
+    def loading(self) -> bool:
+        """Whether `next` is at work now, for a thread that watches this one."""
+        ...
+
     def next(self) -> Batch: ...
     def close(self) -> None: ...
 
@@ -97,11 +102,12 @@ class IndexedBatches:
         self._split, self._claims = split, claims
         self._steps = split.steps_from(at) if claims is None else claims.claimed_samples()
         self._step: StepSamples | None = None
-        self._micro = 0
+        self._micro, self.loading = 0, False
+        self.drawn = at.steps  # the number of the first step that was not asked for yet
         self._prefetched: Iterator[Any] | None = None
         # loader processes need to know the steps beforehand: claimed steps cannot be prefetched
         if isinstance(source, DatasetSource) and source.loaders and claims is None:
-            self._prefetched = source.prefetch(_wanted(split.steps_from(at), order))
+            self._prefetched = source.prefetch(_wanted(self._early(split.steps_from(at)), order))
 
     @property
     def position(self) -> Position:
@@ -126,6 +132,13 @@ class IndexedBatches:
         return 0 if self._step is None else sum(map(len, self._step.micros))
 
     def next(self) -> Batch:
+        self.loading = True
+        try:
+            return self._next()
+        finally:
+            self.loading = False
+
+    def _next(self) -> Batch:
         count, last = self.peek()
         self.counts = count > 0
         if not count:
@@ -142,7 +155,14 @@ class IndexedBatches:
         """How many samples the next micro-batch has, and whether it is the step's last."""
         if self._step is None or self._micro == len(self._step.micros):
             self._step, self._micro = next(self._steps), 0
+            self.drawn = max(self.drawn, self._step.position.steps + 1)
         return len(self._step.micros[self._micro]), self._micro + 1 == len(self._step.micros)
+
+    def _early(self, steps: Iterator[StepSamples]) -> Iterator[StepSamples]:
+        """Steps as loader processes ask for them."""
+        for step in steps:
+            self.drawn = max(self.drawn, step.position.steps + 1)
+            yield step
 
     def next_indices(self) -> Tensor:
         self.peek()
@@ -204,10 +224,15 @@ class StreamedBatches:
         self._items: Iterator[Any] | None = None
         self._peek: list[Any] = []
         self._pending: list[Batch] = []
+        self.loading = False
 
     def next(self) -> Batch:
         if not self._pending:
-            self._read()
+            self.loading = True
+            try:
+                self._read()
+            finally:
+                self.loading = False
         batch = self._pending.pop(0)
         self.counts = batch.count > 0
         if batch.last:

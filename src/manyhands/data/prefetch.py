@@ -73,6 +73,10 @@ class PrefetchedBatches:
     def counts(self) -> bool:
         return self.batches.counts if self._current is None else self._current.counts
 
+    @property
+    def loading(self) -> bool:
+        return self.batches.loading
+
     def next(self) -> Batch:
         while len(self._waiting) <= self._depth:
             self._prefetch()

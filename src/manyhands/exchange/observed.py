@@ -24,6 +24,7 @@ from manyhands.core import (
     Tensors,
     Work,
 )
+from manyhands.exchange.activity import Activity
 from manyhands.exchange.wrapper import GroupWrapper
 
 Clock = Callable[[], float]
@@ -42,7 +43,7 @@ class TrafficTotals:
 class ObservedGroup(GroupWrapper):
     """`calls`, `nbytes` and `seconds` are running totals. The loop sets `round`; events are emitted
     only in rounds divisible by `every`, totals always counted. A group of fewer ranks `beside`
-    another one shares its totals."""
+    another one shares its totals and its activity."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class ObservedGroup(GroupWrapper):
         super().__init__(group)
         self.every = every
         self.totals: TrafficTotals = TrafficTotals() if beside is None else beside.totals
+        self.activity: Activity = Activity() if beside is None else beside.activity
         self._who = group.rank if beside is None else beside.rank
         self.emit, self._clock, self._now = emit, clock, now
 
@@ -98,11 +100,13 @@ class ObservedGroup(GroupWrapper):
 
     def barrier(self) -> None:
         start = self._clock()
+        self.enter("barrier")
         self.group.barrier()
         self.count("barrier", 0, self._clock() - start)
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         start = self._clock()
+        self.enter("swap")
         got = self.group.swap(values, peers)
         seconds = self._clock() - start
         self.count("swap", len(peers) * sum(v.nbytes for v in values.values()), seconds)
@@ -114,16 +118,27 @@ class ObservedGroup(GroupWrapper):
         away = [v for r, v in give.items() if r != self.rank]
         return self._watch("transfer", away, lambda: self.group.transfer(give, into, name))
 
+    def enter(self, name: str) -> None:
+        """This rank waits in a call from here on, until `count`."""
+        self.activity.enter(name)
+
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None:
         """Add what this rank exchanged with servers (`server.client.observed_store`)."""
+        self.activity.leave()
         self.totals.calls += calls
         self.totals.nbytes += nbytes
         self.totals.seconds += seconds
         self._report(name, self.round, nbytes, seconds)
 
     def _watch(self, name: str, given: Iterable[Tensor], begin: Callable[[], Work]) -> Work:
-        start = self._clock()
-        work = begin()
+        start, activity = self._clock(), self.activity
+        activity.calls += 1  # as in `enter`, without the cost of a call
+        activity.entered = start
+        activity.call = name
+        try:
+            work = begin()
+        finally:
+            activity.call = ""
         seconds = self._clock() - start
         nbytes = sum(v.nbytes for v in given)
         self.totals.calls += 1
@@ -153,8 +168,13 @@ class _Watched:
         if self._done:
             return
         group = self._group
-        start = group._clock()
-        self._work.wait()
+        start, activity = group._clock(), group.activity
+        activity.entered = start
+        activity.call = self._name
+        try:
+            self._work.wait()
+        finally:
+            activity.call = ""
         seconds = group._clock() - start
         self._done = True
         group.totals.seconds += seconds

@@ -108,7 +108,7 @@ def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = N
             f"rank {here.rank} of {here.size} was started by {here.started_by} without MASTER_ADDR "
             "and MASTER_PORT; set them to a host name of rank 0 and a free port there"
         )
-    hosted_here = here.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosted_here = here.rank == 0 and rank_0_hosts_store(env)
     address, port = env["MASTER_ADDR"], _int(env, "MASTER_PORT")
     try:
         base = _connect(address, port, hosted_here, timedelta(seconds=timeout_s))
@@ -122,6 +122,11 @@ def store(here: ProcessInfo, timeout_s: float, env: Mapping[str, str] | None = N
         ) from e
     restart = "0" if here.started_by == "manyhands" else env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(PREFIX if restart == "0" else f"manyhands/{restart}", base)
+
+
+def rank_0_hosts_store(env: Mapping[str, str] | None = None) -> bool:
+    """Whether the store answers only while rank 0 does: nobody else hosts it."""
+    return (os.environ if env is None else env).get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 # one for all runs of a process: rank 0 can host only one on a port

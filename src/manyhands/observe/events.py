@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Recorder:
     ):
         path = Path(directory) / "events" / f"rank-{rank}.jsonl"
         self._pending: list[Event] = []
+        # the thread that watches for stalls writes too, while the training thread waits
+        self._flushing = threading.Lock()
         self._sinks: list[Sink] = [EventFile(path, spans_limit_bytes), *(sinks or [])]
 
     def add(self, sinks: list[Sink]) -> None:
@@ -69,10 +72,11 @@ class Recorder:
     def flush(self) -> None:
         # Copy, then delete that many: an event that another thread (writing a checkpoint) emits in
         # between stays for the next flush.
-        events = self._pending[:]
-        del self._pending[: len(events)]
-        if events:
-            self._each(lambda sink: sink.write(events))
+        with self._flushing:
+            events = self._pending[:]
+            del self._pending[: len(events)]
+            if events:
+                self._each(lambda sink: sink.write(events))
 
     def close(self) -> None:
         """Write the remaining events and close all sinks; safe to call twice."""

@@ -44,6 +44,9 @@ STYLES = {
 # it has the room that is left.
 EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
 
+# even with --quiet
+ALWAYS_SHOWN = ("warning", "checkpoint_failed", "stalled", "stall over", "straggler")
+
 LEGEND = {
     "exchange_share": "exchange: share of the time that rank 0 waits for other ranks' data",
     "staleness": "stale: updates of other workers between a worker's pull and its push, on average",
@@ -103,6 +106,10 @@ class Progress:
                 line("checkpoint", f"failed: {value}", STYLES["failed"])
             case "warning", _:
                 line("warning", str(value), STYLES["failed"])
+            case "stalled" | "straggler", _:
+                line(event.name, str(value).replace("\n", f"\n{'':{LABEL}}"), STYLES["failed"])
+            case "stall over", _:
+                line("goes on", str(value), STYLES["notice"])
             case "notice" | "worker lost" | "worker joined", _:
                 line(event.name.split()[0], str(value), STYLES["notice"])
             case "finish", _:
@@ -132,7 +139,7 @@ class Warnings:
 
     def write(self, events: list[Event]) -> None:
         for event in events:
-            if event.name in ("warning", "checkpoint_failed"):
+            if event.name in ALWAYS_SHOWN:
                 self._stream.write(f"manyhands: {event.value}\n")
         self._stream.flush()
 

@@ -28,6 +28,7 @@ from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
 from manyhands.plan import checks
 from manyhands.plan.checks import AXES, AXIS_WORDS, REPLICA_WORDS, SERVER_WORDS
+from manyhands.plan.model_parallel_checks import check_model_parallel
 from manyhands.split.data import SPLITS
 
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
@@ -83,7 +84,7 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     plan = Plan(Layout(**axes), **chosen, **fields)
     checks.check(plan)
     plan = checks.fit(plan, size, given="data" in axes)
-    checks.check_model_parallel(plan)
+    check_model_parallel(plan)
     for key in ("merge", "then"):
         if (strategy := getattr(plan, OBJECTS[key])) is not None:
             _in_words_of(key, partial(strategy.check, plan.layout.data))

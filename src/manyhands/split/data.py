@@ -54,6 +54,37 @@ def rank_range(total: int, rank: int, size: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
+def share_range(total: int, rank: int, weights: Sequence[float]) -> range:
+    """The contiguous range of `range(total)` that `rank` owns where ranks own by weight: each at
+    least one element where there are enough, and the rest in proportion."""
+    size, whole = len(weights), math.fsum(weights)
+    if total < size:
+        return rank_range(total, rank, size)
+
+    def start(r: int) -> int:
+        before = math.fsum(weights[:r]) / whole  # exactly 1.0 for r = size
+        return r + math.floor((total - size) * before + 0.5)
+
+    return range(start(rank), start(rank + 1))
+
+
+class ShareSchedule:
+    """Weights of ranks that change at known steps. A step's weights do not depend on when it is
+    asked for: loaders that read early and the loop that comes after them split it alike."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, tuple[float, ...]]] = []
+
+    def change(self, step: int, weights: Sequence[float]) -> None:
+        """From `step` on, which nobody has asked for yet."""
+        self._changes = [(s, w) for s, w in self._changes if s < step]
+        self._changes.append((step, tuple(weights)))
+
+    def at(self, step: int) -> tuple[float, ...] | None:
+        """None: all alike."""
+        return next((w for s, w in reversed(self._changes) if s <= step), None)
+
+
 @dataclass(frozen=True)
 class StepSamples:
     """One rank's samples of one step: offsets into the epoch's order, in micro-batches."""
@@ -72,22 +103,29 @@ class DataSplit:
     micro: int  # samples of a micro-batch at the most
     rank: int
     size: int
+    shares: ShareSchedule | None = None  # None: near-equal ranges
 
     def step_samples(self, at: Position) -> StepSamples:
         total = self.total(at)
+        weights = None if self.shares is None else self.shares.at(at.steps)
         # First into micro-batches, then over ranks: every rank has the same number of them, and
         # the union of the ranks' k-th ones is the k-th of one process, as BatchNorm over ranks
         # needs it.
         rounds = max(1, math.ceil(math.ceil(total / self.size) / self.micro))
         micros = []
         for block in (rank_range(total, k, rounds) for k in range(rounds)):
-            mine, start = rank_range(len(block), self.rank, self.size), at.offset + block.start
+            mine, start = self._range(len(block), weights), at.offset + block.start
             micros.append(range(start + mine.start, start + mine.stop))
         end = at.offset + total
         after = replace(at, offset=end, steps=at.steps + 1)
         if end >= self.samples:
             after = Position(at.epoch + 1, 0, at.steps + 1)
         return StepSamples(at, tuple(micros), after)
+
+    def _range(self, total: int, weights: Sequence[float] | None) -> range:
+        if weights is None:
+            return rank_range(total, self.rank, self.size)
+        return share_range(total, self.rank, weights)
 
     def steps_from(self, at: Position) -> Iterator[StepSamples]:
         while True:

@@ -41,6 +41,7 @@ CLAIM_STEP = "deal"  # in event files
 class TrafficMeter(Protocol):
     """Keeps the totals and emits the events: the run's `exchange.observed.ObservedGroup`."""
 
+    def enter(self, name: str) -> None: ...
     def count(self, name: str, nbytes: int, seconds: float, calls: int = 1) -> None: ...
 
 
@@ -143,6 +144,7 @@ class ObservedStore:
 
     def _timed(self, name: str, nbytes: int, act: Callable[[], T]) -> T:
         start = self._clock()
+        self._meter.enter(name)
         done = act()
         self._meter.count(name, nbytes, self._clock() - start)
         return done
@@ -188,6 +190,7 @@ class _ObservedRequest:
             return self._finish()
         self._waited = True
         start = self._store._clock()
+        self._store._meter.enter(self._name)
         try:
             return self._finish()
         finally:
