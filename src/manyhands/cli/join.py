@@ -17,8 +17,8 @@ from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
 from manyhands.launch.elastic.outside_process import birth_of
 from manyhands.launch.elastic.run_requests import Rendezvous, ask, difference, find
+from manyhands.launch.rank_report import run_as_rank
 from manyhands.launch.signals import Stop
-from manyhands.launch.worker import run_as_rank
 from manyhands.plan import words as plan_words
 
 

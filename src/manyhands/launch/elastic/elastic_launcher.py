@@ -114,7 +114,7 @@ class ElasticRun:
         self._few_since: float | None = None
         self._stopping = 0.0
         self._over: float | None = None
-        self._liveness = Liveness(self._keys, elastic.lease_s)
+        self._liveness = Liveness(self._keys, elastic.lease_s, token)
         self._admission = Admission(self.roster, elastic.needs, self._admit)
         self._looked = 0.0
 

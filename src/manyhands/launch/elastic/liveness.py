@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from manyhands.launch import run_token
 from manyhands.membership.rank_epochs import RankEpoch
 
 STOPPED = ("T", "t")
 
 
 class Liveness:
-    def __init__(self, keys: dist.Store, lease_s: float):
-        self._keys, self._lease_s = keys, lease_s
+    def __init__(self, keys: dist.Store, lease_s: float, token: str):
+        self._keys, self._lease_s, self._token = keys, lease_s, token
         self._beats: dict[int, tuple[bytes, float]] = {}  # member -> last heartbeat, and when
 
     def lost(self, epoch: RankEpoch | None, pids: Mapping[int, int]) -> Iterator[tuple[int, str]]:
@@ -31,10 +32,19 @@ class Liveness:
         for rank, member in enumerate(epoch.members):
             if member not in pids:
                 continue
-            if self._keys.check([f"epoch/{epoch.number}/hung/{rank}"]):
+            if self._named(epoch, rank) == pids[member]:
                 yield member, "hangs"
             elif self._silent_s(member, now) > self._lease_s and not stopped(pids[member]):
                 yield member, f"sent no heartbeat for {self._lease_s:g} s"
+
+    def _named(self, epoch: RankEpoch, rank: int) -> int | None:
+        """The process that the others wait for as this rank, where they have given it up."""
+        key = f"hung/{rank}"
+        if not self._keys.check([f"epoch/{epoch.number}/{key}"]):
+            return None
+        raw = bytes(self._keys.get(f"epoch/{epoch.number}/{key}"))
+        pid = run_token.verify(self._token, key, raw)  # signed inside the epoch's own keys
+        return int(pid) if pid else None
 
     def broken(self, epoch: RankEpoch | None) -> bool:
         """Whether a rank has lost the others, though no process has ended: a connection broke."""
