@@ -32,12 +32,12 @@ from manyhands.core import Job, Plan, ProcessInfo, Result
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.elastic.elastic_launcher import ElasticLauncher
-from manyhands.launch.grace import LATE
 from manyhands.launch.lab import launcher
 from manyhands.launch.rank_report import FAILED_ROUND
 from manyhands.launch.restart_budget import RestartBudget
 from manyhands.launch.restarts import Restarts
 from manyhands.launch.signals import Stop, refuse_present
+from manyhands.launch.stopping.grace import LATE
 from manyhands.own_loop import Run, close_joined, draw_curves, joined_runs
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words

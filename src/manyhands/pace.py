@@ -97,6 +97,18 @@ class Pace:
         """Mean over the epoch so far, or over the one that has just ended."""
         return self._total / self._counted if self._counted else self._epoch_loss
 
+    def progress(self, now: float, at: Position, measured: dict[str, float]) -> dict[str, float]:
+        """How far the run is, and how fast, beside what else was `measured`."""
+        limits = self.limits
+        return {
+            "epoch": limits.epochs_at(at),
+            **({"epochs": limits.epochs} if math.isfinite(limits.epochs) else {}),
+            "samples_per_s": self.rate,
+            "eta_s": self.eta_s(now, at),
+            "step": float(at.steps),
+            **measured,
+        }
+
     def state(self) -> dict[str, float]:
         """What another trainer needs to go on counting; see `restore`."""
         return {

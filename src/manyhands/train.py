@@ -134,12 +134,11 @@ class Trainer:
 
     def _pass_boundary(self) -> None:
         """All that was due after this round is done: keep the state, or leave with it."""
-        boundaries, leaves, keeps = self.boundaries, self._leaves, self._keeps
+        if self.boundaries is not None and self._leaves and not self.finished():
+            self.boundaries.leave(self.round)
+        if self.boundaries is not None and self._keeps:
+            self.boundaries.keep(self.round)
         self._leaves = self._keeps = False
-        if boundaries is not None and leaves and not self.finished():
-            boundaries.leave(self.round)
-        if boundaries is not None and keeps:
-            boundaries.keep(self.round)
 
     def _round(self) -> None:
         started, clock, active = time.time(), time.perf_counter(), self.active
@@ -250,18 +249,9 @@ class Trainer:
         advanced = self.round > self._pace.round
         exchange_share = self._pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.context.leads and advanced:
-            limits = self.limits
-            value = {
-                "epoch": limits.epochs_at(at),
-                **({"epochs": limits.epochs} if math.isfinite(limits.epochs) else {}),
-                "loss": self._loss,
-                "samples_per_s": self._pace.rate,
-                "exchange_share": exchange_share,
-                "eta_s": self._pace.eta_s(now, at),
-                "step": float(at.steps),
-                **({"noise": self._noise} if math.isfinite(self._noise) else {}),
-            }
-            self._emit("progress", value=value)
+            measured = {"loss": self._loss, "exchange_share": exchange_share}
+            measured |= {"noise": self._noise} if math.isfinite(self._noise) else {}
+            self._emit("progress", value=self._pace.progress(now, at, measured))
         if self.tables is not None:
             self.tables.report(self.round)
         self.context.recorder.flush()
@@ -375,8 +365,7 @@ class Trainer:
         return self._pace.state()
 
     def go_on_from(self, round: int, done: Milestones, pace: dict[str, float]) -> None:
-        """Go on after `round`, in place of a trainer that had come so far. The data is there
-        already."""
+        """Go on after `round`, in place of a trainer that had come so far."""
         self.round = round
         self.__post_init__()
         self.done = done

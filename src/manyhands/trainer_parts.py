@@ -132,7 +132,7 @@ class StopFlag(Protocol):
 
 
 class EarlyStop(Protocol):
-    """Ends a block of local steps on request (`launch.block_stop.BlockStop`)."""
+    """Ends a block of local steps on request (`launch.stopping.block_stop.BlockStop`)."""
 
     cut: bool  # whether it has ended the last one; the same on all ranks
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from manyhands.launch import block_stop
-from manyhands.launch.block_stop import BlockStop
+from manyhands.launch.stopping.block_stop import BlockStop
 
 LIMIT_S = 30.0
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from manyhands.core import ElasticJob
 from manyhands.launch import run_token
-from manyhands.launch.replacements import Replacements
+from manyhands.launch.elastic.worker_replacements import Replacements
 
 TOKEN = "secret"
 

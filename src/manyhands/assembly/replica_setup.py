@@ -20,7 +20,7 @@ from manyhands.data.batches import BatchIterator, IndexedBatches
 from manyhands.data.sources import Source, TensorSource
 from manyhands.embedding.tables import EmbeddingTables
 from manyhands.errors import PlanError, TaskError
-from manyhands.launch.block_stop import BlockStop
+from manyhands.launch.stopping.block_stop import BlockStop
 from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica

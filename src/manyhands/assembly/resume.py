@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from manyhands.assembly.data import batch_sizes, resolve_split
-from manyhands.assembly.own_state import layout_of, ranks_per_replica
+from manyhands.assembly.own_state import layout_of, ranks_per_replica, saved_layout
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan, Position, Snapshot
 from manyhands.data.sources import Source
 from manyhands.errors import CheckpointError, TaskError
 from manyhands.launch import environment
+from manyhands.plan import words
 from manyhands.recover import sharded_file
 from manyhands.recover.checkpoint import NEW, read_manifest
 from manyhands.recover.read_share import ReadShare, load_share
@@ -187,3 +188,19 @@ def _codec_name(name: str) -> str:
     """`<rank>/wire/...` is `<rank>/codec/...` now."""
     rank, kind, rest = name.split("/", 2)
     return f"{rank}/codec/{rest}" if kind == "wire" else name
+
+
+def notice_resumed(context: RankContext, begin: Start) -> None:
+    if (saved := begin.saved) is not None:
+        at = saved.position
+        context.notice(
+            f"resumed at round {saved.round} (epoch {at.epoch}, {at.offset} samples into it) "
+            f"from {context.checkpoints.last_good}"
+        )
+        if context.options.kept:
+            context.notice(f"as before: {context.options.kept} (a word given anew changes it)")
+        then, now = saved_layout(saved), begin.plan.layout
+        if then != now:
+            context.notice(
+                f"on {words.layout_line(now)} from here on, {words.layout_line(then)} before"
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from manyhands.assembly.announcements import announce, announce_regrouped, notice_resumed
 from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.culprits.round_marks import watching
@@ -37,18 +37,19 @@ from manyhands.assembly.rank_context import (
     reduction_warning,
     warn_of_eval_mode,
 )
-from manyhands.assembly.regroup.boundaries import follow_epochs
+from manyhands.assembly.regroup.boundaries import announce_regrouped, follow_epochs
 from manyhands.assembly.replica_setup import module_replica, wrapped
-from manyhands.assembly.resume import Start, start
+from manyhands.assembly.resume import Start, notice_resumed, start
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import activate, first_word, replicas_agree
 from manyhands.assembly.tables import RunTables
-from manyhands.core import Plan, Store
+from manyhands.core import Event, Plan, Store
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
+from manyhands.plan import words
 from manyhands.replica import forward, state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica, NextLoss
@@ -254,17 +255,26 @@ def assemble(
         round=0 if begin.saved is None else begin.saved.round,
         metrics={} if begin.saved is None else dict(begin.saved.meta["metrics"]),
     )
+    if not _joins_others(context, trainer, checkpointing, model):
+        announce(context, plan, model.module, begin.global_batch, spec.part)
+    return Assembled(trainer, feed.batches, module)
+
+
+def _joins_others(
+    context: RankContext, trainer: Trainer, checkpointing: Checkpointing, model: LocalModel
+) -> bool:
+    """Whether this trainer goes on where a run under way is, of which others have told."""
     if model.tables is not None and (leases := model.tables.leases) is not None:
         buffers = sync_batchnorm.running_buffers(model.module)
         leases.make_note = functools.partial(make_note, trainer, buffers)
         if context.replaces:
-            join_run(context, trainer, plain, leases, buffers)
-            return Assembled(trainer, feed.batches, module)
-    if regrouping is not None and follow_epochs(trainer, checkpointing, regrouping):
-        announce_regrouped(context, trainer.round)
-    else:
-        announce(context, plan, model.module, begin.global_batch, spec.part)
-    return Assembled(trainer, feed.batches, module)
+            join_run(context, trainer, checkpointing.replica, leases, buffers)
+        return context.replaces
+    regrouping = context.regrouping
+    if regrouping is None or not follow_epochs(trainer, checkpointing, regrouping):
+        return False
+    announce_regrouped(context, trainer.round)
+    return True
 
 
 # -- the steps --
@@ -361,3 +371,28 @@ def _change(
 
     assert plan.at is not None
     return StrategyChange(plan.at, make)
+
+
+def announce(
+    context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
+) -> None:
+    """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
+    if not context.leads:
+        return
+    resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
+    context.write_plan(words.to_toml(resolved))
+    here = sum(p.numel() for p in module.parameters())
+    model = f"{type(module).__name__}, {here:,} parameters"
+    if part is not None:
+        model = f"{part.name}, {here:,} of them on rank 0"
+    where = context.device.type
+    if context.process.size > 1:
+        where = f"{context.process.size} x {where} over {context.group_name}"
+    texts = {
+        "start": words.brief(resolved),
+        "model": f"{model}; {global_batch} samples a step; {where}",
+        "run": str(context.directory),
+    }
+    for name, text in texts.items():
+        context.recorder.emit(Event(time.time(), 0, context.group.round, name, value=text))
+    context.recorder.flush()

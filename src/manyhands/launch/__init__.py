@@ -9,7 +9,7 @@
     restarts       the whole run again, from its last checkpoint, within a `restart_budget`
     lab            hosts made of network namespaces on one machine (namespaces), and `launcher`
     servers        processes of parameter servers
-    replacements   who takes the place of a dead rank, under elastic=
+    elastic        runs whose ranks may die: who takes part, and who takes a dead rank's place
     malloc         settings of the C library's allocator
 
 What happens when a rank is killed (kill -9): its peers notice it in their next exchange
@@ -18,5 +18,5 @@ the rendezvous store. `hosts` sees the first process end, waits SETTLE_S for rep
 (`_end`), and names the cause (`_raise_cause`): the killed rank, since `PeerLost` marks a victim.
 The next run resumes from the last checkpoint (`recover/`), with restarts= by itself (`restarts`).
 Of an elastic job, `hosts` starts another process instead, while enough ranks are at work
-(`replacements`).
+(`elastic`).
 """

@@ -332,6 +332,11 @@ def take_part(address: str, port: int, token: str, number: int) -> None:
     )
 
 
+def update(changed: Mapping[str, str]) -> None:
+    """Variables that the launcher has told this process after its start."""
+    os.environ.update(changed)
+
+
 def become(rank: int, size: int) -> None:
     """This process is another rank from here on, also for what user code reads."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from manyhands.core import Job, ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token, servers
-from manyhands.launch.grace import say_stopping, stopped_error
-from manyhands.launch.replacements import Replacements, run_keys
+from manyhands.launch.elastic.worker_replacements import Replacements, run_keys
 from manyhands.launch.signals import Stop
+from manyhands.launch.stopping.grace import say_stopping, stopped_error
 from manyhands.launch.worker_process import (
     WorkerProcess,
     ask_to_stop,

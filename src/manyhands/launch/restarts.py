@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.errors import LaunchError, ManyhandsError, PeerLost, ServerLost
-from manyhands.launch.grace import LATE, STOPPED
 from manyhands.launch.restart_budget import Failure, RestartBudget
 from manyhands.launch.signals import Stop
+from manyhands.launch.stopping.grace import LATE, STOPPED
 
 LOSSES = (PeerLost.__name__, ServerLost.__name__)
 # ends without an error of its own, which could be compared with the one before

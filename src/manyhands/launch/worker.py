@@ -33,7 +33,7 @@ def _work() -> int:
         os.dup2(nothing.fileno(), 0)  # user code that reads standard input finds it empty
     for module in environment.preload():
         importlib.import_module(module)
-    os.environ.update(json.loads(_message(channel)))
+    environment.update(json.loads(_message(channel)))
     payload = _message(channel)
     threading.Thread(
         target=_end_with_launcher, args=(channel,), name="lifeline", daemon=True

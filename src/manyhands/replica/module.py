@@ -46,7 +46,7 @@ RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]
 
 class BlockEnd(Protocol):
     """Ends a block of local steps early, after the same number of steps on all ranks
-    (`launch.block_stop`)."""
+    (`launch.stopping.block_stop`)."""
 
     def begin(self, most: int) -> None: ...
     def ends(self, done: int) -> bool: ...

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from manyhands.assembly.culprits.own_heartbeat import OwnHeartbeat
 from manyhands.core import Event, Layout, Store
-from manyhands.launch import environment, process_state, replacements
+from manyhands.launch import environment, process_state
+from manyhands.launch.elastic.worker_replacements import tell
 from manyhands.observe import stalls
 from manyhands.observe.events import say
 from manyhands.observe.rank_heartbeat import LONG_S, RankHeartbeat, Sighting
@@ -223,7 +224,7 @@ class Watcher:
         """Ask the launcher to go on without these processes."""
         for r in ranks:
             pid = self._seen[r][0].pid
-            replacements.tell(self._connected(), f"hung/{r}", pid)
+            tell(self._connected(), f"hung/{r}", pid)
 
     def _say(self, name: str, text: str, seconds: float = 0.0) -> None:
         self._emit(name, text, seconds)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Event
 from manyhands.launch import environment
-from manyhands.launch.replacements import tell
+from manyhands.launch.elastic.worker_replacements import tell
 from manyhands.server.elastic.client import ElasticClient
 
 

@@ -22,7 +22,7 @@ from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position
 from manyhands.data.step_claims import StepClaims
 from manyhands.launch import environment
-from manyhands.launch.replacements import tell
+from manyhands.launch.elastic.worker_replacements import tell
 from manyhands.replica.module import ModuleReplica
 from manyhands.train import Trainer
 from manyhands.trainer_parts import Milestones

@@ -11,10 +11,13 @@ import time
 from typing import Any
 
 from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.regroup.handover import copy_to_next
 from manyhands.assembly.regroup.rank_copy import RankCopy
+from manyhands.core import Event
 from manyhands.launch.elastic.epoch_follower import EpochFollower
 from manyhands.membership.rank_epochs import RankEpoch
+from manyhands.plan import words
 from manyhands.recover.kept_rounds import KeptRounds
 from manyhands.train import Trainer
 from manyhands.trainer_parts import EpochChange
@@ -68,3 +71,22 @@ def follow_epochs(trainer: Trainer, checkpointing: Checkpointing, regrouping: An
     if epoch.last:
         trainer.end_here()
     return begin is not None
+
+
+def announce_regrouped(context: RankContext, round: int) -> None:
+    """The run goes on with other ranks than before: who, from where, and how long it stood."""
+    regrouping = context.regrouping
+    if not context.leads:
+        return
+    seconds = time.time() - regrouping.since
+    again = regrouping.rolled_back
+    why = f"{regrouping.epoch.why}; " if regrouping.epoch.why else ""
+    text = (
+        f"{why}{words.layout_line(context.plan.layout)} from round {round} on "
+        f"(epoch {regrouping.epoch.number} of the ranks"
+        + (f"; {again} round{'s' * (again != 1)} computed again" if again else "")
+        + f"; {seconds:.2f} s)"
+    )
+    event = Event(time.time() - seconds, 0, round, "regroup", seconds, value=text)
+    context.recorder.emit(event)
+    context.recorder.flush()

@@ -23,7 +23,7 @@ from manyhands.errors import PeerLost
 from manyhands.exchange.interruption import Interruption
 from manyhands.launch import environment
 from manyhands.launch.elastic.epoch_follower import EpochFollower
-from manyhands.launch.replacements import tell
+from manyhands.launch.elastic.worker_replacements import tell
 from manyhands.membership.rank_epochs import RankEpoch
 from manyhands.recover.kept_rounds import Held, KeptRounds, KeptState, choose
 from manyhands.trainer_parts import EpochChange

@@ -25,15 +25,15 @@ from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token
 from manyhands.launch.elastic.admission import Admission
 from manyhands.launch.elastic.liveness import Liveness
+from manyhands.launch.elastic.loss_policy import LossPolicy
 from manyhands.launch.elastic.outside_process import OutsideProcess
-from manyhands.launch.elastic.replacement import Replacement
 from manyhands.launch.elastic.roster import Roster
 from manyhands.launch.elastic.run_requests import Rendezvous, RequestDesk, left_in
-from manyhands.launch.grace import say_stopping, stopped_error
+from manyhands.launch.elastic.worker_replacements import run_keys
 from manyhands.launch.hosts import HERE, HostsLauncher, assign_ranks
-from manyhands.launch.replacements import run_keys
 from manyhands.launch.restart_budget import RestartBudget
 from manyhands.launch.signals import Stop
+from manyhands.launch.stopping.grace import say_stopping, stopped_error
 from manyhands.launch.worker_process import (
     WorkerProcess,
     ask_to_stop,
@@ -104,7 +104,7 @@ class ElasticRun:
         self.late: list[int] = []  # members that had not saved when the time was over
         self.failure: LaunchError | None = None
         budget = RestartBudget(elastic.respawns, elastic.window_s, first_s=0.0)
-        self._replacement = Replacement(budget)
+        self._policy = LossPolicy(budget)
         self._broken = 0  # times that connections broke
         self._desk = RequestDesk(self._keys, token)
         self._standby: WorkerProcess | None = None
@@ -167,7 +167,7 @@ class ElasticRun:
         if self._stopping or self._over is not None or self.failure is not None:
             return
         for seat in self.roster.missing():
-            if self._replacement.may_start(seat):
+            if self._policy.may_start(seat):
                 self._start(seat)
 
     def _start(self, seat: int | None) -> None:
@@ -236,7 +236,7 @@ class ElasticRun:
         self._loss = self._loss or rank is not None
         if self._stopping:
             return
-        answer = self._replacement.lost(seat, said, epoch is not None)
+        answer = self._policy.lost(seat, said, epoch is not None)
         if isinstance(answer, LaunchError):
             self.failure = LaunchError(f"{who} failed:\n{answer}", answer.exit_code, answer.kind)
             return

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token
-from manyhands.launch.replacements import tell
+from manyhands.launch.elastic.worker_replacements import tell
 from manyhands.membership.rank_epochs import RankEpoch, decode
 
 LOOK_S, BEAT_S = 0.05, 1.0

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch.distributed as dist
 
-from manyhands.launch import run_token
+from manyhands.launch import process_state, run_token
 from manyhands.membership.rank_epochs import RankEpoch
 
 STOPPED = ("T", "t")
@@ -34,7 +33,10 @@ class Liveness:
                 continue
             if self._named(epoch, rank) == pids[member]:
                 yield member, "hangs"
-            elif self._silent_s(member, now) > self._lease_s and not stopped(pids[member]):
+            elif (
+                self._silent_s(member, now) > self._lease_s
+                and process_state.state(pids[member]) not in STOPPED
+            ):
                 yield member, f"sent no heartbeat for {self._lease_s:g} s"
 
     def _named(self, epoch: RankEpoch, rank: int) -> int | None:
@@ -58,11 +60,3 @@ class Liveness:
         if member not in self._beats or self._beats[member][0] != beat:
             self._beats[member] = beat, now
         return now - self._beats[member][1]
-
-
-def stopped(pid: int) -> bool:
-    """Whether somebody has stopped this process (SIGSTOP), as far as this machine knows."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in STOPPED
-    except (OSError, IndexError):
-        return False

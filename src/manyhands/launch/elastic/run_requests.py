@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from manyhands.errors import LaunchError
 from manyhands.launch import run_token
-from manyhands.launch.replacements import run_keys
+from manyhands.launch.elastic.worker_replacements import run_keys
 
 FILE = "rendezvous.json"
 ANSWER_S = 30.0

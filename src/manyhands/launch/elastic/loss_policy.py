@@ -1,4 +1,4 @@
-"""Replacement: when a process may be started in place of one that was lost, and what ends a run.
+"""Loss policy: whether another process is started in place of a lost one, or the run ends.
 
 killed, or it hung          another one is started, within the budget (restarts=)
 an error of the user's      the same: memory or a disk may have been full. The same error at the
@@ -20,7 +20,7 @@ VICTIMS = (PeerLost.__name__,)  # kinds of errors of ranks that lost others
 
 
 @dataclass
-class Replacement:
+class LossPolicy:
     budget: RestartBudget
     due: dict[int | None, float] = field(default_factory=dict)  # seat -> when; None: a spare
     given_up: dict[int | None, str] = field(default_factory=dict)  # seat -> why
