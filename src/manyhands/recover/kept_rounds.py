@@ -47,13 +47,18 @@ class KeptState:
 
 @dataclass
 class KeptRounds:
-    """`active` is the last membership epoch in which this rank has trained."""
+    """`active` is the last membership epoch in which this rank has trained, `part` the part of a
+    replica that it held then: its states are of no use to a rank that holds another."""
 
     states: dict[Boundary, KeptState] = field(default_factory=dict)
     active: int = 0
+    part: int = 0
 
-    def held(self) -> Held:
-        return self.active, sorted(self.states)
+    def of_part(self, part: int) -> dict[Boundary, KeptState]:
+        return self.states if part == self.part else {}
+
+    def held(self, part: int = 0) -> Held:
+        return self.active, sorted(self.of_part(part))
 
     def keep(self, boundary: Boundary, tensors: Tensors, meta: dict[str, Any]) -> None:
         """Copy `tensors`; the oldest boundary is forgotten."""
@@ -69,9 +74,12 @@ class KeptRounds:
                 copied[name] = there.copy_(value)
         self.states[boundary] = KeptState(boundary[1], copied, meta)
 
-    def go_on(self, epoch: int, boundary: Boundary, state: KeptState) -> None:
-        """All ranks go on from this boundary: forget the others."""
-        self.active, self.states = epoch, {boundary: state}
+    def go_on(
+        self, epoch: int, boundary: Boundary | None, state: KeptState | None, part: int = 0
+    ) -> None:
+        """All ranks go on from this boundary, or from none: forget the others."""
+        self.active, self.part = epoch, part
+        self.states = {} if boundary is None or state is None else {boundary: state}
 
 
 def common_boundary(held: Iterable[Held]) -> Boundary | None:

@@ -71,21 +71,23 @@ class Epochs:
 
     def _one(self, epoch: RankEpoch, train: Train) -> dict[str, Any] | None:
         """Train in one epoch; None: it is over, and the run is not."""
-        held = self.follower.all_here(epoch, self.kept.held())
+        rank, size = epoch.members.index(self.follower.member), len(epoch.members)
+        held = self.follower.all_here(epoch, self.kept.held(rank % (size // epoch.data)))
         if held is None:
             return None
-        rank, size = epoch.members.index(self.follower.member), len(epoch.members)
         environment.become(rank, size)
         process = dataclasses.replace(self.here, rank=rank, size=size)
         layout = dataclasses.replace(self.plan.layout, data=epoch.data)
         plan = dataclasses.replace(self.plan, layout=layout)
         store = dist.PrefixStore(f"epoch/{epoch.number}", self.store)
         interruption = Interruption()
-        self.follower.interrupt_by(interruption.set, epoch)
+        # others may have left for a later epoch already, also for a planned one
+        self.follower.interrupt_by(interruption.set, epoch, planned=True)
         context: RankContext | None = None
         try:
             context = open_rank_context(plan, process, store, self.options, interruption)
             context.regrouping = self._begin(context, epoch, held, interruption)
+            self.follower.interrupt_by(interruption.set, epoch)
             return train(context)
         except (PeerLost, EpochChange) as e:
             self._left(epoch, e)
@@ -106,16 +108,22 @@ class Epochs:
         interruption: Interruption,
     ) -> Regrouping:
         found = Regrouping(self.follower, epoch, self.kept, since=self._since)
+        inner = len(epoch.members) // epoch.data
+        part = context.rank % inner
         boundary = common_boundary(held.values())
-        if boundary is None:
-            self.kept.active = epoch.number
+        has = {r: list(boundary or ()) in held[m][1] for r, m in enumerate(epoch.members)}
+        whole = (all(has[r * inner + i] for i in range(inner)) for r in range(epoch.data))
+        if boundary is None or not any(whole):
+            # all that was kept died, or a part of it: only a checkpoint is left
+            resume = context.options.resume or epoch.number > 1
+            context.options = dataclasses.replace(context.options, resume=resume)
+            self.kept.go_on(epoch.number, None, None, part)
             return found
-        has = {r: list(boundary) in held[m][1] for r, m in enumerate(epoch.members)}
-        mine = self.kept.states.get(boundary)
+        mine = self.kept.of_part(part).get(boundary)
         found.begin = hand_over(context, mine, has, interruption, self.follower.read)
         found.own = mine is not None
         found.rolled_back = max(0, self._round - boundary[1]) if found.own else 0
-        self.kept.go_on(epoch.number, boundary, found.begin)
+        self.kept.go_on(epoch.number, boundary, found.begin, part)
         return found
 
     def _left(self, epoch: RankEpoch, why: PeerLost | EpochChange) -> None:
