@@ -241,3 +241,18 @@ def test_without_the_status_exchange_before_it_a_boundary_would_not_be_common(
     with pytest.raises(AssertionError, match="no boundary in common"):
         for seed in range(400):
             walk(seed, True)
+
+
+def test_states_of_another_part_of_a_replica_are_of_no_use() -> None:
+    """A member of a replica that stays incomplete may take a seat with another part."""
+    found = kept(4, 8)
+    assert found.held(part=1) == (1, []) and found.of_part(1) == {}
+    assert found.held(part=0) == (1, [(1, 4), (1, 8)]), "it may go back to its old part"
+    found.go_on(2, (1, 4), kept(4).states[1, 4], part=1)
+    assert found.held(part=1) == (2, [(1, 4)]) and found.held(part=0) == (2, [])
+
+
+def test_ranks_that_go_on_from_no_boundary_forget_all() -> None:
+    found = kept(4, 8)
+    found.go_on(3, None, None)
+    assert found.held() == (3, [])
