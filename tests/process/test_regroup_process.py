@@ -4,6 +4,7 @@ every sample of every epoch counts once."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -189,11 +190,28 @@ def test_a_second_death_while_ranks_regroup_after_the_first(tmp_path: Path) -> N
 
 # -- the same numbers as a run that is stopped and resumed --
 
+STEPS = 400
+
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
     saved = Checkpoints(folder / "run" / "checkpoints").latest()
-    assert saved is not None
+    assert saved is not None and saved.position.steps == STEPS
     return saved.params
+
+
+def resumed(folder: Path, words: str, at: int, after: str) -> dict[str, torch.Tensor]:
+    """The model of a run that is saved at round `at`, and goes on with other words."""
+    first = run(folder, launch(folder, f"{words} steps={at}", LEARNING))
+    assert first.process.returncode == 0, first.err
+    more = [*after.split(), f"steps={STEPS}", "--resume", "--dir", "run"]
+    second = run(folder, [*CLI, "run", "task.py", *more])
+    assert second.process.returncode == 0, second.err
+    return final(folder)
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [k for k in found if not torch.equal(found[k], expected[k])] == []
 
 
 @pytest.mark.slow
@@ -205,22 +223,32 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
 def test_after_a_loss_the_numbers_are_those_of_a_run_saved_there_and_resumed(
     tmp_path: Path, replicas: int, inner: str
 ) -> None:
-    words = f"data={replicas} {inner} save=epoch"
-    steps = 400
-    lost, calm = tmp_path / "lost", tmp_path / "calm"
-    line = launch(lost, f"{words} elastic=1:{replicas} respawn=false steps={steps}", LEARNING)
-    with command(lost, line) as job:
+    words, lost = f"data={replicas} {inner}", tmp_path / "lost"
+    elastic = f"{words} elastic=1:{replicas} respawn=false steps={STEPS}"
+    with command(lost, launch(lost, elastic, LEARNING)) as job:
         at_work(job, replicas * (2 if inner else 1))
         kill(job, 1)
         assert job.end() == 0, job.err
         nothing_is_left(job)
     ((data, at, _),) = regroupings(lost)
-    assert data == replicas - 1 and 0 < at < steps
-    first = run(calm, launch(calm, f"{words} steps={at}", LEARNING))
-    assert first.process.returncode == 0, first.err
-    more = [f"data={data}", *inner.split(), f"steps={steps}", "--resume"]
-    second = run(calm, [*CLI, "run", "task.py", *more, "--dir", "run"])
-    assert second.process.returncode == 0, second.err
-    expected, found = final(calm), final(lost)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[k], expected[k]) for k in found)
+    assert data == replicas - 1 and 0 < at < STEPS
+    same(final(lost), resumed(tmp_path / "calm", words, at, f"data={data} {inner}"))
+
+
+@pytest.mark.slow
+def test_where_all_who_held_a_part_of_the_model_died_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Ranks 1 and 3 hold the same half of the model; one of them takes the seat of the other half,
+    and must not bring its own."""
+    words, lost = "data=2 tensor=2", tmp_path / "lost"
+    elastic = f"{words} elastic=1:2 respawn=false save=10 steps={STEPS}"
+    with command(lost, launch(lost, elastic, LEARNING)) as job:
+        at_work(job, 4)
+        for rank in (0, 2):
+            kill(job, rank)
+        assert job.end() == 0, job.err
+        nothing_is_left(job)
+    (at,) = map(int, re.findall(r"resumed at round (\d+)", job.out))
+    assert 0 < at < STEPS
+    same(final(lost), resumed(tmp_path / "calm", words, at, "data=1 tensor=2"))
