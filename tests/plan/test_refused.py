@@ -132,7 +132,7 @@ def test_elastic_needs_a_least_and_a_largest_number_of_workers(bounds: str) -> N
 
 
 def test_elastic_is_refused_by_name_where_a_strategy_does_not_know_it() -> None:
-    with pytest.raises(PlanError, match="merge=async_admm: .* comes with downpour, stale_sync"):
+    with pytest.raises(PlanError, match=r"merge=async_admm: .* comes with downpour, stale_sync"):
         parse("merge=async_admm servers=1 elastic=1:3")
     with pytest.raises(PlanError, match="merge=ensemble: its members are one model each"):
         parse("merge=ensemble elastic=1:3")
