@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from manyhands.launch import block_stop
+from manyhands.launch.stopping import block_stop
 from manyhands.launch.stopping.block_stop import BlockStop
 
 LIMIT_S = 30.0

@@ -7,58 +7,14 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from manyhands.observe.events import read
-from support.commands import CLI, STOPPED_S, Command, command, wait_until_gone
+from support.commands import STOPPED_S, Command, command, wait_until_gone
+from support.counting import BATCH, COUNTING, counting, kill, processes, seen
 from support.small_task import saved_weights
-
-BATCH = 4
-# each sample moves its own number of the model, so that the model says how often each was seen;
-# `enough` ends the run at the end of an epoch
-COUNTING = f"""
-import os, time
-from pathlib import Path
-import torch, manyhands as mh
-from torch import nn
-
-class Seen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.seen = nn.Parameter(torch.zeros(200, dtype=torch.float64))
-    def forward(self, x):
-        time.sleep(0.002)
-        return self.seen[x[:, 0].long()]
-
-class Mark(mh.Callback):
-    def on_round(self, run, round, loss):
-        name = Path(f"{{run.rank}}-{{os.getpid()}}.started")
-        if not name.exists():
-            name.touch()
-
-def enough(out, y):
-    return torch.full((len(out),), float(Path("enough").exists()))
-
-def task():
-    x = torch.arange(200, dtype=torch.float64)[:, None]
-    return mh.Task(model=Seen, loss=lambda out, y: out.mean(), train=(x, x), test=(x, x),
-                   optimizer=lambda p: torch.optim.SGD(p, lr=1.0), batch={BATCH}, epochs=10**6,
-                   metrics={{"enough": enough}}, callbacks=[Mark()])
-"""
-
-
-def processes(job: Command, rank: int) -> list[int]:
-    """The processes that have computed as this rank, the newest last."""
-    found = sorted(job.folder.glob(f"{rank}-*.started"), key=lambda f: f.stat().st_mtime_ns)
-    return [int(f.stem.partition("-")[2]) for f in found]
-
-
-def kill(job: Command, rank: int) -> None:
-    os.kill(processes(job, rank)[-1], signal.SIGKILL)
 
 
 def started(job: Command, rank: int, processes_before: int = 0) -> None:
@@ -66,20 +22,6 @@ def started(job: Command, rank: int, processes_before: int = 0) -> None:
         lambda: len(processes(job, rank)) > processes_before,
         f"process {processes_before} of rank {rank} at work",
     )
-
-
-def counting(folder: Path, words: str) -> list[str]:
-    folder.mkdir(exist_ok=True)
-    (folder / "counting.py").write_text(COUNTING)
-    line = ["run", "counting.py", *words.split(), "until=enough:1", "device=cpu", "--dir", "run"]
-    return [*CLI, *line]
-
-
-def seen(folder: Path) -> tuple[Tensor, float]:
-    """How often each sample was seen, and the epochs that the run says it has done."""
-    weights = -saved_weights(folder / "run")["seen"] * BATCH
-    told: list[Any] = [e.value for e in read(folder / "run") if e.name == "evaluate"]
-    return weights, max(value["epoch"] for value in told)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +95,7 @@ def test_workers_that_die_before_they_join_or_in_their_first_step_are_replaced(
 ) -> None:
     """Rank 1 before it has joined, 2 in its first step, 3 after its push and before its report."""
     line = counting(tmp_path, "merge=downpour servers=1 elastic=1:4")
-    (tmp_path / "counting.py").write_text(DYING)
+    (tmp_path / "task.py").write_text(DYING)
     with command(tmp_path, line) as job:
         for rank in range(4):
             started(job, rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from manyhands.core import Group, Plan, ProcessInfo, Store
 from manyhands.errors import PlanError
 from manyhands.exchange import collective, hierarchical
 from manyhands.exchange.elastic import ElasticGroup
-from manyhands.exchange.interruption import Interruption
+from manyhands.exchange.interruption import Interruption, wait_for_keys
 from manyhands.exchange.observed import ObservedGroup
 from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.solo import SoloGroup
@@ -60,7 +59,8 @@ def connect(
     if process.size == 1:
         return SoloGroup(), "none"
     # by name and machine: two machines may have the same name
-    hosts = _gather(store, "host", process, f"{process.host} {process.machine}", plan.timeout_s)
+    me = f"{process.host} {process.machine}"
+    hosts = _gather(store, "host", process, me, plan.timeout_s, interruption)
     one_host, shares = len(set(hosts)) == 1, len(set(hosts)) < process.size
     kind = plan.link
     if kind == "auto" and device.type == "cuda":
@@ -115,9 +115,14 @@ def choose_device(plan: Plan, process: ProcessInfo) -> torch.device:
 
 
 def _gather(
-    store: dist.Store, key: str, process: ProcessInfo, value: str, timeout_s: float
+    store: dist.Store,
+    key: str,
+    process: ProcessInfo,
+    value: str,
+    timeout_s: float,
+    interruption: Interruption | None,
 ) -> list[str]:
     store.set(f"{key}/{process.rank}", value)
     keys = [f"{key}/{r}" for r in range(process.size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
+    wait_for_keys(store, keys, timeout_s, interruption)
     return [store.get(k).decode() for k in keys]

@@ -316,14 +316,19 @@ def open_rank_context(
     sinks = [] if process.rank else _sinks(path, options)
     recorder = Recorder(path, process.rank, sinks)
     replaced = environment.starts() is not None
-    inner, group_name = connect(
-        plan, process, store, device, elastic_launcher=replaced, interruption=interruption
-    )
-    group = ObservedGroup(inner, recorder.emit)
-    axes = {
-        axis: axis_group(plan, process, store, device, group, axis, interruption)
-        for axis in Layout.AXES
-    }
+    axes: dict[str, ObservedGroup] = {}
+    with contextlib.ExitStack() as undo:  # where a peer is lost meanwhile
+        undo.callback(recorder.close)
+        inner, group_name = connect(
+            plan, process, store, device, elastic_launcher=replaced, interruption=interruption
+        )
+        group = ObservedGroup(inner, recorder.emit)
+        undo.callback(group.close)
+        for axis in Layout.AXES:
+            axes[axis] = axis_group(plan, process, store, device, group, axis, interruption)
+            if axes[axis] is not group:
+                undo.callback(axes[axis].close)
+        undo.pop_all()
 
     def report(name: str, seconds: float, nbytes: int, text: str) -> None:
         if inner.leads if isinstance(inner, ElasticGroup) else process.rank == 0:

@@ -32,7 +32,12 @@ from manyhands.core import (
 )
 from manyhands.errors import PeerLost, PlanError
 from manyhands.exchange import reduce_scatter
-from manyhands.exchange.interruption import Interruption, open_sockets, shut_down
+from manyhands.exchange.interruption import (
+    InterruptibleStore,
+    Interruption,
+    open_sockets,
+    shut_down,
+)
 from manyhands.exchange.solo import check_source, to_oneself
 
 OPS: dict[Op, dist.ReduceOp.RedOpType] = {
@@ -323,6 +328,8 @@ def connect(
     if backend == "mpi":
         return _connect_mpi(rank, size)
     before = set() if interruption is None else open_sockets()
+    if interruption is not None and backend == "gloo":
+        store = InterruptibleStore(store, timeout_s, interruption)
     group = dist.ProcessGroup(store, rank, size)
     timeout = timedelta(seconds=timeout_s)
     kinds = dist.ProcessGroup.BackendType
@@ -357,7 +364,12 @@ def connect(
         ) from e
     if interruption is not None:
         interruption.add(functools.partial(shut_down, open_sockets() - before))
-    return CollectiveGroup(group, device, close=group.shutdown)
+    return CollectiveGroup(group, device, close=functools.partial(_shut_down_group, group, store))
+
+
+def _shut_down_group(group: dist.ProcessGroup, store: dist.Store) -> None:
+    """`store`: one that is written in Python must live as long as the group does."""
+    group.shutdown()
 
 
 def _connect_mpi(rank: int, size: int) -> CollectiveGroup:

@@ -4,7 +4,8 @@ A rank that is lost need not be seen by those that wait: its host may be cut off
 Who knows that it is lost sets the interruption, and every wait of this rank raises PeerLost.
 
     shared memory    looks at `why` while it waits
-    gloo             its sockets are shut down: gloo has no other way to end a call under way
+    gloo             its sockets are shut down: gloo has no other way to end a call under way;
+                     while it connects, it waits for others' addresses in the store
 """
 
 from __future__ import annotations
@@ -71,6 +72,31 @@ def wait_for_keys(
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all keys were set within {timeout_s:g} s")
         time.sleep(LOOK_S)
+
+
+class InterruptibleStore(dist.Store):
+    """A rendezvous store for torch's own groups: the interruption ends their waits in it."""
+
+    def __init__(self, store: dist.Store, timeout_s: float, interruption: Interruption):
+        super().__init__()
+        self._inner, self._timeout_s, self._interruption = store, timeout_s, interruption
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._inner.set(key, value)  # type: ignore[arg-type]  # bytes are fine
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._inner.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._inner.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: list[str], limit: timedelta | None = None) -> None:
+        seconds = self._timeout_s if limit is None else limit.total_seconds()
+        wait_for_keys(self._inner, keys, seconds, self._interruption)
 
 
 def open_sockets() -> set[int]:

@@ -145,15 +145,19 @@ class SharedVectors:
         made."""
         makes = made_by is None or made_by == self.rank
         path, own = segments.create(nbytes) if makes else (None, None)
-        paths = self.gather(str(path or ""))
-        maps = [
-            own if own is not None and r == self.rank else segments.attach(p, nbytes)
-            for r, p in enumerate(paths)
-            if p
-        ]
-        self.gather("")
-        if path is not None:
-            path.unlink()
+        try:
+            paths = self.gather(str(path or ""))
+            maps = [
+                own if own is not None and r == self.rank else segments.attach(p, nbytes)
+                for r, p in enumerate(paths)
+                if p
+            ]
+            self.gather("")
+        except FileNotFoundError as e:
+            raise PeerLost(f"rank {self.rank}: another rank has left: {e.filename} is gone") from e
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
         self._maps.append(maps)
         return maps
 

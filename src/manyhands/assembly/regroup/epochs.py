@@ -71,21 +71,23 @@ class Epochs:
 
     def _one(self, epoch: RankEpoch, train: Train) -> dict[str, Any] | None:
         """Train in one epoch; None: it is over, and the run is not."""
+        rank, size = epoch.members.index(self.follower.member), len(epoch.members)
         held = self.follower.all_here(epoch, self.kept.held())
         if held is None:
             return None
-        rank, size = epoch.members.index(self.follower.member), len(epoch.members)
         environment.become(rank, size)
         process = dataclasses.replace(self.here, rank=rank, size=size)
         layout = dataclasses.replace(self.plan.layout, data=epoch.data)
         plan = dataclasses.replace(self.plan, layout=layout)
         store = dist.PrefixStore(f"epoch/{epoch.number}", self.store)
         interruption = Interruption()
-        self.follower.interrupt_by(interruption.set, epoch)
+        # others may have left for a later epoch already, also for a planned one
+        self.follower.interrupt_by(interruption.set, epoch, planned=True)
         context: RankContext | None = None
         try:
             context = open_rank_context(plan, process, store, self.options, interruption)
             context.regrouping = self._begin(context, epoch, held)
+            self.follower.interrupt_by(interruption.set, epoch)
             return train(context)
         except (PeerLost, EpochChange) as e:
             self._left(epoch, e)
@@ -109,8 +111,9 @@ class Epochs:
         choice = choose([held[m] for m in epoch.members], inner)
         if choice is None:
             self.kept.start_anew(epoch.number, part)
-            if epoch.number > 1 and context.checkpoints.all():
-                context.options = dataclasses.replace(context.options, resume=True)
+            # all that was kept died, or a part of it: only a checkpoint is left
+            resume = context.options.resume or epoch.number > 1
+            context.options = dataclasses.replace(context.options, resume=resume)
             return found
         found.begin = hand_over(context, self.kept, choice)
         found.own = context.rank not in choice.sources

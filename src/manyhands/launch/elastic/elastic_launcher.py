@@ -141,7 +141,7 @@ class ElasticRun:
                 self._listen()
             if self.failure is not None:
                 return
-            if self._over is None and not self._stopping:
+            if self._over is None and (self._loss or not self._stopping):
                 self._decide()
             self._forward_stop()
             if not self.workers or self._ends():
@@ -258,7 +258,10 @@ class ElasticRun:
                 self.roster.ready(member)
 
     def _decide(self) -> None:
-        epoch = self.roster.decide(self._loss)
+        """Where a rank is lost while the run stops, the others form a last epoch, and save."""
+        epoch = self.roster.decide(self._loss, over=bool(self._stopping))
+        if epoch is None and self._stopping:
+            return
         if epoch is None:
             self._wait_for_the_least()
             return

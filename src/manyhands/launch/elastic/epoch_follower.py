@@ -34,8 +34,10 @@ class EpochFollower:
         self.member, self._store = member, store
         self._token = run_token.of_environment()
         self._latest: RankEpoch | None = None
+        self._loss: RankEpoch | None = None  # the latest that was not planned
         self._news = threading.Condition()
         self._interrupt: Callable[[str], None] | None = None
+        self._planned = False  # whether planned epochs interrupt too
         self._closed = threading.Event()
         self._gone = ""  # why the launcher cannot be reached any more
         # the thread's own: a client of the store serves one call at a time
@@ -68,11 +70,17 @@ class EpochFollower:
         self._refuse_gone()
         return self._latest is not None and self._latest.number > epoch.number
 
-    def interrupt_by(self, interrupt: Callable[[str], None] | None, epoch: RankEpoch) -> None:
-        """What to call, from the thread, where a member of `epoch` is lost."""
+    def interrupt_by(
+        self,
+        interrupt: Callable[[str], None] | None,
+        epoch: RankEpoch,
+        planned: bool = False,
+    ) -> None:
+        """What to call, from the thread, where a member of `epoch` is lost. `planned`: also where a
+        planned epoch follows it."""
         with self._news:
-            self._interrupt = interrupt
-            latest = self._latest
+            self._interrupt, self._planned = interrupt, planned
+            latest = self._latest if planned else self._loss
         if interrupt is not None and latest is not None and latest.number > epoch.number:
             self._interrupt_for(latest)
 
@@ -122,12 +130,13 @@ class EpochFollower:
     def _take(self, epoch: RankEpoch) -> None:
         with self._news:
             self._latest = epoch
+            self._loss = self._loss if epoch.planned else epoch
             self._news.notify_all()
         self._interrupt_for(epoch)
 
     def _interrupt_for(self, epoch: RankEpoch) -> None:
         act = self._interrupt
-        if act is not None and not epoch.planned:
+        if act is not None and (self._planned or not epoch.planned):
             act(f"{epoch.why or 'a rank is lost'} (epoch {epoch.number})")
 
     def read(self, store: dist.Store, key: str) -> str:
