@@ -167,13 +167,15 @@ def trace(epochs: Sequence[MemberEpoch]) -> History:
         for round in dropped:
             del found.rounds[round]
         found.rounds |= dict.fromkeys(epoch.by_round(), epoch)
+    at: At | None
     records_of = {e.key: e.by_round() for e in epochs}
-    following = dict(zip((e.key for e in epochs), [*epochs[1:], None], strict=True))
-    expected, at = 1, None
+    following = dict(zip((e.key for e in epochs), [*epochs[1:], None], strict=False))
+    expected, at = 1, (0, 0, 0)
     for round, epoch in sorted(found.rounds.items()):
         if round != expected:
             missing = f"{expected} to {round - 1}" if round - 1 > expected else str(expected)
             found.problems.append(f"round {missing}: nobody has computed it")
+            at = None
         of = records_of[epoch.key][round]
         records = _whole(round, of, epoch, following[epoch.key], found.problems)
         before, after = (records[0].before, records[0].after) if records else (None, None)
