@@ -2,6 +2,7 @@
 
     hosts          HostsLauncher: starts the workers of a job, on this machine or on several hosts
     worker         the process of one rank
+    lifeline       its first lines: it ends with its launcher
     environment    the only reader of environment variables: ranks, rendezvous, servers
     signals        SIGTERM and Ctrl-C as a request to save and stop
     lab            hosts made of network namespaces on one machine (namespaces), and `launcher`
