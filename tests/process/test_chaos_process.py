@@ -125,7 +125,7 @@ def test_a_killed_rank_of_an_all_reduce_loses_nothing(tmp_path: Path) -> None:
     job = run(tmp_path, line(tmp_path, words, "all_reduce"))
     found = once(tmp_path, job, 16, 10)
     assert found["faults"][0]["recovery_s"] > 0
-    assert "1 ranks; without what was rank" in found["workers"][0], found["workers"]
+    assert "1 rank; without what was rank" in found["workers"][0], found["workers"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Faults of ranks, hosts and launchers: a slow process, a host that is cut off, what outlives a
-launcher."""
+"""Faults of ranks: a slow process, a host that is cut off, what outlives a launcher."""
 
 from __future__ import annotations
 

@@ -295,9 +295,10 @@ def news(epochs: Sequence[MemberEpoch], again: Mapping[tuple[int, int], int]) ->
         here, resumed = epoch.first, before.key[0] != epoch.key[0]
         joined = [p for p in epoch.parts if resumed or p.member not in before.first.members]
         left = [r for r, m in enumerate(before.first.members) if resumed or m not in here.members]
-        said = [f"{epoch}, from round {here.round} on: {len(here.members)} ranks"]
+        ranks = f"{len(here.members)} rank{'s' * (len(here.members) != 1)}"
+        said = [f"{epoch}, from round {here.round} on: {ranks}"]
         if resumed:
-            said = [f"resumed at round {here.round} on {len(here.members)} ranks"]
+            said = [f"resumed at round {here.round} on {ranks}"]
         elif left:
             said.append(f"without what was rank {', '.join(map(str, left))}")
         if joined and not resumed:
