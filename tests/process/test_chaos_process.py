@@ -131,7 +131,8 @@ def test_a_killed_rank_of_an_all_reduce_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_launcher_leaves_nothing_and_its_run_resumes(tmp_path: Path) -> None:
-    faults = "--slow worker:1@300ms/500ms*3 --pause worker@1s/300ms --kill launcher@1500ms"
+    faults = "--slow worker:1@300ms/500ms*3 --pause worker@1s/300ms --full-disk 500ms/500ms"
+    faults += " --kill launcher@2s"
     words = f"data=2 batch=5 epochs=16 {faults}"
     job = run(tmp_path, line(tmp_path, words, "all_reduce"))
     found = once(tmp_path, job, 16, 10)
@@ -141,7 +142,7 @@ def test_a_killed_launcher_leaves_nothing_and_its_run_resumes(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_local_steps_of_three_ranks_two_of_them_killed_lose_nothing(tmp_path: Path) -> None:
-    faults = "--kill worker:0@1s --kill worker@2500ms --full-disk 4s/500ms"
+    faults = "--kill worker:0@1s --kill worker@2500ms"
     words = f"merge.period=4 data=3 elastic=1:3 epochs=32 {faults}"
     job = run(tmp_path, line(tmp_path, words, "local_sgd"))
     found = report(tmp_path)
