@@ -73,11 +73,11 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._losses = RecentLosses()
-        self._pace = Pace(self.limits, self.round)
+        self.pace = Pace(self.limits, self.round)
         self._next_status = self.round + 1
         self.done = Milestones(self.round, self.round, self.round or -1)
-        self._loss, self._noise, self._stop = math.nan, math.nan, False
-        self._leaves = self._keeps = False  # at this boundary, as all ranks know
+        self._loss, self._noise = math.nan, math.nan
+        self._stop = self._leaves = self._keeps = False  # at this boundary, as all ranks know
         self._reached = self.round > 0 and self._reaches_goal()
 
     @property
@@ -134,10 +134,11 @@ class Trainer:
 
     def _pass_boundary(self) -> None:
         """All that was due after this round is done: keep the state, or leave with it."""
-        if self.boundaries is not None and self._leaves and not self.finished():
-            self.boundaries.leave(self.round)
-        if self.boundaries is not None and self._keeps:
-            self.boundaries.keep(self.round)
+        boundaries = self.boundaries
+        if boundaries is not None and self._leaves and not self.finished():
+            boundaries.leave(self.round)
+        if boundaries is not None and self._keeps:
+            boundaries.keep(self.round)
         self._leaves = self._keeps = False
 
     def _round(self) -> None:
@@ -162,14 +163,14 @@ class Trainer:
         if not self._stop and self.round > max(self.done.first, self.done.evaluated):
             self._evaluate()  # steps= may end in the middle of an epoch
         self._save_last()
-        seconds = time.perf_counter() - self._pace.started
+        seconds = time.perf_counter() - self.pace.started
         result = Result(
             str(self.context.directory),
             self.round,
             self.limits.epochs_at(self.position),
             seconds,
-            self._pace.samples / max(seconds, 1e-9),
-            {**self.metrics, "train_loss": self._pace.train_loss()},
+            self.pace.samples / max(seconds, 1e-9),
+            {**self.metrics, "train_loss": self.pace.train_loss()},
             stopped=(self.stop.requested or signal.SIGTERM) if self._stop else 0,
             checkpoint=self.checkpoints.last_good(),
             ranks=self.group.size,
@@ -187,7 +188,7 @@ class Trainer:
     def _check_between_syncs(self, claims: StepClaimer) -> None:
         """Request a sync where there is a reason for one; rank 0 reports progress."""
         now = time.perf_counter()
-        if now - self._pace.looked < STATUS_EVERY_S:
+        if now - self.pace.looked < STATUS_EVERY_S:
             return
         losses = self._losses
         losses.read()
@@ -195,7 +196,7 @@ class Trainer:
             claims.request_sync()
         own = losses.mean(self._loss)
         self._loss = own if math.isfinite(own) else self._loss
-        self._progress(now, now - self._pace.looked, claims.latest)
+        self._progress(now, now - self.pace.looked, claims.latest)
 
     def _sync(self, claims: StepClaimer) -> None:
         """All ranks have computed what they claimed: they agree on one position and round."""
@@ -215,7 +216,7 @@ class Trainer:
         """Share what only one rank may know: a signal, a loss that is not finite, its mean loss."""
         self._flush_pushes()
         now = time.perf_counter()
-        rounds, elapsed = self.round - self._pace.round, now - self._pace.looked
+        rounds, elapsed = self.round - self.pace.round, now - self.pace.looked
         losses, noise = self._losses, self.active.noise
         losses.read()
         size, rank = self.group.size, self.group.rank
@@ -239,19 +240,19 @@ class Trainer:
         self._leaves, self._keeps = self._leaves or leaves > 0, self._keeps or keeps > 0
         self._next_status = self.round + int(interval)
         self._loss = total / count if count else self._loss
-        self._pace.add(total, count)
+        self.pace.add(total, count)
         losses.clear()
         if any(rest[:size]):
             divergence.diverged(self, rest[:size])
         self._progress(now, elapsed, self.position)
 
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
-        advanced = self.round > self._pace.round
-        exchange_share = self._pace.look(now, elapsed, at, self.round, self.group.seconds)
+        advanced = self.round > self.pace.round
+        exchange_share = self.pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.context.leads and advanced:
             measured = {"loss": self._loss, "exchange_share": exchange_share}
             measured |= {"noise": self._noise} if math.isfinite(self._noise) else {}
-            self._emit("progress", value=self._pace.progress(now, at, measured))
+            self._emit("progress", value=self.pace.progress(now, at, measured))
         if self.tables is not None:
             self.tables.report(self.round)
         self.context.recorder.flush()
@@ -269,7 +270,7 @@ class Trainer:
     def _end_epochs(self, epochs: range) -> None:
         """One epoch, or several where a strategy's block is longer than an epoch."""
         self.share_status()
-        self._pace.end_epoch(epochs[0], self.replica.closing)
+        self.pace.end_epoch(epochs[0], self.replica.closing)
         self._evaluate()
         for callback in self.callbacks:
             for epoch in epochs:
@@ -361,15 +362,12 @@ class Trainer:
 
     # -- from one trainer of a run to the next --
 
-    def pace_state(self) -> dict[str, float]:
-        return self._pace.state()
-
     def go_on_from(self, round: int, done: Milestones, pace: dict[str, float]) -> None:
         """Go on after `round`, in place of a trainer that had come so far."""
         self.round = round
         self.__post_init__()
         self.done = done
-        self._pace.restore(pace)
+        self.pace.restore(pace)
 
     def end_here(self) -> None:
         """Save and end before the next round; every rank calls it."""

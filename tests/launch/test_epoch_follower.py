@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
-from manyhands.launch.replacements import run_keys, tell
 
 from manyhands.core import ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, run_token
 from manyhands.launch.elastic.epoch_follower import EpochFollower
+from manyhands.launch.elastic.worker_replacements import run_keys, tell
 from manyhands.membership.rank_epochs import RankEpoch
 
 TOKEN, LIMIT_S = "secret", 20.0

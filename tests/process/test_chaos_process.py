@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.commands import CLI, STOPPED_S, command, descendants, run, wait_until_gone
+from support.commands import CLI, STOPPED_S, Command, command, descendants, run, wait_until_gone
 from support.small_task import saved_weights
 
 BATCH, EPOCHS = 4, 8
@@ -35,10 +35,10 @@ def task():
 """
 
 
-def line(folder: Path, words: str) -> list[str]:
+def line(folder: Path, words: str, merge: str = "downpour") -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "counting.py").write_text(COUNTING)
-    return [*CLI, "chaos", "counting.py", "merge=downpour", *words.split(), "--dir", "d"]
+    return [*CLI, "chaos", "counting.py", f"merge={merge}", *words.split(), "--dir", "d"]
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -100,3 +100,51 @@ def test_a_killed_worker_and_a_full_disk_lose_nothing(tmp_path: Path) -> None:
     assert any("rank 1 is lost" in said for said in found["workers"]), found["workers"]
     seen = -saved_weights(tmp_path / "d" / "chaos")["seen"] * BATCH
     assert torch.equal(seen, torch.full_like(seen, 2 * EPOCHS))
+
+
+# -- between ranks --
+
+
+def once(folder: Path, job: Command, epochs: int, global_batch: int) -> dict[str, Any]:
+    """The report of a run that lost nothing, and whose model agrees."""
+    assert job.process.returncode == 0, job.out + job.err
+    found = report(folder)
+    assert found["lost_nothing"] and all(f["injected"] for f in found["faults"]), found
+    assert [(e["once"], e["twice"], e["never"]) for e in found["samples"]] == [(200, 0, 0)] * epochs
+    assert "NOTHING WAS LOST: every sample counted once" in job.out
+    for name in ("calm", "chaos"):
+        seen = -saved_weights(folder / "d" / name)["seen"] * global_batch
+        assert torch.allclose(seen, torch.full_like(seen, epochs), rtol=1e-9), (name, seen)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_of_an_all_reduce_loses_nothing(tmp_path: Path) -> None:
+    # a global batch of 10 divides 200: else the last step of an epoch would weigh its samples more
+    words = "data=2 batch=5 elastic=1:2 epochs=16 --kill worker@random --seed 3"
+    job = run(tmp_path, line(tmp_path, words, "all_reduce"))
+    found = once(tmp_path, job, 16, 10)
+    assert found["faults"][0]["recovery_s"] > 0
+    assert "1 rank; without what was rank" in found["workers"][0], found["workers"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_launcher_leaves_nothing_and_its_run_resumes(tmp_path: Path) -> None:
+    faults = "--slow worker:1@300ms/500ms*3 --pause worker@1s/300ms --full-disk 500ms/500ms"
+    faults += " --kill launcher@2s"
+    words = f"data=2 batch=5 epochs=16 {faults}"
+    job = run(tmp_path, line(tmp_path, words, "all_reduce"))
+    found = once(tmp_path, job, 16, 10)
+    assert any(said.startswith("resumed at round") for said in found["workers"]), found["workers"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_local_steps_of_three_ranks_two_of_them_killed_lose_nothing(tmp_path: Path) -> None:
+    faults = "--kill worker:0@1s --kill worker@2500ms"
+    words = f"merge.period=4 data=3 elastic=1:3 epochs=32 {faults}"
+    job = run(tmp_path, line(tmp_path, words, "local_sgd"))
+    found = report(tmp_path)
+    assert job.process.returncode == 0, job.out + job.err
+    assert [(e["once"], e["twice"], e["never"]) for e in found["samples"]] == [(200, 0, 0)] * 32

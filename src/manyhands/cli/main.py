@@ -38,6 +38,7 @@ from manyhands.cli.options import (
     ServerRole,
     ServersVerb,
     Shards,
+    SlowFaults,
     TaskFile,
     TlsCA,
     TlsCert,
@@ -173,6 +174,7 @@ def chaos(
     words: PlanWords = None,
     kill: KillFaults = None,
     pause: PauseFaults = None,
+    slow: SlowFaults = None,
     cut: CutFaults = None,
     full_disk: FullDisk = None,
     delay: FrameDelay = None,
@@ -180,13 +182,15 @@ def chaos(
     seed: ChaosSeed = 0,
     dir: ChaosFolder = None,
 ) -> None:
-    """Break a run with servers on purpose, and prove that nothing was lost. Arguments after -- go
-    to the script."""
+    """Break a run on purpose, its ranks or its servers, and prove that nothing was lost. Arguments
+    after -- go to the script."""
     from manyhands.cli.chaos.command import ChaosOptions
     from manyhands.cli.chaos.command import chaos as verb
 
-    lists = [tuple(texts or ()) for texts in (kill, pause, cut, full_disk)]
-    given = ChaosOptions(lists[0], lists[1], lists[2], lists[3], delay, duplicate, seed)
+    kills, pauses, slows, cuts, disks = (
+        tuple(texts or ()) for texts in (kill, pause, slow, cut, full_disk)
+    )
+    given = ChaosOptions(kills, pauses, slows, cuts, disks, delay, duplicate, seed)
     raise typer.Exit(verb(script, words or [], given, dir, own(context)))
 
 

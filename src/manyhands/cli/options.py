@@ -93,8 +93,8 @@ KillFaults = Annotated[
     typer.Option(
         "--kill",
         metavar="TARGET@TIME",
-        help="Kill server, server:N, worker, worker:RANK or coordinator: server@20s, "
-        "worker@random. Of this and the next three, several may be given.",
+        help="Kill server, server:N, worker, worker:RANK, coordinator or launcher: server@20s, "
+        "worker@random. Of this and the next four, several may be given.",
     ),
 ]
 PauseFaults = Annotated[
@@ -105,10 +105,20 @@ PauseFaults = Annotated[
         help="Stop a process for a while: server:1@5s/3s.",
     ),
 ]
+SlowFaults = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slow",
+        metavar="WORKER@TIME/DURATION*FACTOR",
+        help="Let a worker take so many times as long for a while: worker:1@5s/10s*4.",
+    ),
+]
 CutFaults = Annotated[
     list[str] | None,
     typer.Option(
-        "--cut", metavar="SERVER@TIME", help="Drop all connections of a server: server:0@8s."
+        "--cut",
+        metavar="TARGET@TIME",
+        help="Drop all connections of a server, server:0@8s; in a lab, cut a host off, host:1@8s.",
     ),
 ]
 FullDisk = Annotated[

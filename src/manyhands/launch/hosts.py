@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from manyhands.core import Job, ProcessInfo
 from manyhands.errors import LaunchError
-from manyhands.launch import environment, run_token, servers
+from manyhands.launch import environment, lifeline, run_token, servers
 from manyhands.launch.elastic.worker_replacements import Replacements, run_keys
 from manyhands.launch.signals import Stop
 from manyhands.launch.stopping.grace import say_stopping, stopped_error
@@ -189,7 +189,7 @@ class HostsLauncher:
         env = self._environment(hosted, job, port, token, more)
         ours = rank == 0 and is_real(sys.stdout) and more.get(environment.MEMBER) in (None, "0")
         process = subprocess.Popen(
-            [*host.enter, sys.executable, "-m", "manyhands.launch.worker"],
+            [*host.enter, sys.executable, *lifeline.COMMAND],
             stdin=subprocess.PIPE,
             stdout=None if ours else subprocess.PIPE,
             stderr=None if ours else subprocess.STDOUT,

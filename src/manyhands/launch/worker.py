@@ -1,7 +1,7 @@
 """Worker: the process of one rank, `python -m manyhands.launch.worker`, started by `launch.hosts`.
 
 Variables of the environment and the payload come on standard input, which then stays open as a
-lifeline: when the launcher ends, in any way, reading it ends and so does this process. An error
+`lifeline`: when the launcher ends, in any way, reading it ends and so does this process. An error
 goes to the launcher over the rendezvous store, to be printed last.
 """
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from manyhands.cli.chaos.faults import (
     parse_share,
     risks,
 )
+from manyhands.cli.chaos.rank_faults import SlowProcess, outlived
 from manyhands.errors import PlanError, RunBusy
 from manyhands.plan import words as plan_words
 
@@ -36,6 +42,10 @@ SERVED = "data=2 merge=downpour servers=3 replicas=2"
         ("pause", "coordinator@1s/1s", Fault("pause", "coordinator", None, 1.0, 1.0)),
         ("cut", "server:0@8s", Fault("cut", "server", 0, 8.0)),
         ("cut", "server@random", Fault("cut", "server", None, None)),
+        ("kill", "launcher@8s", Fault("kill", "launcher", None, 8.0)),
+        ("slow", "worker:1@5s/10s*4", Fault("slow", "worker", 1, 5.0, 10.0, 4.0)),
+        ("slow", "worker@random/1s*1.5", Fault("slow", "worker", None, None, 1.0, 1.5)),
+        ("cut", "host:1@8s", Fault("cut", "host", 1, 8.0)),
         ("full-disk", "6s/4s", Fault("full-disk", "", None, 6.0, 4.0)),
         ("full-disk", "random/4s", Fault("full-disk", "", None, None, 4.0)),
     ],
@@ -59,7 +69,13 @@ def test_a_fault_is_a_target_and_a_time(kind: Any, text: str, fault: Fault) -> N
         ("kill", "coordinator:0@2s", "there is one coordinator"),
         ("kill", "server@2s/3s", "a kill has no duration"),
         ("cut", "server@2s/3s", "a cut has no duration"),
-        ("cut", "worker@2s", "worker cannot be its target; known: server"),
+        ("cut", "worker@2s", "worker cannot be its target; known: server, host"),
+        ("kill", "launcher:0@2s", "there is one launcher"),
+        ("slow", "server@2s/3s*2", "server cannot be its target; known: worker"),
+        ("slow", "worker@2s", "its duration is missing"),
+        ("slow", "worker@2s/3s", "how many times slower"),
+        ("slow", "worker@2s/3s*1", "more than 1"),
+        ("slow", "worker@2s/0s*2", "a duration of 0 breaks nothing"),
         ("pause", "server@2s", "its duration is missing"),
         ("pause", "server@2s/0s", "a duration of 0 breaks nothing"),
         ("pause", "server@2s/random", "'random' is no time"),
@@ -88,6 +104,11 @@ def test_delays_and_shares() -> None:
     [
         (SERVED, [], "nothing to break"),
         ("data=2", ["server@2s"], "the plan has no servers"),
+        ("data=2", ["coordinator@2s"], "the plan has no servers"),
+        ("data=2", ["worker@2s"], "its plan has no elastic="),
+        ("data=3 elastic=1:3", ["worker:3@2s"], "there are 3 workers, 0 to 2"),
+        ("data=2 save=off", ["launcher@2s"], "save=off saves nothing"),
+        (SERVED, ["launcher@2s"], "servers end with the launcher"),
         (SERVED, ["server:3@2s"], "there are 3 servers, 0 to 2"),
         (SERVED, ["worker@2s"], "its plan has no elastic="),
         ("merge=downpour servers=1 elastic=1:2", ["worker:2@2s"], "there are 2 workers, 0 to 1"),
@@ -107,6 +128,62 @@ def test_frames_alone_are_faults_too_and_elastic_workers_may_be_killed() -> None
     check_faults([parse_fault("kill", "worker:1@2s")], False, elastic)
     with pytest.raises(PlanError, match="no servers"):
         check_faults([], True, plan_words.parse("data=2"))
+
+
+def test_runs_between_ranks_have_workers_a_launcher_and_in_a_lab_hosts() -> None:
+    ranks, elastic = plan_words.parse("data=2"), plan_words.parse("data=4 elastic=1:4")
+    faults = [
+        parse_fault("pause", "worker:1@2s/1s"),
+        parse_fault("slow", "worker:1@2s/1s*4"),
+        parse_fault("full-disk", "2s/1s"),
+        parse_fault("kill", "launcher@2s"),
+    ]
+    check_faults(faults, False, ranks)
+    check_faults([*faults, parse_fault("kill", "worker@random")], False, elastic)
+    check_faults(
+        [parse_fault("cut", "host:2@2s"), parse_fault("cut", "host@2s")], False, elastic, 2
+    )
+    for text, plan, hosts, says in (
+        ("host:1@2s", elastic, 0, "manyhands lab --hosts 2"),
+        ("host:3@2s", elastic, 2, "host:1 to host:2"),
+        ("host:0@2s", elastic, 2, "host:1 to host:2"),
+        ("host:1@2s", ranks, 2, "add elastic=1:4"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            check_faults([parse_fault("cut", text)], False, plan, hosts)
+
+
+def test_a_slow_process_stands_still_most_of_the_time_and_goes_on_at_the_end() -> None:
+    """Of a process that counts as fast as it can."""
+    counting = "import time\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", counting]) as process:
+        try:
+            slow = SlowProcess(process.pid, 5.0)
+            before, clock = cpu_s(process.pid), time.monotonic()
+            slept = threading.Event().wait(1.5)
+            used, passed = cpu_s(process.pid) - before, time.monotonic() - clock
+            slow.close()
+            assert not slept and used < 0.4 * passed, (used, passed)
+            assert state(process.pid) != "T"
+        finally:
+            process.kill()
+    SlowProcess(process.pid, 2.0).close()  # it is gone
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_outlives_a_launcher_is_named_and_ended() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        (said,) = outlived([process.pid])
+        assert f"these still ran: pid {process.pid}" in said and process.wait() == -9
+    assert outlived([process.pid]) == []
 
 
 def test_without_replicas_a_killed_server_is_announced_as_a_loss() -> None:

@@ -10,6 +10,8 @@ stop where a disk is full.
     applied        pushes of all ranks, by shard, counted there; a commit counts as one
     steps_applied  steps of all ranks, by shard, counted there, where they are elastic
     ended_at       the step up to which all ranks have computed
+
+Of runs without servers: see `round_log`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from manyhands.assembly.chaos.round_log import FOLDER, RoundLog
 from manyhands.assembly.data import Feed
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position, TableStore
@@ -30,13 +33,13 @@ from manyhands.server.client.server_store import ServerStore
 from manyhands.split.data import StepSamples
 from manyhands.task import Callback
 
-FOLDER = "ledger"
-
 
 def ledgers(context: RankContext, feed: Feed, store: TableStore | None) -> tuple[Callback, ...]:
     """The ledger of this rank, where somebody wants it."""
     if environment.chaos() is None:
         return ()
+    if context.plan.servers == 0:
+        return (RoundLog(context, feed),)
     return (RankLedger(context, feed, _server_store(store)),)
 
 

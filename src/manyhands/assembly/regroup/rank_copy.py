@@ -66,7 +66,7 @@ class RankCopy:
             "word": active.word,
             "metrics": dict(trainer.metrics),
             "done": dataclasses.asdict(trainer.done),
-            "pace": trainer.pace_state(),
+            "pace": trainer.pace.state(),
             "data": parts.plan.layout.data,
             "measured": parts.context.measured,
         }

@@ -31,6 +31,9 @@ from manyhands.cli.chaos.faults import (
 )
 from manyhands.cli.chaos.injector import LOOK_S, Injector, first_event, first_round
 from manyhands.cli.chaos.ledger import Ledger, RunKind, make_ledger, read_ledgers
+from manyhands.cli.chaos.rank_faults import lab_hosts, outlived
+from manyhands.cli.chaos.rank_history import read_history
+from manyhands.cli.chaos.rank_verdict import make_rank_ledger
 from manyhands.cli.chaos.report import lines
 from manyhands.cli.chaos.run_processes import descendants
 from manyhands.core import Plan
@@ -51,6 +54,7 @@ class ChaosOptions:
 
     kill: tuple[str, ...] = ()
     pause: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     full_disk: tuple[str, ...] = ()
     delay: str | None = None
@@ -61,6 +65,7 @@ class ChaosOptions:
         return [
             *(parse_fault("kill", text) for text in self.kill),
             *(parse_fault("pause", text) for text in self.pause),
+            *(parse_fault("slow", text) for text in self.slow),
             *(parse_fault("cut", text) for text in self.cut),
             *(parse_fault("full-disk", text) for text in self.full_disk),
         ]
@@ -83,7 +88,7 @@ def chaos(
     faults = given.faults()
     frames = given.frames(disk=any(fault.kind == "full-disk" for fault in faults))
     plan = plan_words.parse(words)
-    check_faults(faults, bool(frames.delay_s or frames.duplicate), plan)
+    check_faults(faults, bool(frames.delay_s or frames.duplicate), plan, len(lab_hosts()))
     _check_here()
     folder = _choose(script, directory)
     for text in risks(faults, plan):
@@ -91,7 +96,7 @@ def chaos(
     command = [*RUN, str(script), *words, "--dir", "", *(["--", *arguments] if arguments else [])]
     with Stop() as stop:
         _say(f"an undisturbed run first, in {folder / CALM}")
-        code, _ = _run(command, folder / CALM, Chaos(), stop, [], given.seed)
+        code, _, _ = _run(command, folder / CALM, Chaos(), stop, [], given.seed)
         if code:
             raise LaunchError(
                 f"the undisturbed run failed with exit code {code}; nothing was broken yet: look "
@@ -104,8 +109,9 @@ def chaos(
             _say(f"{late.fault} is due after the {calm_s:.1f} s that the run took undisturbed")
         _say(f"it took {calm_s:.1f} s; now the disturbed run, in {folder / CHAOS}")
         begun = time.time()
-        code, injector = _run(command, folder / CHAOS, frames, stop, timed, given.seed)
-    ledger = _ledger(folder, plan, code, injector, (calm_s, time.time() - begun))
+        code, injector, left = _run(command, folder / CHAOS, frames, stop, timed, given.seed)
+    seconds = calm_s, time.time() - begun
+    ledger = _ledger(folder, plan, code, injector, seconds, left)
     (folder / REPORT).write_text(ledger.to_json())
     print("\n" + "\n".join(lines(ledger)), flush=True)
     return 1 if ledger.problems else 0
@@ -140,9 +146,26 @@ def _run(
     stop: Stop,
     faults: list[TimedFault],
     seed: int,
-) -> tuple[int, Injector]:
-    """Exit code of one run, with its faults; it leaves no process behind."""
+) -> tuple[int, Injector, list[str]]:
+    """Exit code of one run, with its faults, and what a launcher that was killed has left. It is
+    resumed then. No process stays behind."""
     line = [str(run) if word == "" else word for word in command]
+    injector, left = Injector(run, faults, seed, _say), list[str]()
+    try:
+        while True:
+            code = _run_once(line, frames, stop, injector)
+            if not injector.orphans:
+                return code, injector, left
+            left += outlived(injector.orphans)
+            at = line.index("--dir")
+            if "--resume" not in line:
+                line = [*line[:at], "--resume", *line[at:]]
+            _say("the launcher is gone; the run is resumed")
+    finally:
+        injector.close()
+
+
+def _run_once(line: list[str], frames: Chaos, stop: Stop, injector: Injector) -> int:
     env = {
         **environment.variables(),
         environment.CHAOS: json.dumps(asdict(frames)),
@@ -160,20 +183,20 @@ def _run(
     assert process.stdout is not None
     pump = threading.Thread(target=_indent, args=(process.stdout,), name="chaos run", daemon=True)
     pump.start()
-    injector = Injector(run, process.pid, faults, seed, _say)
+    injector.follow(process.pid)
     try:
         while process.poll() is None and not stop.requested:
             injector.step()
             time.sleep(LOOK_S)
     finally:
-        injector.close()
+        injector.release()
         _end(process, 0.0 if sys.exc_info()[0] is not None else GRACE_S)
         pump.join(2.0)
         process.stdout.close()
     if stop.requested:
         name = signal.Signals(stop.requested).name
         raise LaunchError(f"stopped by {name}; no process is left", 128 + stop.requested)
-    return process.returncode, injector
+    return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -206,13 +229,28 @@ def _duration(run: Path) -> float:
 
 
 def _ledger(
-    folder: Path, plan: Plan, code: int, injector: Injector, seconds: tuple[float, float]
+    folder: Path,
+    plan: Plan,
+    code: int,
+    injector: Injector,
+    seconds: tuple[float, float],
+    left: list[str],
 ) -> Ledger:
     disturbed = seconds[1]
     if (begun := injector.began_s) is not None:
         ended = first_event(folder / CHAOS, "finish")
         disturbed = (ended if ended is not None else time.time()) - begun
     elastic, run = plan.elastic is not None, folder / CHAOS
+    if plan.servers == 0:
+        return make_rank_ledger(
+            read_history(folder / CALM),
+            read_history(run),
+            injector.faults,
+            began_s=begun or 0.0,
+            exit_code=code,
+            seconds=(seconds[0], disturbed),
+            left=left,
+        )
     return make_ledger(
         read_ledgers(folder / CALM, elastic),
         read_ledgers(run, elastic),

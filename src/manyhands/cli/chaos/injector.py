@@ -2,11 +2,13 @@
 
     kill        SIGKILL
     pause       SIGSTOP, and after its duration SIGCONT
-    cut         the signal at which a server drops its connections
+    slow        SIGSTOP and SIGCONT in turn
+    cut         the signal at which a server drops its connections; of a lab's host, its link down
     full disk   a limit of 0 on the size of files, of all processes of the run: writes fail as on a
                 full disk. Shared memory has the same limit, so servers are reached by sockets then
 
-Only processes that the run's launcher has started, or those have, are ever touched.
+Only processes that the run's launcher has started, or those have, are ever touched, and the
+launcher itself.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from typing import Any
 import msgspec
 
 from manyhands.cli.chaos.faults import Fault, TimedFault
+from manyhands.cli.chaos.rank_faults import SlowProcess, cut_host, lab_hosts
+from manyhands.cli.chaos.rank_history import present_ranks
 from manyhands.cli.chaos.run_processes import descendants, workers
 from manyhands.cli.servers import read
 from manyhands.errors import ManyhandsError
@@ -47,11 +51,12 @@ class Injected:
     time_s: float | None = None  # when it came, since 1970
     target: str = ""
     why: str = ""  # it was not injected
+    lost: set[int] = field(default_factory=set)  # processes that it takes from the run
 
 
 @dataclass
 class Lasting:
-    """A pause or a full disk: `until` it is put right by `undo`."""
+    """A pause, a slow rank or a full disk: `until` it is put right by `undo`."""
 
     until: float
     undo: Callable[[], None]
@@ -100,23 +105,28 @@ class StatusWatch:
 
 
 class Injector:
-    """`say` gets a line for each thing that is done. `step` is called again and again."""
+    """`say` gets a line for each thing that is done. `follow` names the launcher; then `step` is
+    called again and again."""
 
     def __init__(
         self,
         run: Path,
-        launcher: int,
         faults: list[TimedFault],
         seed: int,
         say: Callable[[str], None],
     ):
-        self._run, self._launcher, self._say = run, launcher, say
+        self._run, self._launcher, self._say = run, 0, say
         self._random = random.Random(seed)
         self.began_s: float | None = None  # training, since 1970
         self.faults = [Injected(timed.fault, timed.at_s) for timed in faults]
         self._todo = list(self.faults)
         self._lasting: list[Lasting] = []
         self._watch = StatusWatch(run)
+        self.orphans: list[int] = []  # processes of a launcher that was killed
+
+    def follow(self, launcher: int) -> None:
+        """The run goes on under another launcher."""
+        self._launcher, self.orphans = launcher, []
 
     @property
     def report(self) -> CoordinatorReport:
@@ -137,11 +147,14 @@ class Injector:
             if self._inject(injected):
                 self._todo.remove(injected)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Nothing stays paused, whatever happened."""
         for each in self._lasting:
             each.undo()
         self._lasting.clear()
+
+    def close(self) -> None:
+        self.release()
         for injected in self._todo:
             injected.why = injected.why or "the run had ended before"
         self._watch.close()
@@ -150,50 +163,82 @@ class Injector:
 
     def _inject(self, injected: Injected) -> bool:
         """False: its target is not there at the moment."""
-        fault, ours = injected.fault, set(descendants(self._launcher))
-        if fault.kind == "full-disk":
-            name, pids = "all processes", sorted({*ours, self._launcher})
-        else:
-            found = self._find(fault)
-            if found is None or found[1] not in ours:
-                injected.why = f"there was no such {fault.target} until the run ended"
-                return False
-            name, pids = found[0], [found[1]]
+        fault = injected.fault
+        ours = {self._launcher, *descendants(self._launcher)}
+        found = self._find(fault, ours)
+        if found is None or not set(found[1]) <= ours:
+            injected.why = f"there was no such {fault.target} until the run ended"
+            return False
         injected.time_s, injected.why = time.time(), ""
-        if fault.kind == "full-disk":
-            undo = fill_disk(self._launcher, pids)
-        else:
-            assert CUT is not None  # on Linux
-            sends = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "cut": CUT}[fault.kind]
-            undo = partial(_resume, pids[0])
-            if not _send(pids[0], sends):
-                injected.time_s = None
-                return False
-        injected.target = name if fault.kind == "full-disk" else f"{name} (pid {pids[0]})"
+        undo = self._break(fault, *found)
+        if undo is None:
+            injected.time_s, injected.why = None, f"{found[0]} could not be reached"
+            return False
+        name, pids = found
+        if fault.kind == "kill" or fault.target == "host":
+            injected.lost = {*pids, *self.orphans}
+        one = fault.target not in ("", "host")
+        injected.target = f"{name} (pid {pids[0]})" if one else name
         assert self.began_s is not None
         self._say(f"{injected.time_s - self.began_s:5.1f} s  {fault}: {injected.target}")
-        if fault.duration_s:
-            self._lasting.append(Lasting(injected.time_s + fault.duration_s, undo))
+        if fault.duration_s or fault.target == "host":
+            until = injected.time_s + fault.duration_s if fault.duration_s else float("inf")
+            self._lasting.append(Lasting(until, undo))
         return True
 
-    def _find(self, fault: Fault) -> tuple[str, int] | None:
-        """Name and pid of a fault's target."""
+    def _break(self, fault: Fault, name: str, pids: list[int]) -> Callable[[], None] | None:
+        """What puts it right; None: it was not done."""
+        if fault.kind == "full-disk":
+            return fill_disk(self._launcher, pids)
+        if fault.target == "host":
+            return cut_host(next(host for host in lab_hosts() if host.name == name))
+        if fault.kind == "slow":
+            return SlowProcess(pids[0], fault.factor).close
+        assert CUT is not None  # on Linux
+        if fault.target == "launcher":
+            self.orphans = descendants(self._launcher)
+        sends = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "cut": CUT}[fault.kind]
+        return partial(_resume, pids[0]) if _send(pids[0], sends) else None
+
+    def _find(self, fault: Fault, ours: set[int]) -> tuple[str, list[int]] | None:
+        """Name and processes of a fault's target."""
+        if fault.kind == "full-disk":
+            return "all processes", sorted(ours)
+        if fault.target == "launcher":
+            return "launcher", [self._launcher]
         if fault.target == "worker":
-            ranks = sorted(workers(self._launcher).items())
-            found = [r for r in ranks if r[0] == fault.index] if fault.index is not None else ranks
-            chosen = self._random.choice(found) if found else None
-            return None if chosen is None else (f"rank {chosen[0]}", chosen[1])
+            return self._one(fault, {f"rank {r}": pid for r, pid in self._ranks(ours).items()})
+        if fault.target == "host":
+            names = [h.name for h in lab_hosts()]
+            names = names if fault.index is None else [names[fault.index - 1]]
+            name = self._random.choice(names)
+            parts = present_ranks(self._run).values()
+            return name, [p.pid for p in parts if p.host == name and p.pid in ours]
         report = self.report
         if fault.target == "coordinator":
             pid = report.coordinator_pid
-            return None if pid is None else ("coordinator", pid)
+            return None if pid is None else ("coordinator", [pid])
         live = [s for s in report.servers if s["connected"]]
         if fault.index is not None:
             live = live[fault.index : fault.index + 1]
         if not live:
             return None
         server = self._random.choice(live)
-        return f"server {server['server']}", server["pid"]
+        return f"server {server['server']}", [server["pid"]]
+
+    def _ranks(self, ours: set[int]) -> dict[int, int]:
+        """Rank -> pid. In an elastic run between ranks a process may become another rank; its
+        round log says which it is."""
+        logged = {rank: part.pid for rank, part in sorted(present_ranks(self._run).items())}
+        found = logged or dict(sorted(workers(self._launcher).items()))
+        return {rank: pid for rank, pid in found.items() if pid in ours}
+
+    def _one(self, fault: Fault, known: dict[str, int]) -> tuple[str, list[int]] | None:
+        found = [n for n in known if fault.index is None or n == f"rank {fault.index}"]
+        if not found:
+            return None
+        name = self._random.choice(found)
+        return name, [known[name]]
 
 
 def _send(pid: int, number: int) -> bool:

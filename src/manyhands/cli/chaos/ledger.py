@@ -21,6 +21,7 @@ from pathlib import Path
 
 from manyhands.assembly.chaos.rank_ledger import FOLDER
 from manyhands.cli.chaos.injector import CoordinatorReport, Injected
+from manyhands.cli.chaos.sample_counts import EpochSamples
 
 Step = tuple[int, int, int]  # epoch, first step of a round, step after its last
 
@@ -70,16 +71,6 @@ def _together(earlier: RankRecord | None, later: RankRecord, elastic: bool) -> R
 
 
 # -- samples --
-
-
-@dataclass
-class EpochSamples:
-    """Samples of one epoch, by how often they were computed."""
-
-    epoch: int
-    once: int = 0
-    twice: int = 0  # or more often
-    never: int = 0
 
 
 def count_samples(
@@ -204,6 +195,7 @@ class Ledger:
     workers: list[str]  # that were lost, and that joined
     metrics: dict[str, tuple[float, float]]  # undisturbed, disturbed
     problems: list[str] = field(default_factory=list)
+    between_ranks: bool = False  # without servers, so without pushes
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "lost_nothing": not self.problems}, indent=1) + "\n"
@@ -283,13 +275,18 @@ def _lost_shard(shard: int, ledger: Ledger) -> str:
     return f"shard {shard}: no server has it any more, and {pushes} acknowledged pushes with it"
 
 
-def _lost(ledger: Ledger, leaves_out: bool) -> list[str]:
+def lost_samples(ledger: Ledger, leaves_out: bool = False) -> list[str]:
     found = []
     for of in ledger.samples:
         if of.never and not leaves_out:
             found.append(f"epoch {of.epoch + 1}: {of.never} samples were never computed")
         if of.twice:
             found.append(f"epoch {of.epoch + 1}: {of.twice} samples were computed twice")
+    return found
+
+
+def _lost(ledger: Ledger, leaves_out: bool) -> list[str]:
+    found = lost_samples(ledger, leaves_out)
     for shard in ledger.pushes:
         unit = "pushes" if shard.steps is None else "steps"
         what = f"shard {shard.shard}: {abs(shard.lost)} {unit}"

@@ -68,7 +68,8 @@ def _pushes(of: ShardPushes) -> tuple[object, ...]:
 
 def _verdict(ledger: Ledger) -> list[str]:
     if not ledger.problems:
-        return ["NOTHING WAS LOST: every sample and every push counted once"]
+        pushes = "" if ledger.between_ranks else " and every push"
+        return [f"NOTHING WAS LOST: every sample{pushes} counted once"]
     untried = sum(not fault.injected for fault in ledger.faults)
     head = "NOT PROVEN:" if untried == len(ledger.problems) else "LOST:"
     return [head, *(f"  {problem}" for problem in ledger.problems)]

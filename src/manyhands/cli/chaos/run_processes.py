@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from manyhands.launch.lifeline import WORKER
+
 PROC = Path("/proc")
-WORKER = "manyhands.launch.worker"
 
 
 def descendants(pid: int) -> list[int]:
