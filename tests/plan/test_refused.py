@@ -140,6 +140,12 @@ def test_elastic_is_refused_by_name_where_a_strategy_does_not_know_it() -> None:
         parse("merge=all_reduce servers=1 elastic=1:3")
 
 
+def test_elastic_refuses_sizes_on_which_a_strategy_does_not_hold() -> None:
+    with pytest.raises(PlanError, match=r"go on with 2 replicas: .*2f\+1 = 3 ranks.*the least"):
+        parse("merge=robust merge.f=1 elastic=1:4")
+    assert parse("merge=robust merge.f=1 elastic=3:4").layout.data == 4
+
+
 def test_elastic_replicas_start_within_their_bounds() -> None:
     assert parse("elastic=1:4").layout.data == 4
     assert parse("elastic=1:4 data=2").layout.data == 2

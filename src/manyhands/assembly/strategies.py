@@ -34,8 +34,6 @@ def replicas_agree(plan: Plan) -> bool:
 
 def updates_slices(context: RankContext, plan: Plan, agree: bool, optimizer: Optimizer) -> bool:
     """Whether replicas share one copy of the parameters, of which each updates a part."""
-    if plan.elastic is not None:  # a rank that dies must not take a part of the model with it
-        return False
     # only the plain shared-memory group reduces in two phases
     plain = plan.codec is None and plan.algorithm == "native"
     agree = agree and plain and plan.precision != "fp16" and plan.layout.shard == 1

@@ -114,11 +114,25 @@ def _check_elastic(plan: Plan) -> None:
             f"or use merge={ELASTIC[0]}"
         )
     for word, strategy in (("merge", plan.strategy), ("then", plan.next_strategy)):
+        if strategy is not None:
+            _check_sizes(plan.elastic, word, strategy, range(least, most + 1))
         if strategy is not None and strategy.distils:
             raise PlanError(
                 f"elastic={plan.elastic} with {word}={getattr(plan, word)}: its members are one "
                 "model each, and one that dies takes its model with it; leave elastic= out"
             )
+
+
+def _check_sizes(elastic: str, word: str, strategy: Strategy[Any, Any], sizes: range) -> None:
+    """The strategy's options hold on every number of replicas that may be left."""
+    for size in sizes:
+        try:
+            strategy.check(size)
+        except PlanError as e:
+            raise PlanError(
+                f"elastic={elastic} lets the run go on with {size} replicas: "
+                f"{str(e).replace('merge.', f'{word}.')}; raise the least"
+            ) from None
 
 
 def _check_elastic_workers(plan: Plan, most: int) -> None:

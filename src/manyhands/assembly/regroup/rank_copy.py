@@ -39,12 +39,17 @@ class RankCopy:
 
     def __post_init__(self) -> None:
         parts = self.checkpointing
+        # ranks that share the update have a part of the optimizer's state each: all of it is kept
+        # by all, or it would be lost with a rank
         self._local: RankState = parts.local or WholeTensorState(
-            parts.module, parts.replica.update, lambda values: None
+            parts.module,
+            parts.replica.update,
+            lambda values: parts.context.data_group.all_reduce(values).wait(),
         )
 
     def read(self) -> tuple[Tensors, dict[str, Any]]:
-        """The tensors themselves, which training changes, and plain values."""
+        """The tensors themselves, which training changes, and plain values. All ranks call it at
+        the same boundary."""
         trainer, parts = self.trainer, self.checkpointing
         optimizer, numbers = self._local.optimizer()
         schedule, scaler = parts.replica.schedule, parts.replica.scaler
