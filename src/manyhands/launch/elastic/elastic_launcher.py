@@ -236,7 +236,7 @@ class ElasticRun:
         self._loss = self._loss or rank is not None
         if self._stopping:
             return
-        answer = self._policy.lost(seat, said, epoch is not None)
+        answer = self._policy.lost(seat, said, epoch is not None, rank is not None)
         if isinstance(answer, LaunchError):
             self.failure = LaunchError(f"{who} failed:\n{answer}", answer.exit_code, answer.kind)
             return

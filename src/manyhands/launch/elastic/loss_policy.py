@@ -1,6 +1,7 @@
 """Loss policy: whether another process is started in place of a lost one, or the run ends.
 
-killed, or it hung          another one is started, within the budget (restarts=)
+killed, or it hung          another one is started, within the budget (restarts=); at once where
+                            it had been at work, after a pause where it never came so far
 an error of the user's      the same: memory or a disk may have been full. The same error at the
                             same round again ends the run, since it would come back each time
 an error of ours            ends the run: a plan, a task or a model that is wrong stays wrong
@@ -24,15 +25,21 @@ class LossPolicy:
     budget: RestartBudget
     due: dict[int | None, float] = field(default_factory=dict)  # seat -> when; None: a spare
     given_up: dict[int | None, str] = field(default_factory=dict)  # seat -> why
+    _losses: int = 0
 
-    def lost(self, seat: int | None, said: dict[str, Any] | None, begun: bool) -> LaunchError | str:
+    def lost(
+        self, seat: int | None, said: dict[str, Any] | None, begun: bool, at_work: bool
+    ) -> LaunchError | str:
         """A process was lost: the error that ends the run; or why nobody takes its place, "" where
-        somebody will. `said`: its own error; `begun`: there was an epoch before."""
+        somebody will. `said`: its own error; `begun`: there was an epoch before; `at_work`: it took
+        part in the present one."""
         own = said is not None and said["kind"] not in VICTIMS
         if said is not None and own and (said["ours"] or not begun):
             return _error(said, "")
         who = "a spare" if seat is None else f"rank {seat}"
-        failure = Failure(who=who)
+        self._losses += 1
+        # who was killed at work is no process that cannot start: it is not made to wait
+        failure = Failure(who=f"{who}, loss {self._losses}" if at_work else who)
         if said is not None and own:
             failure = Failure(said["text"], said.get("round"), who)
         answer = self.budget.allow(failure)
