@@ -1,7 +1,7 @@
 """Boundaries of rounds: where a rank keeps its state, and leaves for the next membership epoch.
 
-A boundary is kept so often that copying takes about one part in a hundred of the time, and not
-more often than status is exchanged. Rank 0 says when; the status exchange makes all ranks do it at
+A boundary is kept so often that copying takes about half a hundredth of the time, and not more
+often than status is exchanged. Rank 0 says when; the status exchange makes all ranks do it at
 the same round.
 """
 
@@ -22,7 +22,7 @@ from manyhands.recover.kept_rounds import KeptRounds
 from manyhands.train import Trainer
 from manyhands.trainer_parts import EpochChange
 
-SHARE = 0.01  # of the time, for copies
+SHARE = 0.005  # of the time, for copies
 
 
 class Boundaries:

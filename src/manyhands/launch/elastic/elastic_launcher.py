@@ -27,10 +27,11 @@ from manyhands.launch.elastic.admission import Admission
 from manyhands.launch.elastic.liveness import Liveness
 from manyhands.launch.elastic.loss_policy import LossPolicy
 from manyhands.launch.elastic.outside_process import OutsideProcess
+from manyhands.launch.elastic.rank_starter import RankStarter
 from manyhands.launch.elastic.roster import Roster
 from manyhands.launch.elastic.run_requests import Rendezvous, RequestDesk, left_in
 from manyhands.launch.elastic.worker_replacements import run_keys
-from manyhands.launch.hosts import HERE, HostsLauncher, assign_ranks
+from manyhands.launch.hosts import HostsLauncher, assign_ranks
 from manyhands.launch.restart_budget import RestartBudget
 from manyhands.launch.signals import Stop
 from manyhands.launch.stopping.grace import say_stopping, stopped_error
@@ -40,7 +41,6 @@ from manyhands.launch.worker_process import (
     end,
     kill_session,
     said_by,
-    send,
     wait_for_an_end,
 )
 
@@ -48,8 +48,6 @@ LOOK_S = 0.03
 SLOW_LOOK_S = 0.5  # for what is not urgent: heartbeats, requests
 END_S = 20.0  # for the others to end, when the first has done everything
 MOST_BROKEN = 20  # connections that break without a loss, over a run
-# variables by which one rank differs from another
-CHANGING = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment.MEMBER)
 
 
 class ElasticLauncher:
@@ -97,7 +95,8 @@ class ElasticRun:
         self._reports = dist.PrefixStore(environment.PREFIX, store)
         inner = elastic.inner
         self.roster = Roster(elastic.least, elastic.most, job.size // inner, inner, elastic.spares)
-        self._hosted = assign_ranks(elastic.most * inner, hosts.hosts)
+        hosted = assign_ranks(elastic.most * inner, hosts.hosts)
+        self._starter = RankStarter(hosts, job, store.port, token, hosted)
         self.workers: dict[int, WorkerProcess] = {}  # by member, while they live
         self.ended: list[WorkerProcess] = []
         self.finished: list[int] = []  # members that have done everything
@@ -105,10 +104,9 @@ class ElasticRun:
         self.failure: LaunchError | None = None
         budget = RestartBudget(elastic.respawns, elastic.window_s, first_s=0.0)
         self._policy = LossPolicy(budget)
+        self._lost = 0  # processes so far
         self._broken = 0  # times that connections broke
         self._desk = RequestDesk(self._keys, token)
-        self._standby: WorkerProcess | None = None
-        self._standbys = 1
         self._few: LaunchError | None = None  # how the run ends, where too few are left
         self._loss = False  # since the last epoch
         self._few_since: float | None = None
@@ -120,8 +118,7 @@ class ElasticRun:
 
     def processes(self) -> list[WorkerProcess]:
         """All that this launcher has started, and must not leave behind."""
-        standby = [] if self._standby is None else [self._standby]
-        found = [*self.workers.values(), *self.ended, *standby]
+        found = [*self.workers.values(), *self.ended, *self._starter.processes()]
         outside = [w for w in found if isinstance(w.process, OutsideProcess)]
         for worker in outside:
             if worker.handle is not None:
@@ -146,9 +143,12 @@ class ElasticRun:
             self._forward_stop()
             if not self.workers or self._ends():
                 return
-            if not self._stopping and self._over is None:
-                self._keep_standby()
-            wait_for_an_end(list(self.workers.values()), LOOK_S)
+            if not (self._stopping or self._over or self.roster.starting) and self.roster.epoch:
+                if self.elastic.respawns:
+                    self._starter.keep_standby(self._lost)
+            # a process that ends wakes us; one that is on its way has to be looked for
+            busy = self.roster.starting or self._loss or self._stopping
+            wait_for_an_end(list(self.workers.values()), LOOK_S if busy else SLOW_LOOK_S)
 
     def _ends(self) -> bool:
         """Whether what is still running need not be waited for."""
@@ -168,42 +168,8 @@ class ElasticRun:
             return
         for seat in self.roster.missing():
             if self._policy.may_start(seat):
-                self._start(seat)
-
-    def _start(self, seat: int | None) -> None:
-        member = self.roster.add(seat)
-        hosted = self._hosted[seat if seat is not None else len(self._hosted) - 1]
-        more = self._variables(member)
-        if self._standby is not None and hosted.host is HERE:
-            worker, self._standby = self._standby, None
-            env = self.hosts._environment(hosted, self.job, self._store.port, self._token, more)
-            changed = {k: v for k, v in env.items() if k in CHANGING}
-            send(worker.process, self.job.payload, changed)
-        else:
-            worker = self.hosts._start(hosted, self.job, self._store.port, self._token, more)
-            send(worker.process, self.job.payload)
-        self.workers[member] = worker
-
-    def _keep_standby(self) -> None:
-        """A process that has loaded everything but the task: who replaces a rank starts there."""
-        wanted = self.elastic.respawns > 0 and self._hosted[-1].host is HERE
-        if self._standby is not None and self._standby.process.poll() is not None:
-            self.ended.append(self._standby)
-            self._standby, wanted = None, False
-            self._standbys = 0  # it cannot be started: do without
-        if not wanted or self._standby is not None or not self._standbys:
-            return
-        if self.roster.epoch is None or self.roster.starting:
-            return  # others are on their way, and need the processor
-        last, more = self._hosted[-1], self._variables(-1)
-        self._standby = self.hosts._start(last, self.job, self._store.port, self._token, more)
-
-    def _variables(self, member: int) -> dict[str, str]:
-        return {
-            "WORLD_SIZE": str(len(self._hosted)),  # until an epoch says otherwise
-            environment.MEMBER: str(member),
-            environment.PRELOAD: " ".join(self.job.preload),
-        }
+                member = self.roster.add(seat)
+                self.workers[member] = self._starter.start(seat, member)
 
     def _reap(self) -> None:
         for member, worker in list(self.workers.items()):
@@ -233,6 +199,7 @@ class ElasticRun:
         who = f"rank {rank}" if rank is not None else f"process {member}"
         fate = f"{who} (pid {worker.process.pid}) {_fate(code, said, worker.tail)}"
         seat = self.roster.lost(member, fate)
+        self._lost += 1
         self._loss = self._loss or rank is not None
         if self._stopping:
             return
