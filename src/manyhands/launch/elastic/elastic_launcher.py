@@ -143,9 +143,9 @@ class ElasticRun:
             self._forward_stop()
             if not self.workers or self._ends():
                 return
-            if not (self._stopping or self._over or self.roster.starting) and self.roster.epoch:
-                if self.elastic.respawns:
-                    self._starter.keep_standby(self._lost)
+            settled = self.roster.epoch is not None and not self.roster.starting
+            if settled and self.elastic.respawns and not (self._stopping or self._over):
+                self._starter.keep_standby(self._lost)
             # a process that ends wakes us; one that is on its way has to be looked for
             busy = self.roster.starting or self._loss or self._stopping
             wait_for_an_end(list(self.workers.values()), LOOK_S if busy else SLOW_LOOK_S)
