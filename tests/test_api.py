@@ -589,7 +589,7 @@ def test_the_time_left_is_that_of_steps_however_many_a_round_has(
 
     class Asks(mh.Callback):
         def on_round(self, run: Any, round: int, loss: Tensor) -> None:
-            at, pace = run.trainer.position, run.trainer._pace
+            at, pace = run.trainer.position, run.trainer.pace
             if at.steps == 8:
                 left.append(pace.eta_s(pace.started + 10.0, at))
 

@@ -181,7 +181,9 @@ def times(run: Run, data: int) -> tuple[list[float], list[float]]:
 def verdict(run: Run, code: int, data: int, left: list[int], shm: list[str]) -> dict[str, Any]:
     history = trace(read_history(run.directory))
     epochs = sorted({e for e, _, _ in history.intervals})
-    whole = [(e, 0, SAMPLES) for e in epochs]
+    # a block of local steps may end the run in the middle of its last epoch
+    end = max((stop for e, _, stop in history.intervals if e == epochs[-1]), default=0)
+    whole = [(e, 0, end if e == epochs[-1] else SAMPLES) for e in epochs]
     counted = count_intervals(whole, history.intervals)
     gaps, joined = times(run, data)
     return {
