@@ -70,7 +70,7 @@ class Run:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = subprocess.Popen(line, cwd=folder, stdout=out, stderr=err, env=env)
         self.env = env
-        self.kills: list[tuple[float, int]] = []  # when, and in which epoch
+        self.kills: list[tuple[float, int, int]] = []  # when, in which epoch, of so many
         self.outside: list[subprocess.Popen[bytes]] = []
         self.pids: set[int] = set()
         self.counts: dict[str, int] = {}
@@ -109,7 +109,7 @@ class Run:
         pid = self.chance.choice(sorted(ranks.values()))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if kind == "kill":
-            self.kills.append((time.time(), now.number))
+            self.kills.append((time.time(), now.number, len(now.members)))
             os.kill(pid, signal.SIGKILL)
             self.until_complete(data, now.number)
         elif kind == "stop":
@@ -161,31 +161,31 @@ def _stopped(pid: int, seconds: float) -> None:
             pass
 
 
-def times(run: Run, data: int) -> tuple[list[float], list[float]]:
+def times(run: Run) -> tuple[list[float], list[float]]:
     """Of each kill: seconds to the next finished round, and until the ranks were complete."""
     rounds = [
-        (record.time_s, epoch.first.epoch, epoch.first.replicas)
+        (record.time_s, epoch.first.epoch, len(epoch.first.members))
         for epoch in read_history(run.directory)
         for part in epoch.parts
         for record in part.rounds
     ]
     gaps, joined = [], []
-    for at, number in run.kills:
+    for at, number, size in run.kills:
         later = [(t, n) for t, e, n in rounds if e > number and t > at]
         gaps += [min(t for t, _ in later) - at] if later else []
-        whole = [t for t, n in later if n >= data]
+        whole = [t for t, n in later if n >= size]
         joined += [min(whole) - at] if whole else []
     return gaps, joined
 
 
-def verdict(run: Run, code: int, data: int, left: list[int], shm: list[str]) -> dict[str, Any]:
+def verdict(run: Run, code: int, left: list[int], shm: list[str]) -> dict[str, Any]:
     history = trace(read_history(run.directory))
     epochs = sorted({e for e, _, _ in history.intervals})
     # a block of local steps may end the run in the middle of its last epoch
     end = max((stop for e, _, stop in history.intervals if e == epochs[-1]), default=0)
     whole = [(e, 0, end if e == epochs[-1] else SAMPLES) for e in epochs]
     counted = count_intervals(whole, history.intervals)
-    gaps, joined = times(run, data)
+    gaps, joined = times(run)
     return {
         "exit": code,
         "faults": run.counts,
@@ -255,7 +255,7 @@ def main() -> int:
         time.sleep(1.0)
         left = [p for p in run.pids if segments.alive(p)]
         shm = [p.name for p in segments.directory().glob(f"{segments.PREFIX}*")]
-        found = verdict(run, code, data, left, [n for n in shm if _of(n, run.pids)])
+        found = verdict(run, code, left, [n for n in shm if _of(n, run.pids)])
         found["launcher_mb"] = [first, launcher]
     print(json.dumps({"words": " ".join(given.words), **found}), flush=True)
     wrong = code or found["twice"] or found["never"] or found["problems"] or left

@@ -162,6 +162,9 @@ class Watcher:
         return True
 
     def _look(self, now: float) -> None:
+        interruption = self._context.interruption
+        if interruption is not None and interruption.why:
+            return  # this group of ranks is over, and the next one is watched by another
         self._read(range(self._size))
         self._judge(now, self._sightings(now))
 
