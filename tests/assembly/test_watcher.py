@@ -38,6 +38,7 @@ class Rank:
             group=self.group,
             recorder=recorder,
             leads=rank == 0,
+            interruption=None,
         )
         self.watcher = Watcher(cast(Any, self.context))
 
