@@ -233,7 +233,9 @@ class Side:
 
 
 def ours(layout: str, mode: str, kills: int) -> Side:
-    words = f"{LAYOUTS[layout]} elastic=1:{4 if 'data=4' in LAYOUTS[layout] else 2} {MODES[mode]}"
+    least = 3 if "robust" in layout else 1  # merge.f=1 needs three votes
+    most = 4 if "data=4" in LAYOUTS[layout] else 2
+    words = f"{LAYOUTS[layout]} elastic={least}:{most} {MODES[mode]}"
     replaced = mode != "fixed"
     command = [
         *(sys.executable, "-m", "manyhands", "run", str(PEERS / "lenet_ours.py")),

@@ -46,6 +46,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # by default: servers that fail in one process, and chaos between ranks
 @pytest.mark.timeout(300)  # two runs with six processes each
 def test_killed_and_cut_servers_and_frames_sent_twice_lose_nothing(tmp_path: Path) -> None:
     faults = "--kill server@500ms --cut server:0@1s --duplicate 0.2 --seed 7"

@@ -111,6 +111,7 @@ def test_a_notebook_leaves_no_server_behind_however_it_ends(tmp_path: Path) -> N
             assert not any(map(alive, pids)), number
 
 
+@pytest.mark.slow  # namespaces of one server: tests/server/namespaces, in one process
 def test_two_runs_and_a_store_share_a_server(tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text(TRAINS)
     with command(tmp_path / "server", [*CLI, "server", "--keep"], MANYHANDS_TOKEN="secret") as job:
