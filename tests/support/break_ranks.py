@@ -106,6 +106,9 @@ class Run:
         while len(ranks) < len(now.members) and time.monotonic() < deadline:
             time.sleep(0.05)
             ranks = self.ranks()
+        if len(ranks) < len(now.members):
+            said = (self.folder / "err").read_text()[-3000:]
+            raise RuntimeError(f"ranks {sorted(ranks)} of {now} have ended a round:\n{said}")
         pid = self.chance.choice(sorted(ranks.values()))
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if kind == "kill":
@@ -230,7 +233,7 @@ def main() -> int:
         words.append("restarts=100000")
     data = int(next(w for w in words if w.startswith("data=")).removeprefix("data="))
     least, most = map(float, given.pause.split(","))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = Run(Path(folder), words, given.seed)
         ended = threading.Event()
         first = launcher = 0.0

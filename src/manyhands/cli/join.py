@@ -76,7 +76,8 @@ def _become_a_rank(found: Rendezvous, script: Path, has: dict[str, Any]) -> int:
             "born": birth_of(os.getpid()),
         },
     )
-    environment.take_part(found.address, found.port, found.token, answer["member"])
+    member = answer["member"]
+    environment.take_part(found.address, found.port, found.token, member, found.launcher)
     plain = {k: v for k, v in json.loads(found.needs["options"]).items() if k != "arguments"}
     options = dataclasses.replace(Options(**plain), held=True)
     words = found.needs["words"]

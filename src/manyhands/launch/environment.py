@@ -34,6 +34,7 @@ NAMESPACE = "MANYHANDS_NAMESPACE"  # of this run, on servers that serve several
 CHAOS = "MANYHANDS_CHAOS"  # of a run that `manyhands chaos` watches, as JSON of `Chaos`
 TLS_CA = "MANYHANDS_TLS_CA"  # certificate authority of the servers' certificate
 MEMBER = "MANYHANDS_MEMBER"  # number of this process among those of an elastic run
+LAUNCHER = "MANYHANDS_LAUNCHER"  # process of our launcher
 PRELOAD = "MANYHANDS_PRELOAD"  # modules to load before a process knows which rank it is
 STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
@@ -310,11 +311,17 @@ def member(env: Mapping[str, str] | None = None) -> int | None:
     return _int(env, MEMBER) if MEMBER in env else None
 
 
+def launcher_pid(env: Mapping[str, str] | None = None) -> int | None:
+    """The process of our launcher, also for a rank that it has not started itself."""
+    env = os.environ if env is None else env
+    return _int(env, LAUNCHER) if LAUNCHER in env else None
+
+
 def preload(env: Mapping[str, str] | None = None) -> list[str]:
     return (os.environ if env is None else env).get(PRELOAD, "").split()
 
 
-def take_part(address: str, port: int, token: str, number: int) -> None:
+def take_part(address: str, port: int, token: str, number: int, launcher: int) -> None:
     """This process becomes a member of a run under way, which its launcher has let in."""
     os.environ.update(
         {
@@ -328,6 +335,7 @@ def take_part(address: str, port: int, token: str, number: int) -> None:
             STARTED_BY_US: "1",
             RUN_TOKEN: token,
             MEMBER: str(number),
+            LAUNCHER: str(launcher),
         }
     )
 

@@ -221,6 +221,7 @@ class HostsLauncher:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store
             environment.STARTED_BY_US: "1",
+            environment.LAUNCHER: str(os.getpid()),
             environment.RUN_TOKEN: token,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
             **more,

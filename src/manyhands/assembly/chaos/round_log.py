@@ -29,6 +29,7 @@ from torch import Tensor
 from manyhands.assembly.data import Feed
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position
+from manyhands.launch import environment
 from manyhands.task import Callback
 
 FOLDER, PREFIX = "ledger", "rounds-"
@@ -44,9 +45,8 @@ class RoundLog(Callback):
         self._unwritten = b""  # the disk was full
         folder = Path(context.directory) / FOLDER
         folder.mkdir(exist_ok=True)
-        # the launcher: another one where a run was resumed
-        ours = context.process.started_by == "manyhands"
-        self._start = os.getppid() if ours else os.getpid()
+        # another one where a run was resumed
+        self._start = environment.launcher_pid() or os.getpid()
         self._path = folder / f"{PREFIX}{os.getpid()}.jsonl"
         context.to_close.append(lambda: self._write(b""))
 

@@ -67,7 +67,8 @@ class ElasticLauncher:
             keeper.claim("launcher")
             run = ElasticRun(self.hosts, job, job.elastic, store, token, keeper, stop)
             folder = Path(job.elastic.directory)
-            there = Rendezvous(self.hosts.address, store.port, token, job.elastic.needs)
+            pid = os.getpid()
+            there = Rendezvous(self.hosts.address, store.port, token, pid, job.elastic.needs)
             try:
                 with left_in(folder, there):
                     run.watch()

@@ -39,6 +39,7 @@ class Rendezvous:
     address: str
     port: int
     token: str
+    launcher: int  # its process
     # version, torch, words, script, digest, arguments, options: of every process
     needs: dict[str, Any] = field(default_factory=dict)
 
