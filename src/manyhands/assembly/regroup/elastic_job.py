@@ -70,7 +70,11 @@ def needs(options: Options) -> dict[str, Any]:
 
 
 def manyhands_version() -> str:
-    return importlib.metadata.version("manyhands")
+    """As installed; "source": it runs from a checkout that was not."""
+    try:
+        return importlib.metadata.version("manyhands")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
 
 
 def between_ranks(plan: Plan) -> bool:
