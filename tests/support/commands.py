@@ -27,7 +27,8 @@ from torch import nn
 
 class Mark(mh.Callback):
     def on_round(self, run, round, loss):
-        if round == 1:
+        # asynchronous ranks agree on the largest round: a late one may see no first
+        if not Path(f"{run.rank}.pid").exists():
             Path(f"{run.rank}.part").write_text(str(os.getpid()))
             os.rename(f"{run.rank}.part", f"{run.rank}.pid")
         if Path("block").exists():
