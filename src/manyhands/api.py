@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from manyhands.assembly.evaluation import RUN_VALUES
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.tables import PREFIX, saved_readers
-from manyhands.assembly.trainer import RUN_VALUES
 from manyhands.core import Plan, Result, Snapshot, Tensors
 from manyhands.embedding.saved_rows import load_own_rows, load_rows
 from manyhands.embedding.tables import embeddings

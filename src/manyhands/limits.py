@@ -7,9 +7,10 @@ the next step at which all ranks have something to do together: a sync point.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from manyhands.core import Position
+from manyhands.core import Goal, Position
 from manyhands.trainer_parts import DataProgress, EarlyStop, StepClaimer
 
 
@@ -24,6 +25,7 @@ class Limits:
     save_every: int | None = None  # rounds; 0: at the end of each epoch; None: never
     save_evaluated: bool = False  # save after each evaluation too, so that the best can be kept
     claims: StepClaimer | None = None  # of an asynchronous rank
+    change_at: Goal | None = None  # at which such ranks must sync, to change the strategy
     ending: bool = False  # the user's own loop is over on this rank
     early: EarlyStop | None = None  # of ranks that step together: a request may end their block
 
@@ -46,9 +48,18 @@ class Limits:
         assert self.claims is not None
         at = self.data.position
         periods = [every for every in (self.evaluate_every, self.save_every) if every]
-        next_due = [(at.steps // every + 1) * every for every in periods]
+        next_due: list[float] = [(at.steps // every + 1) * every for every in periods]
         epoch_end = self.claims.steps_to(min(self.epochs, at.epoch + 1))
+        next_due.append(self._change_due(self.claims))
         return self.claims.claim(min(self.steps, epoch_end, *next_due))
+
+    def _change_due(self, claims: StepClaimer) -> float:
+        """The step before which the strategy does not change; inf: only an evaluation can tell."""
+        goal = self.change_at
+        if goal is None or goal.name not in ("step", "epoch"):
+            return math.inf
+        due = math.ceil(goal.bound) if goal.name == "step" else claims.steps_to(goal.bound)
+        return max(due, self.data.position.steps + 1)
 
     def end_here(self) -> None:
         """The user's own loop is over: end with what is done. Where ranks are asynchronous, the run

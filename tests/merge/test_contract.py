@@ -67,6 +67,7 @@ CASES = {
     "skeleton": Case({"period": 4}),  # a point has no units; with them: test_skeleton.py
     # one rank's gradient after the other moves the model to and fro where the ranks' own answers
     # differ
+    "hogwild": Case(rounds=150, spread=0.0),
     "stale_sync": Case(rounds=150, spread=0.0, idle=1e-4),  # its share of every step is missing
     "backup": Case(rounds=150, mixed=1.0),
     "downpour": Case({"adapt": True}, rounds=150, spread=0.0),

@@ -132,15 +132,27 @@ class Rank:
         total: float = float("inf"),
         nominal: int = 0,
         spend: Callable[[int], None] = lambda step: None,
+        common: InprocGroup | None = None,
     ):
+        """`common`: the group whose ranks have their parameters in common. Each then computes for
+        a tick between reading them and stepping, in which the others step."""
         self.problem, self.rank, self.counts, self.spend = problem, rank, counts, spend
         self.step = 0
         self.model = Point()
         flat = FlatParameters(self.model, lambda n, dtype: torch.zeros(n, dtype=dtype), 2**20)
         self.update = WholeUpdate(flat, self.model, make(self.model.parameters()))
         nominal = nominal or BATCH * problem.size
+        computed = None
+        if common is not None:
+            share(flat, common)
+            computed = lambda replica: common.world.spend(rank, 1.0)
         self.replica = Student(
-            flat, self.update, self._next, nominal=nominal, ended=lambda: self.step >= total
+            flat,
+            self.update,
+            self._next,
+            nominal=nominal,
+            ended=lambda: self.step >= total,
+            on_window=computed,
         )
 
     def _next(self) -> MicroLoss:
@@ -232,7 +244,8 @@ def run(
         spend = lambda step: (
             world.spend(group.rank, pace(group.rank, step)) if pace is not None else None
         )
-        me = Rank(problem, group.rank, make, counts, total, nominal, spend)
+        common = group if rule.shares_parameters else None
+        me = Rank(problem, group.rank, make, counts, total, nominal, spend, common)
         link: Any = ObservedGroup(group, lambda event: None)
         if resumed is not None:
             me.load(resumed[group.rank].saved)
@@ -251,11 +264,15 @@ def run(
             if rule.link is Store and n % (meet_every or mine) == 0:
                 meet(rule, link, group)
                 assert link.claim_step(ENDLESS, rule.shares_steps) is not None, "all run again"
+            elif rule.shares_parameters and n % (meet_every or mine) == 0:
+                group.barrier()  # nobody steps while another rank still reads or writes all
             losses.append(rule.round(me.replica, link, state))
             if after_round is not None:
                 after_round(me, link, state)
         if rule.link is Store:
             meet(rule, link, group)
+        elif rule.shares_parameters:
+            group.barrier()
         # what a checkpoint would hold, before anybody asks for the consensus
         saved, kept = me.save(), {k: v.clone() for k, v in state.items()}
         tables = {k: link.dump(k) for k in me.replica.params} if rule.link is Store else {}
@@ -266,6 +283,16 @@ def run(
         )
 
     return world.run(main)
+
+
+def share(flat: FlatParameters, group: InprocGroup) -> None:
+    """Give all ranks of a World the parameters of rank 0."""
+    moved = {
+        k: group.allocate(v.numel(), v.dtype, common=group.size > 1) for k, v in flat.values.items()
+    }
+    for k, v in moved.items():
+        v.copy_(flat.values[k]) if group.rank == 0 else None
+    flat.move(moved, in_common=group.size > 1)
 
 
 def hold(rule: Any, me: Rank, store: Store, saved: dict[str, Tensors]) -> None:

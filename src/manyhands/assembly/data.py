@@ -83,9 +83,10 @@ def resolve_split(plan: Plan, train: Source) -> Plan:
             f"split={plan.split} and the DataLoader's {type(sampling.own).__name__} both give the "
             "order of samples; leave one of them out"
         )
-    if sampling.batch_sampler is not None and plan.strategy.link is Store:
+    word = claiming_word(plan)
+    if sampling.batch_sampler is not None and word:
         raise PlanError(
-            f"merge={plan.merge} lets ranks claim batches by number, but the DataLoader's "
+            f"{word} lets ranks claim batches by number, but the DataLoader's "
             f"{type(sampling.batch_sampler).__name__} makes them as it goes; give a batch size"
         )
     if plan.split != "auto" or sampling.own is not None:
@@ -134,6 +135,16 @@ def shares_steps(plan: Plan) -> bool:
     # of elastic ranks any may get any step, so that none is lost with a rank
     shares = plan.strategy.shares_steps or plan.elastic is not None
     return plan.strategy.link is Store and bool(shares)
+
+
+def claiming_word(plan: Plan) -> str:
+    """The word under which ranks claim their steps, all the time or for a while; "": none."""
+    for word, strategy in (("merge", plan.strategy), ("then", plan.next_strategy)):
+        if strategy is not None and (
+            strategy.link is Store or (strategy.shares_parameters and plan.layout.data > 1)
+        ):
+            return f"{word}={getattr(plan, word)}"
+    return ""
 
 
 # -- to batches --
@@ -193,10 +204,10 @@ def _streamed(
             "split=sampled draws samples by index, but the training data is a stream; "
             "leave split out"
         )
-    if plan.strategy.link is Store:
+    if word := claiming_word(plan):
         raise PlanError(
-            f"merge={plan.merge} lets ranks claim batches by number, but the training data is a "
-            "stream; give a Dataset with a length"
+            f"{word} lets ranks claim batches by number, but the training data is a stream; give a "
+            "Dataset with a length"
         )
     context.notice(
         "the training data is a stream: it is read in its own order by every rank, "
@@ -261,7 +272,8 @@ def _indexed(
         else:
             claim_step = functools.partial(store.claim_step, shared=shares)
             claims = StepClaims(split, at, claim_step, store.request_sync)
-        _refuse_loaders(context, plan, train)
+    if word := claiming_word(plan):
+        _refuse_loaders(context, plan, train, word)
     return IndexedBatches(train, order, split, at, borrow=borrow, claims=claims), claims
 
 
@@ -310,18 +322,19 @@ def _agrees(context: RankContext, key: str, digest: str) -> bool:
     return bytes(context.store.compare_set(key, "", digest)).decode() == digest
 
 
-def _refuse_loaders(context: RankContext, plan: Plan, train: Any) -> None:
+def _refuse_loaders(context: RankContext, plan: Plan, train: Any, word: str) -> None:
     """Steps that are claimed are not known beforehand, so no process can load them early."""
     if plan.loaders:
         raise PlanError(
-            f"loaders={plan.loaders} has no effect: merge={plan.merge} claims batches when they "
-            "are wanted; leave it out"
+            f"loaders={plan.loaders} has no effect: {word} claims batches when they are wanted; "
+            "leave it out"
         )
     if isinstance(train, DatasetSource) and train.loaders:
         context.notice(
-            f"the DataLoader's {train.loaders} workers are not used: merge={plan.merge} claims "
-            "batches when they are wanted"
+            f"the DataLoader's {train.loaders} workers are not used: {word} claims batches when "
+            "they are wanted"
         )
+        train.loaders = 0
 
 
 def _limits(plan: Plan, batches: BatchIterator, claims: StepClaims | None) -> Limits:

@@ -13,10 +13,12 @@ from manyhands.assembly.data import DEFAULT_BATCH, sampler_draws
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan
 from manyhands.data.sources import Source, StreamSource
-from manyhands.errors import TaskError
+from manyhands.errors import PlanError, TaskError
 from manyhands.replica import forward
 from manyhands.replica.objective import Objective
 from manyhands.task import Task
+
+RUN_VALUES = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
 
 
 @dataclass
@@ -101,3 +103,36 @@ class Evaluation:
     def average_buffers(self) -> None:
         if self.buffers and self.context.data_parallel_size > 1:
             self.context.mean_over_data({str(i): b for i, b in enumerate(self.buffers)})
+
+
+# -- goals --
+
+
+def check_goals(context: RankContext, plan: Plan, task: Task) -> None:
+    """The goals of the plan name metrics that the task has."""
+    has = [] if task.test is None else ["loss", *task.metrics]
+    goals = {
+        "best": plan.best and plan.best.lstrip("-"),
+        "until": plan.until and plan.until.name,
+        "at": plan.at and plan.at.name,
+    }
+    if task.metrics and task.test is None:
+        context.warn(
+            f"the metrics {', '.join(task.metrics)} are never computed: the task has no test data; "
+            "give test="
+        )
+    if plan.evaluate != "epoch" and task.test is None:
+        raise PlanError(
+            f"evaluate={plan.evaluate} has no effect: the task has no test data; give test="
+        )
+    for key, name in goals.items():
+        given = getattr(plan, key)
+        if name == "loss" and not str(given).startswith("-"):
+            raise PlanError(
+                f"{key}={given} asks for a large loss; write {key}=-{given}, with a minus, for a "
+                "small one"
+            )
+        if name is not None and name not in [*has, *(() if key == "best" else RUN_VALUES)]:
+            raise PlanError(
+                f"{key}={given}: no such metric; the task has {', '.join(has) or 'no test data'}"
+            )

@@ -11,11 +11,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.assembly.hogwild.common_parameters import (
+    check_sparse,
+    common_word,
+    lay_out_common,
+)
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
-from manyhands.assembly.strategies import replicas_agree, updates_slices
+from manyhands.assembly.strategies import replicas_agree, strategies, updates_slices
 from manyhands.assembly.tables import RunTables, open_tables
 from manyhands.core import Plan
+from manyhands.embedding.tables import embeddings
 from manyhands.errors import PlanError, TaskError
 from manyhands.exchange.compression.topk import TopK
 from manyhands.exchange.shared import SharedGroup, shard_memory
@@ -59,6 +65,11 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     pipeline = None if spec.part is None else spec.part.pipeline
     module = spec.model.to(context.device) if spec.part is None else spec.part.module
     stages = [module] if pipeline is None else pipeline.modules
+    if (word := common_word(context, plan, strategies(plan))) and embeddings(module):
+        raise PlanError(
+            f"{word}: rows of mh.Embedding are on servers, not in the memory that ranks share; use "
+            "nn.Embedding(sparse=True), or merge=downpour servers=1"
+        )
     tables = open_tables(context, plan, module, spec.ids)
     if plan.recompute and pipeline is None:
         recompute(module)
@@ -122,11 +133,24 @@ def _check_optimizer(
             "momentum too: it would count twice; "
             "give the optimizer momentum=0 or set compress.momentum=0"
         )
-    if context.process.size > 1 and has_sparse_gradients(module):
+    if not has_sparse_gradients(module):
+        return
+    if plan.clip is not None:
+        raise TaskError(
+            f"clip={plan.clip:g} and an embedding with sparse=True: the norm of sparse gradients "
+            "is not known to torch; leave clip out, or set sparse=False"
+        )
+    if word := common_word(context, plan, strategies(plan)):
+        check_sparse(module, word, _only_common(plan))
+    elif context.process.size > 1:
         raise TaskError(
             "an embedding with sparse=True gives sparse gradients, which merge strategies cannot "
-            "merge; set sparse=False, or use mh.Embedding"
+            "merge; set sparse=False, use mh.Embedding, or merge=hogwild on one host"
         )
+
+
+def _only_common(plan: Plan) -> bool:
+    return all(strategy.shares_parameters for strategy in strategies(plan).values())
 
 
 def _flat(
@@ -148,6 +172,12 @@ def _flat(
             gather_dtype=torch.bfloat16 if plan.precision == "bf16" else None,
         )
         return sharded, ShardUpdate(sharded, optimizer)
+    if word := common_word(context, plan, strategies(plan)):
+        own, whole = lay_out_common(
+            context, word, _only_common(plan), module, optimizer, bucket_bytes
+        )
+        _broadcast_start(context, own)
+        return own, whole
     if not updates_slices(context, plan, replicas_agree(plan), optimizer):
         flat = FlatParameters(module, context.allocate, bucket_bytes)
         _broadcast_start(context, flat)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from manyhands.assembly.data import Feed, shares_steps
+from manyhands.assembly.data import Feed, claiming_word, shares_steps
 from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.resume import Start
@@ -45,7 +45,7 @@ def module_replica(
     stop: StopFlag,
 ) -> ModuleReplica:
     """`synced`: BatchNorm exchanges statistics inside the backward pass."""
-    plan, size, claims = start.plan, context.data_parallel_size, feed.claims
+    plan, size = start.plan, context.data_parallel_size
     agree, shares = replicas_agree(plan), shares_steps(plan)
     nominal = start.global_batch
     if not agree and not shares:
@@ -73,10 +73,23 @@ def module_replica(
         if model.pipeline is None
         else PipelineMicroBatches(context, model.pipeline, feed.batches),
         replica_group=None if part is None else part.replica_group(context, model.flat),
-        schedule_at=(lambda: claims.latest.steps // size) if claims and shares else None,
-        scheduled=0 if start.saved is None else start.position.steps // size,
+        schedule_at=_schedule_at(plan, feed, size),
+        scheduled=0
+        if start.saved is None
+        else start.position.steps // (size if feed.claims else 1),
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
+
+
+def _schedule_at(plan: Plan, feed: Feed, size: int) -> Callable[[], int] | None:
+    """How many steps of the schedule are due; None: one after each step of this rank."""
+    limits, batches, claims = feed.limits, feed.batches, feed.claims
+    if claims is not None and shares_steps(plan):
+        return lambda: claims.latest.steps // size
+    if claiming_word(plan) and claims is None:
+        # ranks that claim parts of steps, maybe only for a while: by the step of the run
+        return lambda: (limits.claims.latest if limits.claims else batches.position).steps
+    return None
 
 
 def _block_ends(context: RankContext, feed: Feed) -> Callable[[], bool]:

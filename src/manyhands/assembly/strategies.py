@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch.optim import Optimizer
 
 from manyhands.assembly.checkpointing import Checkpointing
+from manyhands.assembly.hogwild.common_parameters import place_parameters
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.tables import RunTables
 from manyhands.core import Group, Plan, Snapshot, Store, Strategy
@@ -67,6 +68,7 @@ def activate(
         if saved is not None and checkpointing is not None:
             checkpointing.restore_strategy(saved, active)
         return active
+    place_parameters(context, strategy, replica)
     group: Group = context.data_group
     if plan.algorithm != "native" and group.size > 1:
         if context.device.type == "cuda":

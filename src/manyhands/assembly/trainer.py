@@ -21,13 +21,15 @@ from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.culprits.round_marks import watching
 from manyhands.assembly.data import (
+    Feed,
     open_feed,
     shares_steps,
     task_data,
     with_task_defaults,
 )
 from manyhands.assembly.elastic.notes import join_run, make_note
-from manyhands.assembly.evaluation import Evaluation
+from manyhands.assembly.evaluation import Evaluation, check_goals
+from manyhands.assembly.hogwild.claimed_parts import set_pace
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
 from manyhands.assembly.parameters import LocalModel, lay_out
@@ -46,7 +48,6 @@ from manyhands.assembly.tables import RunTables
 from manyhands.core import Event, Plan, Store
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
-from manyhands.errors import PlanError
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
 from manyhands.plan import words
@@ -57,8 +58,6 @@ from manyhands.replica.objective import Objective
 from manyhands.task import Task
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy, StopFlag, StrategyChange
-
-RUN_VALUES = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
 
 
 @dataclass
@@ -84,7 +83,7 @@ def task_trainer(
         for source in (train, test):
             if source is not None:
                 source.cast(torch.float64)
-    _check_goals(context, plan, task)
+    check_goals(context, plan, task)
     warn_of_eval_mode(context, model)
     if task.name:
         context.notice(task.name)
@@ -110,36 +109,6 @@ def task_trainer(
         watch=memory,
     )
     return assemble(context, plan, spec, stop, run).trainer
-
-
-def _check_goals(context: RankContext, plan: Plan, task: Task) -> None:
-    """The goals of the plan name metrics that the task has."""
-    has = [] if task.test is None else ["loss", *task.metrics]
-    goals = {
-        "best": plan.best and plan.best.lstrip("-"),
-        "until": plan.until and plan.until.name,
-        "at": plan.at and plan.at.name,
-    }
-    if task.metrics and task.test is None:
-        context.warn(
-            f"the metrics {', '.join(task.metrics)} are never computed: the task has no test data; "
-            "give test="
-        )
-    if plan.evaluate != "epoch" and task.test is None:
-        raise PlanError(
-            f"evaluate={plan.evaluate} has no effect: the task has no test data; give test="
-        )
-    for key, name in goals.items():
-        given = getattr(plan, key)
-        if name == "loss" and not str(given).startswith("-"):
-            raise PlanError(
-                f"{key}={given} asks for a large loss; write {key}=-{given}, with a minus, for a "
-                "small one"
-            )
-        if name is not None and name not in [*has, *(() if key == "best" else RUN_VALUES)]:
-            raise PlanError(
-                f"{key}={given}: no such metric; the task has {', '.join(has) or 'no test data'}"
-            )
 
 
 def _split_model(
@@ -229,6 +198,7 @@ def assemble(
     if (regrouping := context.regrouping) is not None and regrouping.begin is not None:
         word = regrouping.begin.meta["word"]
     active = activate(context, plan, replica.known, word, model.tables, begin.saved, checkpointing)
+    set_pace(context, plan, active, feed, plain)
     notice_resumed(context, begin)
     if spec.watch is not None:
         spec.watch.begin(model.module, model.optimizer, model.flat, active.state)
@@ -241,7 +211,7 @@ def assemble(
         checkpointing,
         stop,
         plan.until,
-        change=_change(context, plan, replica.known, word, model.tables),
+        change=_change(context, plan, replica.known, word, model.tables, feed, plain),
         tables=model.tables,
         around_round=_around_round(context, spec),
         callbacks=(
@@ -360,14 +330,21 @@ def _around_round(context: RankContext, spec: TrainingSpec) -> AbstractContextMa
 
 
 def _change(
-    context: RankContext, plan: Plan, replica: Any, word: str, tables: RunTables | None
+    context: RankContext,
+    plan: Plan,
+    replica: Any,
+    word: str,
+    tables: RunTables | None,
+    feed: Feed,
+    plain: ModuleReplica,
 ) -> StrategyChange | None:
     """The strategy that the run changes to, where that is still to come."""
     if plan.then is None or word == "then":
         return None
 
     def make() -> ActiveStrategy:
-        return activate(context, plan, replica, "then", tables)
+        active = activate(context, plan, replica, "then", tables)
+        return set_pace(context, plan, active, feed, plain)
 
     assert plan.at is not None
     return StrategyChange(plan.at, make)

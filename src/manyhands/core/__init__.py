@@ -12,6 +12,7 @@ position, events) are in `records.py` and are importable from here.
 
 from manyhands.core.group import EXACT, Finished, Group, Op, Work
 from manyhands.core.replica import (
+    CommonReplica,
     GradientReplica,
     LoopReplica,
     OnReady,
@@ -52,6 +53,7 @@ from manyhands.records import (
 
 __all__ = [
     "Cargo",
+    "CommonReplica",
     "CompleteReply",
     "DataShard",
     "EXACT",

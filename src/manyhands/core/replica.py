@@ -3,6 +3,7 @@
     Replica               what every strategy may use
     GradientReplica       + gradients, for strategies that read or change them
     PartialStepReplica    + a step that updates only this rank's slice, for `all_reduce`
+    CommonReplica         + parameters that all ranks of a host have in common, for `hogwild`
     ServedReplica         + a gradient for the server, which makes the step
     Student               + distillation, for `ensemble`
     LoopReplica           + what the training loop needs
@@ -117,6 +118,15 @@ class PartialStepReplica(Replica, Protocol):
 
         None where `step` does not clip or updates everything.
         """
+        ...
+
+
+class CommonReplica(Replica, Protocol):
+    """A replica whose `params` may be one vector in memory that all ranks of a host share."""
+
+    @property
+    def in_common(self) -> bool:
+        """Whether they are; a `step` of one rank then changes the parameters of all."""
         ...
 
 

@@ -30,6 +30,8 @@ class Strategy(Protocol[R, L]):
     swaps: ClassVar[bool] = False  # sends to single peers, so no rank sees a sum over all
     distils: ClassVar[bool] = False  # needs a `Student`
     thins: ClassVar[bool] = False  # needs a replica that can leave units out (`merge/skeleton.py`)
+    # ranks step one parameter vector, in memory that all of them share, each at its own pace
+    shares_parameters: ClassVar[bool] = False
     # over a Store: what a table does with a push
     on_server: ClassVar[Literal["optimizer", "sum"]] = "optimizer"
 

@@ -113,6 +113,24 @@ class IndexedBatches:
     def position(self) -> Position:
         return self._position if self._claims is None else self._claims.position
 
+    def claim_parts(
+        self,
+        claim_step: Callable[[int], int | None],
+        request_sync: Callable[[], None],
+        parts: int,
+    ) -> StepClaims:
+        """From this position on, claim parts of steps instead of computing one of each."""
+        at, split = self.position, self._split
+        assert isinstance(split, DataSplit) and self._prefetched is None
+        self._claims = StepClaims(split, at, claim_step, request_sync, parts=parts)
+        self._steps, self._step = self._claims.claimed_samples(), None
+        return self._claims
+
+    def stop_claiming(self) -> None:
+        """From this position on, which is a sync point, compute this rank's part of every step."""
+        self._position = at = self.position
+        self._claims, self._steps, self._step = None, self._split.steps_from(at), None
+
     @property
     def batches_per_epoch(self) -> int:
         counted = 0

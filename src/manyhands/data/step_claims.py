@@ -6,6 +6,8 @@
 Between two sync points no rank knows which rank computes which step, only that every step below the
 limit is claimed exactly once. A limit is never beyond the end of an epoch. At a sync point all
 claimed steps are computed, so that all ranks have one position again.
+
+Where a step has several parts, ranks claim parts: see `step_counter`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class RankLeases(Protocol):
 class StepClaims:
     """The steps that this rank claims. `claim_step(limit)` returns the next number of the shared
     counter, which starts at 0 with the run, or None: go to the sync point. `request_sync()` makes
-    it return None for every rank."""
+    it return None for every rank. `parts`: how many numbers each step has, one for the samples of
+    each rank of `split`; whoever claims it computes them."""
 
     def __init__(
         self,
@@ -43,15 +46,19 @@ class StepClaims:
         claim_step: Callable[[int], int | None],
         request_sync: Callable[[], None],
         leases: RankLeases | None = None,
+        parts: int = 1,
     ):
         self.position = self.latest = at  # at the last sync point; after the step claimed last
         self.request_sync = request_sync
         self._split, self._claim_step, self._first = split, claim_step, at.steps
+        self._parts = [split] if parts == 1 else [replace(split, rank=r) for r in range(parts)]
+        self._part = split  # of the step claimed last
         self._claimed: Position | None = None
         self._claimed_steps = at.steps
         self._must_sync = False  # the counter said so, and the sync is still to come
         self._leases = leases
         self.on_step: Callable[[StepSamples], None] | None = None  # before it is computed
+        self.on_sync: Callable[[], None] | None = None
 
     @property
     def alone(self) -> bool:
@@ -66,7 +73,8 @@ class StepClaims:
     def claim(self, limit: float) -> bool:
         """Whether this rank has a step to compute; claims one where it has none."""
         if self._claimed is None and not self._must_sync:
-            number = self._claim_step(int(limit) - self._first)
+            parts = len(self._parts)
+            number = self._claim_step((int(limit) - self._first) * parts)
             if number is None and self._leases is not None:
                 if self._leases.sync_at is None:
                     return False
@@ -74,7 +82,9 @@ class StepClaims:
                 self._claimed_steps = self._first + self._leases.sync_at
             # claiming again would count as one more sync point than the other ranks had
             self._must_sync = number is None
-            self._claimed = None if number is None else self._at(self._first + number)
+            if number is not None:
+                self._claimed = self._at(self._first + number // parts)
+                self._part = self._parts[number % parts]
         return self._claimed is not None
 
     def claimed_samples(self) -> Iterator[StepSamples]:
@@ -85,7 +95,7 @@ class StepClaims:
                     "a batch was requested without run.step(loss) of the one before; call it for "
                     "every batch, also with a loss of 0"
                 )
-            step = self._split.step_samples(self._claimed)
+            step = self._part.step_samples(self._claimed)
             if self._leases is not None:
                 self._leases.begin(self._claimed.steps - self._first)
             self._claimed = None
@@ -105,6 +115,8 @@ class StepClaims:
         over = at.offset >= self._split.samples
         self.position = self.latest = Position(at.epoch + 1, 0, steps) if over else at
         self._claimed_steps, self._must_sync = steps, False
+        if self.on_sync is not None:
+            self.on_sync()
 
     def stop_claiming(self) -> None:
         """Compute no more before the next sync point: a step that is claimed and not begun is left

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from manyhands.core import Group, Op, Tensors, Work
@@ -149,6 +150,7 @@ class World:
         self._port_free = [0.0] * self.size
         # (from, to) -> messages of which one end has been posted
         self._half_posted: dict[tuple[int, int], deque[InprocMessage]] = {}
+        self._common: list[Tensor] = []  # vectors that all ranks share
 
     # -- turns: only the rank that has the turn calls these --
 
@@ -226,7 +228,31 @@ class InprocGroup(Group):
 
     def __init__(self, world: World, rank: int):
         self.world, self.rank, self.size = world, rank, world.size
-        self._calls = self._transfers = 0
+        self._calls = self._transfers = self._shared = 0
+
+    def allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        common: bool = False,
+    ) -> Tensor:
+        """A zeroed vector: one of this rank's own, or one that is `common` to all ranks."""
+        if not common:
+            return super().allocate(numel, dtype, device)
+        shared = self.world._common
+        if self._shared == len(shared):
+            shared.append(torch.zeros(numel, dtype=dtype, device=device))
+        found = shared[self._shared]
+        if (found.numel(), found.dtype) != (numel, dtype):
+            raise Deadlock(
+                f"common vector #{self._shared} has {found.numel()} {found.dtype} on another rank, "
+                f"rank {self.rank} came with {numel} {dtype}. "
+                "Every rank must allocate the same vectors in the same order"
+            )
+        self._shared += 1
+        return found
 
     def all_reduce(self, values: Tensors, op: Op = "sum") -> Work:
         if op not in get_args(Op):

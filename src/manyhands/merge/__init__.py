@@ -18,6 +18,7 @@ from manyhands.merge.diloco import DiLoCo
 from manyhands.merge.downpour import Downpour
 from manyhands.merge.easgd import EASGD
 from manyhands.merge.ensemble import Ensemble
+from manyhands.merge.hogwild import Hogwild
 from manyhands.merge.local_sgd import LocalSGD
 from manyhands.merge.model_average import ModelAverage
 from manyhands.merge.robust import Robust
@@ -41,6 +42,7 @@ STRATEGIES = {
     "ensemble": Ensemble,
     "robust": Robust,
     "skeleton": Skeleton,
+    "hogwild": Hogwild,
     "stale_sync": StaleSync,
     "backup": Backup,
     "downpour": Downpour,

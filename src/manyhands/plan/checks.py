@@ -10,6 +10,7 @@ from typing import Any
 from manyhands.core import Layout, Plan, Store, Strategy
 from manyhands.errors import PlanError
 from manyhands.exchange import compression
+from manyhands.plan.common_parameter_checks import check_common_parameters
 from manyhands.plan.culprit_checks import check_culprits
 
 LEAST_MEMORY_BYTES = 1 << 20
@@ -74,6 +75,7 @@ def check(plan: Plan) -> None:
         if strategy is not None:
             _check_strategy(plan, word, strategy)
     _check_devices(plan)
+    check_common_parameters(plan)
     _check_elastic(plan)
     check_culprits(plan)
 

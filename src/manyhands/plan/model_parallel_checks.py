@@ -44,6 +44,12 @@ def _check_split(plan: Plan, split: str, first: str) -> None:
             f"merge={plan.merge} runs other ranks' models, which {split} splits; "
             "use another strategy"
         )
+    for word, strategy in (("merge", plan.strategy), ("then", plan.next_strategy)):
+        if strategy is not None and strategy.shares_parameters:
+            raise PlanError(
+                f"{word}={getattr(plan, word)} has one parameter vector for all ranks, and {split} "
+                f"splits the model over ranks; leave out {first}, or use merge=all_reduce"
+            )
     for word in ("at", "until"):
         if (goal := getattr(plan, word)) is not None and goal.name == "noise":
             raise PlanError(

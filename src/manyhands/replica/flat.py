@@ -9,6 +9,7 @@ are cut into buckets from the back, the order in which backward makes them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -40,7 +41,9 @@ class FlatParameters:
         allocate_values: Allocate | None = None,
         writes: bool = True,
     ):
+        self._module = module
         self._allocate_values, self._writes = allocate_values or allocate, writes
+        self.in_common = False  # each rank steps the same values (`move`)
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.values: Tensors = {}
         self.grads: Tensors = {}
@@ -50,19 +53,34 @@ class FlatParameters:
             self._lay_out(
                 [(n, p) for n, p in named if p.dtype == dtype], dtype, allocate, bucket_bytes
             )
-        self._storage = ParameterStorage(
-            module,
-            [(view.name, view.parameter, view.value) for view in self.views],
-            ""
-            if allocate_values is None
-            else "ranks share one copy of it, which only rank 0 may change",
-        )
+        self._keep_in_place(allocate_values is not None)
         # the samples behind the gradient, then for each view how many ranks used it
         self.count = allocate(1 + len(self.views), torch.float32)
+
+    def _keep_in_place(self, one_copy: bool) -> None:
+        self._storage = ParameterStorage(
+            self._module,
+            [(view.name, view.parameter, view.value) for view in self.views],
+            "ranks share one copy of it, which only rank 0 may change" if one_copy else "",
+        )
 
     @property
     def used(self) -> Tensor:
         return self.count[1:]
+
+    def move(self, values: Tensors, in_common: bool) -> None:
+        """Make the parameters views of other vectors, with the values that these hold.
+
+        `in_common`: each rank of a host steps them; else they are this rank's own.
+        """
+        self.take_back()
+        self.values, self.in_common = dict(values), in_common
+        for i, view in enumerate(self.views):
+            vector, value = values[view.vector], view.value
+            value = torch.as_strided(vector, value.shape, value.stride(), view.start)
+            view.parameter.data = value
+            self.views[i] = dataclasses.replace(view, value=value)
+        self._keep_in_place(in_common)
 
     def _lay_out(
         self,

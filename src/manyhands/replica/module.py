@@ -119,6 +119,10 @@ class ModuleReplica:
         return self.update.slice_only
 
     @property
+    def in_common(self) -> bool:
+        return self.flat.in_common
+
+    @property
     def params(self) -> Tensors:
         self.flat.take_back()
         return self.flat.values

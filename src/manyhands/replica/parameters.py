@@ -74,6 +74,11 @@ class ReplicaParameters(Protocol):
     collects_gradients: bool
 
     @property
+    def in_common(self) -> bool:
+        """Whether each rank of a host steps the same values, in memory that they share."""
+        ...
+
+    @property
     def values(self) -> Tensors: ...
 
     @property

@@ -57,10 +57,16 @@ class WholeUpdate:
 
     slice_only = False
 
-    def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
+    def __init__(
+        self,
+        flat: FlatParameters,
+        module: nn.Module,
+        optimizer: Optimizer,
+        fuses: bool = True,
+    ):
         self.flat, self.module, self.optimizer = flat, module, optimizer
         self.placed: list[int] = []
-        if not has_sparse_gradients(module):
+        if fuses and not has_sparse_gradients(module):
             fuse(optimizer, flat.count.device)
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
@@ -284,22 +290,25 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
     """Make the optimizer state of parameters that have had no gradient yet; returns these.
 
     An optimizer makes it in a parameter's first step. That step is taken with a value and a
-    gradient of zero, and undone.
+    gradient of zero, in memory of its own: other ranks may have the parameter in common.
     """
     held = [p for g in optimizer.param_groups for p in g["params"]]
     new = [p for p in held if p not in optimizer.state]
-    before, kept = [p.detach().clone() for p in new], [p.grad for p in held]
+    values, kept = [p.data for p in new], [p.grad for p in held]
     for p in held:
         p.grad = None
     for p in new:
+        p.data = torch.zeros_like(p)  # weight decay of 0 is 0, so it leaves nothing in the state
         p.grad = torch.zeros_like(p)
-        p.data.zero_()  # weight decay of 0 is 0, so it leaves nothing in the state
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            p.grad = p.grad.to_sparse(1)
     if new:
         optimizer.step()
+    for p, value in zip(new, values, strict=True):
+        p.data = value
     for p, grad in zip(held, kept, strict=True):
         p.grad = grad
-    for p, value in zip(new, before, strict=True):
-        p.data.copy_(value)
+    for p in new:
         # makes an empty entry if the optimizer keeps no state, so that p is not new next time
         entries = optimizer.state[p]
         if "step" in entries:

@@ -17,6 +17,7 @@ from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 
 if TYPE_CHECKING:
     from manyhands.core import (
+        CommonReplica,
         GradientReplica,
         LoopReplica,
         PartialStepReplica,
@@ -97,6 +98,12 @@ class ReplicaWrapper:
     def square_norm(self) -> Tensor | None:
         return self.inner.square_norm()
 
+    # -- CommonReplica --
+
+    @property
+    def in_common(self) -> bool:
+        return self.inner.in_common
+
     # -- ServedReplica --
 
     def gradient(self) -> Tensors:
@@ -130,6 +137,8 @@ if TYPE_CHECKING:
 
     def _has_all_protocols(
         replica: ModuleReplica | ReplicaWrapper, student: StudentReplica | ThinnedStudent
-    ) -> tuple[GradientReplica, PartialStepReplica, ServedReplica, LoopReplica, Student]:
+    ) -> tuple[
+        GradientReplica, PartialStepReplica, CommonReplica, ServedReplica, LoopReplica, Student
+    ]:
         """Only for mypy: every replica here fulfils the protocols of `core`."""
-        return replica, replica, replica, replica, student
+        return replica, replica, replica, replica, replica, student

@@ -25,9 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from manyhands.assembly.chaos.round_log import FOLDER, RoundLog
-from manyhands.assembly.data import Feed
+from manyhands.assembly.data import Feed, claiming_word
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position, TableStore
+from manyhands.errors import PlanError
 from manyhands.launch import environment
 from manyhands.server.client.server_store import ServerStore
 from manyhands.split.data import StepSamples
@@ -38,6 +39,11 @@ def ledgers(context: RankContext, feed: Feed, store: TableStore | None) -> tuple
     """The ledger of this rank, where somebody wants it."""
     if environment.chaos() is None:
         return ()
+    if (word := claiming_word(context.plan)) and context.plan.servers == 0:
+        raise PlanError(
+            f"manyhands chaos compares the rounds that all ranks make together, and under {word} "
+            "each rank makes its own; use merge=all_reduce"
+        )
     if context.plan.servers == 0:
         return (RoundLog(context, feed),)
     return (RankLedger(context, feed, _server_store(store)),)

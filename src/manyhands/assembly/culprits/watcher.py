@@ -62,7 +62,7 @@ class Watcher:
         self._seen: dict[int, tuple[RankHeartbeat, float]] = {}  # and when it was new to us
         self._stall: Stall | None = None
         self._stalled_s = 0.0
-        in_step = plan.strategy.link is not Store
+        in_step = plan.strategy.link is not Store and not plan.strategy.shares_parameters
         # stages of a pipeline and slices of a tensor need not be alike
         self._alike = [(ranks, Stragglers(in_step)) for ranks in _same_work(plan.layout)]
         fits = plan.straggler != "report" or (plan.merge == "all_reduce" and not plan.elastic)

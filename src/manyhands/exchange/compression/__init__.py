@@ -54,6 +54,11 @@ def refusal(codec: Codec | type[Codec], strategy: type[Strategy[Any, Any]]) -> s
     with_merge = f"compress={name} with merge={strategy.__module__.rpartition('.')[2]}"
     if strategy.link is Store:
         return _server_refusal(codec, name, with_merge)
+    if strategy.shares_parameters:
+        return (
+            f"{with_merge}, whose ranks share memory and send nothing: there is nothing to "
+            "compress; set compress=none"
+        )
     sends, swaps = strategy.sends, strategy.swaps
     able = [
         other

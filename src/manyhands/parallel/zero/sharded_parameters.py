@@ -49,6 +49,7 @@ class ShardedParameters:
     sums are under way, beside the one at work; 0 waits for each and takes least memory."""
 
     collects_gradients = True
+    in_common = False  # each rank steps its own slices
 
     def __init__(
         self,
