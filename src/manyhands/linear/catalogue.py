@@ -1,0 +1,93 @@
+"""Catalogue of solvers: what each can minimise, and which one `solver="auto"` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.linear.losses import HINGE, LOGISTIC, NAMES, SMOOTHNESS, SQUARED, SQUARED_HINGE
+from manyhands.linear.solvers.admm import LinearADMM
+from manyhands.linear.solvers.newton import Newton
+from manyhands.linear.solvers.scd import SCD
+from manyhands.linear.solvers.sdca import SDCA
+
+DUAL = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
+TWICE = (LOGISTIC, SQUARED, SQUARED_HINGE)  # losses with a useful second derivative
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a solver can minimise."""
+
+    make: type[Any]
+    losses: tuple[int, ...] = TWICE
+    l1: bool = False
+    needs_l2: bool = False
+    ranks: bool = True  # rows split over ranks
+    by_feature: bool = False  # columns split over ranks
+    softmax: bool = False
+    positive: bool = False
+    shards: bool = True  # rows that are read block by block
+
+
+SOLVERS = {
+    "sdca": Abilities(SDCA, DUAL, l1=True, needs_l2=True),
+    "scd": Abilities(SCD, l1=True, ranks=False, by_feature=True, positive=True, shards=False),
+    "newton": Abilities(Newton),
+    "admm": Abilities(LinearADMM, l1=True),
+}
+NARROW = 1500  # columns up to which a whole Hessian is cheap
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a solver is chosen by."""
+
+    rows: float
+    columns: int
+    nonzeros: float
+    ranks: int = 1
+    by_feature: bool = False
+    in_memory: bool = True
+
+
+def choose(shape: Shape, loss: int, l1: float, l2: float, classes: int, positive: bool) -> tuple[str, str]:
+    """The solver that `solver="auto"` takes, and why."""
+    per_row = shape.nonzeros / max(shape.rows, 1)
+    if positive:
+        return "scd", "w >= 0: coordinate descent projects each coordinate"
+    if classes > 2:
+        return "lbfgs", f"{classes} classes: one softmax over all of them"
+    if shape.by_feature:
+        return ("scd" if l1 else "lbfgs"), "columns are split over ranks: only margins travel"
+    if l1 and loss in TWICE and shape.in_memory and shape.ranks == 1:
+        return "scd", "l1: coordinate descent visits only columns that can be non-zero"
+    if l1 and l2 and loss in DUAL:
+        return "sdca", "l1 and l2 over rows of several ranks or shards: the dual has a gap"
+    if l1:
+        why = "l1 over rows of several ranks or shards: its prox joins local fits"
+        return ("admm" if loss in TWICE else "hogwild"), why
+    if loss not in TWICE:
+        name = "sdca" if loss in DUAL and l2 else "hogwild"
+        return name, "the loss has no second derivative"
+    cheap = min(per_row * per_row, shape.columns * per_row) <= 40 * max(per_row, shape.columns / 40)
+    if shape.columns <= NARROW and (cheap or shape.columns <= 300):
+        return "newton", f"{shape.columns} columns: the whole Hessian is cheap"
+    if loss == SQUARED:
+        return "newton_cg", f"{shape.columns} columns: conjugate gradients need no Hessian"
+    if not l2:
+        return "lbfgs", "no l2: the dual is not strongly concave"
+    return "sdca", f"{shape.columns} columns, {per_row:.0f} non-zeros a row: dual coordinate ascent"
+
+
+def names_where(**needed: Any) -> str:
+    """The solvers that can do it, for error messages."""
+    able = [
+        name
+        for name, can in SOLVERS.items()
+        if all(
+            (value in can.losses) if key == "loss" else bool(getattr(can, key)) >= bool(value)
+            for key, value in needed.items()
+        )
+    ]
+    return ", ".join(repr(name) for name in able)

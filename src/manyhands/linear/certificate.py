@@ -1,0 +1,114 @@
+"""Duality gap: a bound on how far the objective is above its minimum, whatever the solver.
+
+    D(a) = - sum_i c_i phi*(-a_i / c_i) - g*(X'a)     P(theta) - P* <= P(theta) - D(a)
+    g*(v) = sum_j max(0, |v_j| - l1)^2 / (2 l2);  with l2 = 0: 0 if |v|_inf <= l1, else infinite
+
+From a primal point: a_i = -c_i phi'(z_i), which is optimal at the optimum. A free intercept needs
+sum_i a_i = 0; that is its own optimality condition, so b is first set to its best value for this w.
+Without l2 the dual point is scaled until |X'a|_inf <= l1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE, conjugate
+from manyhands.linear.passes import row_kernels as kernels
+from manyhands.linear.passes.rows import Array
+from manyhands.kernels.compile import compiled
+from manyhands.linear.problem import Problem
+
+WITH_GAP = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    objective: float
+    dual: float
+
+    @property
+    def gap(self) -> float:
+        return self.objective - self.dual
+
+
+@compiled
+def conjugates(a, y, c, loss, scale):
+    total = 0.0
+    for i in range(len(a)):
+        if c[i] > 0.0:
+            total += c[i] * conjugate(loss, scale * a[i] / c[i], y[i])
+        elif a[i] != 0.0:
+            total = np.inf
+    return total
+
+
+def certify(problem: Problem, theta: Array, own_dual: Array | None = None) -> Certificate:
+    """Objective and dual value at `theta`, whose intercept is set to its best value.
+
+    `own_dual`: the solver's own dual variables, if it has any; the better of both points counts.
+    """
+    w, b = problem.unpack(theta)
+    problem.margins(theta)
+    if problem.intercept:
+        theta[-1] = problem.best_intercept(b)
+    objective = problem.loss_at(0.0)[0] + problem.penalty(theta)
+    if problem.loss not in WITH_GAP:
+        return Certificate(objective, -math.inf)
+    if own_dual is not None:
+        return Certificate(objective, _dual(problem, _feasible(problem, own_dual)))
+    if problem.loss == HINGE:  # its slope jumps: a point near the optimum tells little of a
+        return Certificate(objective, -math.inf)
+    a = np.empty_like(problem.z)
+    kernels.slopes(problem.z, problem.y, problem.c, 0, len(a), problem.loss, problem.eps, a)
+    return Certificate(objective, _dual(problem, np.negative(a, out=a)))
+
+
+def _feasible(problem: Problem, a: Array) -> Array:
+    """The solver's a where there is no free intercept; else one near it with sum a = 0.
+
+    Squared loss: less the mean. Labels -1, +1: the heavier side is scaled down, which keeps every
+    y a in its interval.
+    """
+    if not problem.intercept or problem.l2_intercept:
+        return a
+    if problem.loss == SQUARED:
+        total = problem.sum(np.array([a.sum()]), "dual")[0]
+        return a - problem.c * (total / problem.total_weight)
+    up = problem.y > 0
+    sides = problem.sum(np.array([a[up].sum(), -a[~up].sum()]), "dual")
+    least = float(sides.min())
+    scales = [least / side if side > 0 else 0.0 for side in sides.tolist()]
+    return a * np.where(up, scales[0], scales[1])
+
+
+def _dual(problem: Problem, a: Array) -> float:
+    v, total = problem.transposed(a)
+    scale = 1.0
+    if problem.l2 == 0.0:
+        most = float((np.maximum(v, 0.0) if problem.positive else np.abs(v)).max(initial=0.0))
+        if most > problem.l1:
+            scale = problem.l1 / most
+        if problem.loss == SQUARED and problem.l1 > 0.0 and most > 0.0:
+            scale = _best_scale(problem, a, problem.l1 / most)
+    own = np.array([conjugates(a, problem.y, problem.c, problem.loss, scale)])
+    value = -float(problem.sum(own, "dual")[0])
+    if problem.l2 > 0.0:
+        reach = v if problem.positive else np.abs(v)
+        over = np.maximum(0.0, reach - problem.l1)
+        value -= float(over @ over) / (2.0 * problem.l2)
+    if problem.intercept and problem.l2_intercept > 0.0:
+        value -= (scale * total) ** 2 / (2.0 * problem.l2_intercept)
+    elif problem.intercept and abs(total) > 1e-7 * max(problem.total_weight, 1e-300):
+        return -math.inf  # not feasible: sum a must be 0
+    return value
+
+
+def _best_scale(problem: Problem, a: Array, most: float) -> float:
+    """The scale in [-most, most] at which the dual of squared loss is largest."""
+    used = problem.c > 0.0
+    square = float((a[used] ** 2 / problem.c[used]).sum())
+    sums = problem.sum(np.array([float(a @ problem.y), square]), "dual")
+    return float(np.clip(sums[0] / max(sums[1], 1e-300), -most, most))

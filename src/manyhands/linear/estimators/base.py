@@ -1,0 +1,216 @@
+"""What all linear estimators share: checked input, a chosen solver, one fit, fitted attributes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sparse  # type: ignore[import-untyped]
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+from manyhands.launch.environment import cores
+from manyhands.linear.catalogue import SOLVERS, Shape, choose, names_where
+from manyhands.linear.data import RowShards, read_libsvm, row_blocks
+from manyhands.linear.data.blocks import concatenate
+from manyhands.linear.fit_data import FitData
+from manyhands.linear.fitting import Where, by_feature, fit, parsed
+from manyhands.linear.losses import NAMES
+from manyhands.linear.minimise import Solution, Stopping
+from manyhands.linear.passes.columns import Columns
+from manyhands.linear.passes.rows import Array, Rows
+from manyhands.linear.spec import FitSpec
+
+LOSS_NAMES = {number: name for name, number in NAMES.items()}
+
+
+def is_stored(X: Any) -> bool:
+    """Whether X names rows on disk: a libsvm or parquet file, or a folder of shards."""
+    return isinstance(X, str | os.PathLike | RowShards)
+
+
+class LinearEstimator(BaseEstimator):
+    """Base of the estimators; their parameters are scikit-learn's, with `plan` and `directory`."""
+
+    # -- input --
+
+    def _stored(self, X: Any, y: Any) -> tuple[Rows | RowShards, Array]:
+        """Rows of a file or of shards, with the labels that stand beside them."""
+        if y is not None:
+            raise ValueError("files and shards hold their own labels: leave y out")
+        if isinstance(X, str | os.PathLike) and (Path(X) / "manifest.json").exists():
+            X = RowShards.open(X)
+        if isinstance(X, RowShards):
+            self.n_features_in_ = X.n_features
+            return X, X.labels()
+        path = Path(X)
+        with open(path, "rb") as file:
+            parquet = path.is_dir() or file.read(4) == b"PAR1"
+        block = concatenate(row_blocks(X), np.float64, None) if parquet else read_libsvm(X)
+        columns = int(block.n_features or (block.indices.max(initial=-1) + 1))
+        self.n_features_in_ = columns
+        return Rows(block.indptr, block.indices, block.values, columns), block.labels
+
+    def _given(self, X: Any, y: Any, **checks: Any) -> tuple[Rows | Columns, Array]:
+        """Arrays, as scikit-learn checks them; sparse ones stay sparse, float32 stays float32."""
+        X, y = validate_data(
+            self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32],
+            accept_large_sparse=True, **checks,
+        )  # fmt: skip
+        return as_source(X), y
+
+    def _weights(self, sample_weight: Any, rows: int) -> Array:
+        weights = _check_sample_weight(
+            sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
+        )
+        if sample_weight is not None and not weights.any():
+            raise ValueError("Sample weights must contain at least one non-zero number.")
+        return np.asarray(weights)
+
+    # -- solver --
+
+    def _threads(self) -> int:
+        jobs = getattr(self, "n_jobs", None)
+        if jobs is None:
+            return 1
+        if not isinstance(jobs, int | np.integer) or jobs == 0:
+            raise ValueError(f"n_jobs={jobs!r}: a number of threads, or -1 for all cores, is needed")
+        return int(jobs) if jobs > 0 else max(1, cores() + 1 + int(jobs))
+
+    def _solver(self, spec: FitSpec, data: FitData, size: int, columns_split: bool) -> Any:
+        """The solver object; refuses what it cannot do, and says which can."""
+        shape = Shape(
+            len(data.y), data.columns, data.nonzeros, size, columns_split, data.in_memory
+        )
+        given = self.solver
+        if isinstance(given, str) and given == "auto":
+            name, why = choose(shape, spec.loss, spec.l1, spec.l2, spec.classes, spec.positive)
+            solver = SOLVERS[name].make()
+        elif isinstance(given, str):
+            if given not in SOLVERS:
+                raise ValueError(
+                    f"The solver parameter of {type(self).__name__} must be a str among "
+                    f"{sorted(SOLVERS)} or 'auto'. Got {given!r} instead."
+                )
+            name, why, solver = given, "as asked for", SOLVERS[given].make()
+        else:
+            found = [n for n, can in SOLVERS.items() if isinstance(given, can.make)]
+            if not found:
+                raise ValueError(
+                    f"The solver parameter of {type(self).__name__} must be a str or a solver of "
+                    f"manyhands.linear. Got {given!r} instead."
+                )
+            name, why, solver = found[0], "as asked for", given
+        refuse_unable(name, spec, shape)
+        self.solver_, self.solver_reason_ = name, why
+        if getattr(self, "verbose", 0):
+            print(f"solver={name}: {why}")
+        return solver
+
+    # -- fit --
+
+    def _minimise(
+        self, spec: FitSpec, data: FitData, theta: Array | None, tol: float, max_iter: int
+    ) -> Solution:
+        plan = parsed(self.plan)
+        split = by_feature(plan)
+        solver = self._solver(spec, data, plan.layout.size, split)
+        stopping = Stopping(tol, max_iter, bool(getattr(self, "record", False)))
+        spec = replace(spec, solver=solver, stopping=stopping, threads=self._threads())
+        where = Where(
+            self.plan, self.directory, getattr(self, "_resume", False),
+            quiet=not getattr(self, "verbose", 0),
+        )  # fmt: skip
+        found = fit(spec, data, where, theta)
+        if not np.isfinite(found.theta).all():
+            raise ValueError(
+                f"Solver {self.solver_} diverged: coefficients are not finite; scale the features, "
+                "or choose another solver"
+            )
+        if not found.converged:
+            warnings.warn(
+                f"{self.solver_} failed to converge after {found.rounds} rounds: the duality gap "
+                f"is {found.certificate.gap:.3g}, above tol={tol:g} of the objective at zero. "
+                "Increase max_iter, scale the data, or choose another solver.",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+        self.objective_ = found.certificate.objective
+        self.dual_gap_ = found.certificate.gap
+        self.history_ = found.history
+        self.run_directory_ = found.directory
+        return found
+
+    def _decision(self, X: Any) -> Array:
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", reset=False)
+        scores = X @ self.coef_.T + self.intercept_
+        return np.asarray(scores)
+
+
+def as_source(X: Any) -> Rows | Columns:
+    """CSR, CSC or dense, without a copy where types fit."""
+    if not sparse.issparse(X):
+        return Rows.from_dense(X)
+    if not X.has_canonical_format:
+        X = X.copy()
+        X.sum_duplicates()
+    if X.format == "csr":
+        return Rows.from_csr(X)
+    if X.shape[0] > np.iinfo(np.int32).max:
+        raise ValueError(f"Found array with {X.shape[0]} rows in CSC, at most 2^31 - 1 are possible")
+    indices = X.indices.astype(np.int32, copy=False)
+    return Columns(X.indptr.astype(np.int64, copy=False), indices, X.data, X.shape[0])
+
+
+def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
+    """Raise in scikit-learn's words where a solver cannot do what is asked, naming those that can."""
+    can = SOLVERS[name]
+    penalty = "elasticnet" if spec.l1 and spec.l2 else "l1" if spec.l1 else "l2"
+    split = {"ranks": shape.ranks > 1} if not shape.by_feature else {"by_feature": True}
+    if spec.l1 and not can.l1:
+        able = names_where(l1=True, loss=spec.loss, **split)
+        raise ValueError(
+            f"Solver {name} supports only 'l2' or None penalties, got {penalty!r} penalty; "
+            f"{able} support it."
+        )
+    if can.needs_l2 and not spec.l2:
+        able = names_where(loss=spec.loss, l1=bool(spec.l1))
+        raise ValueError(
+            f"Solver {name} needs an l2 penalty, got {'l1 alone' if spec.l1 else 'none'}; of those "
+            f"for this loss, {able} can do without, where they are not {name!r}."
+        )
+    if spec.loss not in can.losses and spec.classes <= 2:
+        raise ValueError(
+            f"Solver {name} does not support loss={LOSS_NAMES[spec.loss]!r}; "
+            f"{names_where(loss=spec.loss)} do."
+        )
+    if spec.classes > 2 and not can.softmax:
+        raise ValueError(
+            f"The '{name}' solver does not support multiclass classification (n_classes >= 3); "
+            f"{names_where(softmax=True)} do. Or wrap the estimator in OneVsRestClassifier."
+        )
+    if spec.positive and not can.positive:
+        raise ValueError(
+            f"Solver {name} does not support positive=True; {names_where(positive=True)} does."
+        )
+    if shape.by_feature and not can.by_feature:
+        raise ValueError(
+            f"Solver {name} does not support split=by_feature; {names_where(by_feature=True)} do."
+        )
+    if shape.ranks > 1 and not shape.by_feature and not can.ranks:
+        raise ValueError(
+            f"Solver {name} does not support rows split over {shape.ranks} ranks; "
+            f"{names_where(ranks=True, loss=spec.loss, l1=bool(spec.l1))} do; "
+            f"{names_where(by_feature=True)} split columns (plan='tensor=K split=by_feature')."
+        )
+    if not shape.in_memory and not can.shards:
+        raise ValueError(
+            f"Solver {name} needs all rows in memory, got shards on disk; "
+            f"{names_where(shards=True, loss=spec.loss, l1=bool(spec.l1))} read them."
+        )
