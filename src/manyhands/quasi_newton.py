@@ -10,7 +10,8 @@ forming H. `strong_wolfe` looks along a direction d, with phi(a) = f(x + a d), f
     phi(a) <= phi(0) + c1 a phi'(0)    and    |phi'(a)| <= c2 |phi'(0)|
 
 The second condition makes s . y positive, and so keeps H positive definite. Functions of flat
-vectors only: who evaluates f, and on which data, is the caller's business.
+vectors only: who evaluates f, and on which data, is the caller's business. Where ranks hold slices
+of all vectors, only the dot products travel (Dean et al. 2012, "Sandblaster").
 
 Papers: Liu & Nocedal 1989 (doi:10.1007/BF01589116); the search is algorithms 3.5 and 3.6 of
 Nocedal & Wright, Numerical Optimization, 2006; the approximate condition for losses with rounding
@@ -27,6 +28,12 @@ from torch import Tensor
 
 CURVATURE = 1e-10  # a pair counts if s . y > CURVATURE |s| |y|
 
+Dot = Callable[[Tensor, Tensor], float]
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a, b))
+
 
 class CurvaturePair(NamedTuple):
     s: Tensor
@@ -36,20 +43,25 @@ class CurvaturePair(NamedTuple):
 
 
 class History:
-    """The last `size` curvature pairs, oldest first."""
+    """The last `size` curvature pairs, oldest first. `dot`: where ranks hold slices of the vectors,
+    the product of the whole ones."""
 
-    def __init__(self, size: int = 10) -> None:
-        self.size = size
+    def __init__(self, size: int = 10, dot: Dot = dot) -> None:
+        self.size, self._dot = size, dot
         self._pairs: deque[CurvaturePair] = deque(maxlen=size)
 
     def add(self, s: Tensor, y: Tensor) -> bool:
         """Keep the pair, which must not change afterwards, if its curvature s . y is positive
         beyond rounding; False: skipped, and the history is as before."""
-        sy, ss, yy = dot(s, y), dot(s, s), dot(y, y)
+        sy, ss, yy = self._dot(s, y), self._dot(s, s), self._dot(y, y)
         if not (math.isfinite(sy) and sy > CURVATURE * math.sqrt(ss) * math.sqrt(yy)):
             return False
-        self._pairs.append(CurvaturePair(s, y, sy, yy))
+        self.restore(CurvaturePair(s, y, sy, yy))
         return True
+
+    def restore(self, pair: CurvaturePair) -> None:
+        """Keep a pair of an earlier history."""
+        self._pairs.append(pair)
 
     def clear(self) -> None:
         self._pairs.clear()
@@ -61,9 +73,9 @@ class History:
         return len(self._pairs)
 
 
-def two_loop(g: Tensor, pairs: History, gamma: float | None = None) -> Tensor:
+def two_loop(g: Tensor, pairs: History, gamma: float | None = None, dot: Dot = dot) -> Tensor:
     """The quasi-Newton direction -H g. `gamma` fixes H_0 = gamma I; None: s . y / y . y of the
-    newest pair, and 1 without pairs."""
+    newest pair, and 1 without pairs. `dot` as in `History`."""
     d = g.neg()
     kept = list(pairs)
     alphas: list[float] = []
@@ -77,10 +89,6 @@ def two_loop(g: Tensor, pairs: History, gamma: float | None = None) -> Tensor:
     for (s, y, sy, _), alpha in zip(kept, reversed(alphas), strict=True):
         d.add_(s, alpha=alpha - dot(y, d) / sy)
     return d
-
-
-def dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b))
 
 
 class LinePoint(NamedTuple):
@@ -120,7 +128,7 @@ def strong_wolfe(
     condition for a quadratic, of slopes only. A step at which the loss is not finite is too long.
     """
     if not slope0 < 0:
-        raise ValueError(f"slope0={slope0}: a direction of descent, with a negative slope, is needed")
+        raise ValueError(f"slope0={slope0}, but a direction of descent, a slope below 0, is needed")
     return _Search(evaluate, LinePoint(0.0, f0, slope0), c1, c2, max_evaluations, noise).run(step)
 
 
@@ -153,7 +161,7 @@ class _Search:
             if point.slope >= 0:
                 return self._zoom(point, before)
             longer = _cubic_minimiser(before, point)
-            lowest, highest = step + 0.01 * (step - before.step), 10 * step
+            lowest, highest = step + 1.1 * (step - before.step), 10 * step
             before, step = point, min(max(longer, lowest), highest)
         return self._found(before, False)
 

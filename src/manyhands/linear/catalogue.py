@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.linear.losses import HINGE, LOGISTIC, NAMES, SMOOTHNESS, SQUARED, SQUARED_HINGE
+from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE
 from manyhands.linear.solvers.admm import LinearADMM
 from manyhands.linear.solvers.newton import Newton
+from manyhands.linear.solvers.newton_cg import NewtonCG
 from manyhands.linear.solvers.scd import SCD
 from manyhands.linear.solvers.sdca import SDCA
 
@@ -34,6 +35,7 @@ SOLVERS = {
     "sdca": Abilities(SDCA, DUAL, l1=True, needs_l2=True),
     "scd": Abilities(SCD, l1=True, ranks=False, by_feature=True, positive=True, shards=False),
     "newton": Abilities(Newton),
+    "newton_cg": Abilities(NewtonCG),
     "admm": Abilities(LinearADMM, l1=True),
 }
 NARROW = 1500  # columns up to which a whole Hessian is cheap
@@ -51,7 +53,9 @@ class Shape:
     in_memory: bool = True
 
 
-def choose(shape: Shape, loss: int, l1: float, l2: float, classes: int, positive: bool) -> tuple[str, str]:
+def choose(
+    shape: Shape, loss: int, l1: float, l2: float, classes: int, positive: bool
+) -> tuple[str, str]:
     """The solver that `solver="auto"` takes, and why."""
     per_row = shape.nonzeros / max(shape.rows, 1)
     if positive:

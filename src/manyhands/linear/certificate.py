@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE, conjugate
-from manyhands.linear.passes import row_kernels as kernels
-from manyhands.linear.passes.rows import Array
 from manyhands.kernels.compile import compiled
+from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE, conjugate
+from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
 
 WITH_GAP = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
@@ -55,15 +54,13 @@ def certify(problem: Problem, theta: Array, own_dual: Array | None = None) -> Ce
     if problem.intercept:
         theta[-1] = problem.best_intercept(b)
     objective = problem.loss_at(0.0)[0] + problem.penalty(theta)
-    if problem.loss not in WITH_GAP:
+    if problem.loss not in WITH_GAP or not (problem.l1 or problem.l2):
         return Certificate(objective, -math.inf)
     if own_dual is not None:
         return Certificate(objective, _dual(problem, _feasible(problem, own_dual)))
     if problem.loss == HINGE:  # its slope jumps: a point near the optimum tells little of a
         return Certificate(objective, -math.inf)
-    a = np.empty_like(problem.z)
-    kernels.slopes(problem.z, problem.y, problem.c, 0, len(a), problem.loss, problem.eps, a)
-    return Certificate(objective, _dual(problem, np.negative(a, out=a)))
+    return Certificate(objective, _dual(problem, -problem.slopes()))
 
 
 def _feasible(problem: Problem, a: Array) -> Array:

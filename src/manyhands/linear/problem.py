@@ -115,13 +115,30 @@ class Problem:
             rows.margins(self.threads, w, b, self.z[at])
         return self.z
 
+    def zero_margins(self) -> Array:
+        """The margins at theta = 0, which cost no pass."""
+        self.z[:] = 0.0
+        return self.z
+
     def loss_at(self, shift: float) -> tuple[float, float, float]:
         """sum c phi(z + shift) at the kept margins, with two derivatives by `shift`."""
-        found = kernels.losses(
-            self.z, self.y, self.c, 0, len(self.z), self.loss, self.eps, float(shift)
+        done = self.threads.over(
+            len(self.z),
+            lambda lo, hi: kernels.losses(
+                self.z, self.y, self.c, lo, hi, self.loss, self.eps, float(shift)
+            ),
         )
-        first, second, third = self.sum(np.array(found), "loss").tolist()
+        first, second, third = self.sum(np.array(done).sum(0), "loss").tolist()
         return first, second, third
+
+    def slopes(self) -> Array:
+        """c phi'(z) at the kept margins."""
+        r = np.empty_like(self.z)
+        self.threads.over(
+            len(r),
+            lambda lo, hi: kernels.slopes(self.z, self.y, self.c, lo, hi, self.loss, self.eps, r),
+        )
+        return r
 
     def transposed(self, r: Array) -> tuple[Array, float]:
         """X'r and the sum of r, over the rows of all ranks."""
@@ -134,14 +151,27 @@ class Problem:
     def curvatures(self) -> Array:
         """h = c phi''(z) at the kept margins."""
         h = np.empty_like(self.z)
-        kernels.curvatures(self.z, self.y, self.c, 0, len(h), self.loss, self.eps, h)
+        self.threads.over(
+            len(h),
+            lambda lo, hi: kernels.curvatures(
+                self.z, self.y, self.c, lo, hi, self.loss, self.eps, h
+            ),
+        )
         return h
 
-    def hessian_product(self, h: Array, v: Array) -> Array:
+    def squares(self) -> Array:
+        """The diagonal of X' diag(c) X."""
+        out = np.zeros(self.columns + 1)
+        for rows, at in self.blocks():
+            out[-1] += rows.squares(self.threads, self.c[at], out[:-1])
+        return self.sum(out, "squares")[: self.size]
+
+    def hessian_product(self, h: Array, v: Array, xv: Array) -> Array:
+        """H v, for curvatures h; xv is set to Xv + v_b of this rank's rows."""
         (vw, vb), d = self.unpack(v), self.columns
         out = np.zeros(d + 1)
         for rows, at in self.blocks():
-            out[d] += rows.hessian_product(self.threads, h[at], vw, vb, out[:d])
+            out[d] += rows.hessian_product(self.threads, h[at], vw, vb, out[:d], xv[at])
         self.sum(out, "hessian")
         return out[: self.size] + self.ridge() * v
 
@@ -173,6 +203,27 @@ class Problem:
         shift = best_shift(self.loss_at, self.total_weight, tol)
         self.z += shift
         return b + shift
+
+
+def step_length(
+    problem: Problem, theta: Array, d: Array, dz: Array, slope: float, c1: float = 1e-4
+) -> float:
+    """The first of t = 1, 1/2, ... at which P(theta + t d) has decreased by c1 t |slope|; 0: none.
+
+    `dz` = X d, and the kept margins are those at theta; nothing is read but margins. Afterwards they
+    are those at theta + t d.
+    """
+    z, before = problem.z.copy(), problem.loss_at(0.0)[0] + problem.penalty(theta)
+    t = 1.0
+    while t > 1e-10:
+        np.multiply(dz, t, out=problem.z)
+        problem.z += z
+        after = problem.loss_at(0.0)[0] + problem.penalty(theta + t * d)
+        if after <= before + c1 * t * slope + 1e-14 * abs(before):
+            return t
+        t *= 0.5
+    problem.z[:] = z
+    return 0.0
 
 
 def best_shift(

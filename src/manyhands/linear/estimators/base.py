@@ -79,14 +79,14 @@ class LinearEstimator(BaseEstimator):
         if jobs is None:
             return 1
         if not isinstance(jobs, int | np.integer) or jobs == 0:
-            raise ValueError(f"n_jobs={jobs!r}: a number of threads, or -1 for all cores, is needed")
+            raise ValueError(
+                f"n_jobs={jobs!r}: a number of threads, or -1 for all cores, is needed"
+            )
         return int(jobs) if jobs > 0 else max(1, cores() + 1 + int(jobs))
 
     def _solver(self, spec: FitSpec, data: FitData, size: int, columns_split: bool) -> Any:
         """The solver object; refuses what it cannot do, and says which can."""
-        shape = Shape(
-            len(data.y), data.columns, data.nonzeros, size, columns_split, data.in_memory
-        )
+        shape = Shape(len(data.y), data.columns, data.nonzeros, size, columns_split, data.in_memory)
         given = self.solver
         if isinstance(given, str) and given == "auto":
             name, why = choose(shape, spec.loss, spec.l1, spec.l2, spec.classes, spec.positive)
@@ -163,7 +163,9 @@ def as_source(X: Any) -> Rows | Columns:
     if X.format == "csr":
         return Rows.from_csr(X)
     if X.shape[0] > np.iinfo(np.int32).max:
-        raise ValueError(f"Found array with {X.shape[0]} rows in CSC, at most 2^31 - 1 are possible")
+        raise ValueError(
+            f"Found array with {X.shape[0]} rows in CSC, at most 2^31 - 1 are possible"
+        )
     indices = X.indices.astype(np.int32, copy=False)
     return Columns(X.indptr.astype(np.int64, copy=False), indices, X.data, X.shape[0])
 

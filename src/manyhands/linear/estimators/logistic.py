@@ -13,6 +13,7 @@ from sklearn.utils import check_random_state, compute_class_weight
 from sklearn.utils.extmath import softmax
 from sklearn.utils.multiclass import check_classification_targets
 
+from manyhands.linear.catalogue import SOLVERS
 from manyhands.linear.estimators.base import LinearEstimator, is_stored
 from manyhands.linear.fit_data import FitData
 from manyhands.linear.losses import LOGISTIC
@@ -111,6 +112,8 @@ class LogisticRegression(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
+        if self.solver in SOLVERS and not SOLVERS[self.solver].softmax:
+            tags.classifier_tags.multi_class = False
         return tags
 
     def _penalties(self) -> tuple[float, float, float]:

@@ -31,7 +31,9 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
     def _limits(self) -> tuple[float, int]:
         limit = getattr(self, "max_iter", None)
         if limit is not None and (not isinstance(limit, int | np.integer) or limit < 1):
-            raise ValueError(f"The 'max_iter' parameter must be an int >= 1. Got {limit!r} instead.")
+            raise ValueError(
+                f"The 'max_iter' parameter must be an int >= 1. Got {limit!r} instead."
+            )
         if not self.tol >= 0:
             raise ValueError(f"The 'tol' parameter must be a float >= 0. Got {self.tol!r} instead.")
         return max(float(self.tol), 1e-14), int(limit or 1000)
@@ -118,7 +120,7 @@ class LinearRegression(LinearRegressor):
 class Ridge(LinearRegressor):
     """Least squares with an l2 penalty.
 
-        min  1/2 sum_i s_i (x_i'w + b - y_i)^2 + alpha/2 |w|^2
+    min  1/2 sum_i s_i (x_i'w + b - y_i)^2 + alpha/2 |w|^2
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class ElasticNet(LinearRegressor):
 class Lasso(ElasticNet):
     """Least squares with an l1 penalty.
 
-        min  1/(2n) sum_i s_i (x_i'w + b - y_i)^2 + alpha |w|_1
+    min  1/(2n) sum_i s_i (x_i'w + b - y_i)^2 + alpha |w|_1
     """
 
     def __init__(

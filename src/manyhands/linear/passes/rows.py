@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from manyhands.linear.passes import row_kernels as kernels
 
 Array = NDArray[Any]
+SMALL = 20_000  # elements below which a thread costs more than it brings
 
 
 class Threads:
@@ -35,6 +37,13 @@ class Threads:
         for error in filter(None, done):
             raise error
         return [first, *(other.result() for other in others)]
+
+    def over(self, length: int, work: Callable[[int, int], Any]) -> list[Any]:
+        """`work(lo, hi)` on as many parts of 0 ... length as there are threads."""
+        if self.count == 1 or length < SMALL:
+            return [work(0, length)]
+        cuts = [length * t // self.count for t in range(self.count + 1)]
+        return self.run(lambda t: work(cuts[t], cuts[t + 1]))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -74,7 +83,9 @@ class Rows:
         x.sort_indices()
         indptr, indices = x.indptr.astype(np.int64, copy=False), x.indices
         if x.shape[1] > np.iinfo(np.int32).max:
-            raise ValueError(f"Found array with {x.shape[1]} features, at most 2^31 - 1 are possible")
+            raise ValueError(
+                f"Found array with {x.shape[1]} features, at most 2^31 - 1 are possible"
+            )
         return cls(indptr, indices.astype(np.int32, copy=False), x.data, x.shape[1], start)
 
     @property
@@ -94,7 +105,7 @@ class Rows:
         cuts = np.linspace(self.indptr[0], self.indptr[-1], count + 1)[1:-1]
         inner = np.searchsorted(self.indptr, cuts).tolist()
         edges = [0, *inner, self.count]
-        return list(zip(edges, edges[1:], strict=False))
+        return list(itertools.pairwise(edges))
 
     def take(self, rows: Array) -> Rows:
         """A copy of some rows, in that order."""
@@ -152,17 +163,28 @@ class Rows:
         return float(sum(d[0] for d in done)), float(sum(d[1] for d in done))
 
     def hessian_product(
-        self, threads: Threads, h: Array, v: Array, vb: float, out: Array
+        self, threads: Threads, h: Array, v: Array, vb: float, out: Array, xv: Array
     ) -> float:
-        """out += X'(h (Xv + vb)); returns the sum of h (Xv + vb)."""
+        """out += X'(h xv) with xv = Xv + vb; returns the sum of h xv."""
         if self.dense is not None:
-            t = h * (self.dense @ v + vb)
+            self.margins(threads, v, vb, xv)
+            t = h * xv
             out += t @ self.dense
             return float(t.sum())
         parts, sums = self.parts(threads.count), _private(threads, out)
         done = threads.run(
-            lambda t: kernels.hessian_product(*self.csr, *parts[t], h, v, vb, sums[t])
+            lambda t: kernels.hessian_product(*self.csr, *parts[t], h, v, vb, sums[t], xv)
         )
+        _collect(out, sums)
+        return float(sum(done))
+
+    def squares(self, threads: Threads, c: Array, out: Array) -> float:
+        """out += the sums of c x^2 by column; returns the sum of c."""
+        if self.dense is not None:
+            out += c @ (self.dense * self.dense)
+            return float(c.sum())
+        parts, sums = self.parts(threads.count), _private(threads, out)
+        done = threads.run(lambda t: kernels.squares(*self.csr, *parts[t], c, sums[t]))
         _collect(out, sums)
         return float(sum(done))
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import LinAlgError, cho_factor, cho_solve, eigh  # type: ignore[import-untyped]
 
-from manyhands.linear.passes import row_kernels as kernels
 from manyhands.linear.passes.rows import Array
-from manyhands.linear.problem import Problem
+from manyhands.linear.problem import Problem, step_length
 
 State = dict[str, Array]
 
@@ -31,9 +30,7 @@ class Newton:
     def round(self, problem: Problem, theta: Array, state: State) -> float:
         """One step; returns half the squared Newton decrement, about P - P*."""
         problem.z[:] = state["z"]
-        r = np.empty_like(problem.z)
-        kernels.slopes(problem.z, problem.y, problem.c, 0, len(r), problem.loss, problem.eps, r)
-        xr, sum_r = problem.transposed(r)
+        xr, sum_r = problem.transposed(problem.slopes())
         g = (np.append(xr, sum_r) if problem.intercept else xr) + problem.ridge() * theta
         d = -_solve(problem, problem.hessian(problem.curvatures()), g)
         slope = float(g @ d)
@@ -41,15 +38,8 @@ class Newton:
         dz = np.empty_like(problem.z)
         for rows, at in problem.blocks():
             rows.margins(problem.threads, w, b, dz[at])
-        f0 = problem.loss_at(0.0)[0] + problem.penalty(theta)
-        step = 1.0
-        while step > 1e-10:
-            problem.z[:] = state["z"] + step * dz
-            f = problem.loss_at(0.0)[0] + problem.penalty(theta + step * d)
-            if f <= f0 + self.c1 * step * slope + 1e-14 * abs(f0):
-                break
-            step *= 0.5
-        else:
+        step = step_length(problem, theta, d, dz, slope, self.c1)
+        if step == 0.0:
             return 0.0  # no step decreases P beyond rounding: this is the minimum
         theta += step * d
         state["z"] = problem.z.copy()

@@ -154,9 +154,7 @@ class SCD:
         target = max(0.1 * target, 1e-15) if problem.group.size == 1 else 0.0
         kept: list[Array] = []
         for cycle in range(self.cycles if problem.group.size == 1 else 3):
-            largest = _cycle(
-                *columns.csc, which, own, h, uniform, r, *arguments, problem.positive
-            )
+            largest = _cycle(*columns.csc, which, own, h, uniform, r, *arguments, problem.positive)
             if largest <= target:
                 break
             kept.append(own.copy())

@@ -29,6 +29,7 @@ from manyhands.kernels.compile import U64, compiled, inlined
 from manyhands.kernels.instructions import prefetch
 from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED
 from manyhands.linear.passes import row_kernels as kernels
+from manyhands.linear.passes.row_kernels import add, dot
 from manyhands.linear.passes.rows import Array, Rows
 from manyhands.linear.problem import Problem
 
@@ -109,14 +110,13 @@ def _epoch(
                 prefetch(values, ahead + line, 1)
         if c[i] == 0.0:
             continue
-        start, end = indptr[i], indptr[i + 1]
+        start, end = U64(indptr[i]), U64(indptr[i + 1])
         z = b
         if threshold == 0.0:
-            for k in range(start, end):
-                z += values[k] * u[indices[k]]
+            z += dot(indices, values, start, end, u)
         else:
             for k in range(start, end):
-                uj = u[indices[k]]
+                uj = u[U64(indices[k])]
                 z += values[k] * (max(0.0, uj - threshold) + min(0.0, uj + threshold))
         q = sigma * (norms[i] * inverse + inverse_bias)
         new, own = _dual_step(loss, a[i], z, y[i], c[i], q)
@@ -125,9 +125,7 @@ def _epoch(
         if change == 0.0:
             continue
         a[i] = new
-        scaled = sigma * change * inverse
-        for k in range(start, end):
-            u[indices[k]] += scaled * values[k]
+        add(indices, values, start, end, sigma * change * inverse, u)
         step = sigma * change * inverse_bias
         b += step
         moved += step
@@ -218,7 +216,14 @@ class SDCA:
         return gap
 
     def _visit(
-        self, problem: Problem, rows: Rows, at: slice, state: State, u: Array, b: Array, sigma: float
+        self,
+        problem: Problem,
+        rows: Rows,
+        at: slice,
+        state: State,
+        u: Array,
+        b: Array,
+        sigma: float,
     ) -> float:
         threads, parts = problem.threads, rows.parts(problem.threads.count)
         order = np.arange(rows.count, dtype=np.int32)
@@ -227,9 +232,21 @@ class SDCA:
         inverse_bias = 1.0 / state["bias"][2] if problem.intercept else 0.0
         done = threads.run(
             lambda t: _epoch(
-                *rows.csr, *parts[t], order, (seed * 64 + t) * 2_654_435_761 % (1 << 62),
-                problem.y[at], problem.c[at], state["norms"][at], problem.loss, state["a"][at], u,
-                problem.l1 / problem.l2, 1.0 / problem.l2, b, inverse_bias, sigma,
+                *rows.csr,
+                *parts[t],
+                order,
+                (seed * 64 + t) * 2_654_435_761 % (1 << 62),
+                problem.y[at],
+                problem.c[at],
+                state["norms"][at],
+                problem.loss,
+                state["a"][at],
+                u,
+                problem.l1 / problem.l2,
+                1.0 / problem.l2,
+                b,
+                inverse_bias,
+                sigma,
                 threads.count > 1,
             )  # fmt: skip
         )

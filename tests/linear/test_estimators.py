@@ -1,0 +1,31 @@
+"""Linear estimators are estimators of scikit-learn: its own checks, its coefficients, its errors."""
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from manyhands.linear import (
+    ElasticNet,
+    Lasso,
+    LinearRegression,
+    LinearSVC,
+    LogisticRegression,
+    Ridge,
+)
+
+ESTIMATORS = [
+    LogisticRegression(),
+    LogisticRegression(solver="sdca"),
+    LinearRegression(),
+    Ridge(),
+    Lasso(),
+    ElasticNet(),
+    LinearSVC(),
+]
+
+
+@parametrize_with_checks(ESTIMATORS)
+def test_an_estimator_passes_the_checks_of_scikit_learn(estimator, check):
+    check(estimator)
