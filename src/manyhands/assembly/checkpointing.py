@@ -16,7 +16,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.assembly.own_state import OwnState, all_rng, ranks_per_replica, saved_layout
+from manyhands.assembly.own_state import (
+    OwnState,
+    agreed,
+    all_rng,
+    ranks_per_replica,
+    saved_layout,
+)
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.sharded_snapshot import rank_snapshot, restore_slices
 from manyhands.assembly.tables import RunTables
@@ -258,8 +264,9 @@ class Checkpointing:
 
     # -- and back --
 
-    def restore(self, saved: Snapshot, strategy_name: str) -> None:
-        """Restore model, optimizer, schedule, scaler and random numbers."""
+    def restore(self, saved: Snapshot, strategy_name: str, agree: bool) -> None:
+        """Restore model, optimizer, schedule, scaler and random numbers. `agree`: replicas go on
+        alike, also where they were saved with moments of their own."""
         replica = self.replica
         self._compare_given(saved)
         if self.resharding is None:
@@ -269,6 +276,8 @@ class Checkpointing:
             self.tables.restore(saved)
         mine = self.own.of_this_rank(saved)
         moments = {k.partition("/")[2]: v for k, v in mine.items() if k.startswith("optimizer/")}
+        if agree:
+            moments = agreed(self.context, moments)
         if self.resharding is None:
             replica.update.load({**saved.optimizer, **moments}, saved.meta["optimizer"])
         else:
@@ -283,7 +292,7 @@ class Checkpointing:
             self._restore_schedule(replica.schedule, saved.meta["schedule"])
         if replica.scaler is not None and saved.meta["scaler"] is not None:
             replica.scaler.load_state_dict(saved.meta["scaler"])
-            if (own := mine.get("scaler/scale")) is not None:
+            if (own := mine.get("scaler/scale")) is not None and not agree:
                 replica.scaler.update(new_scale=float(own))
         self._restore_rng(saved)
 

@@ -154,6 +154,27 @@ def ranks_per_replica(layout: Layout) -> int:
 # -- tensors that differ between ranks --
 
 
+def agreed(context: RankContext, moments: Tensors) -> Tensors:
+    """Of optimizer state that replicas have each for themselves, the mean, and of counts of steps
+    the largest: what replicas go on from that agree. All ranks give the same names."""
+    means = {
+        k: v.to(context.device, copy=True)
+        for k, v in moments.items()
+        if v.ndim and v.is_floating_point()
+    }
+    counts = [k for k, v in moments.items() if not v.ndim]
+    largest = torch.tensor([float(moments[k]) for k in counts], dtype=torch.float64)
+    largest = largest.to(context.device)
+    if means:
+        context.data_group.all_reduce(means, op="mean").wait()
+    if counts:
+        context.data_group.all_reduce({"counts": largest}, op="max").wait()
+    alike = {
+        k: torch.full_like(moments[k], n) for k, n in zip(counts, largest.tolist(), strict=True)
+    }
+    return {**moments, **{k: v.cpu() for k, v in means.items()}, **alike}
+
+
 def all_rng(context: RankContext) -> Tensors:
     """Every rank's random number generators, as "<rank>/<generator>"."""
     mine, size = state.rng_state(context.device), context.process.size

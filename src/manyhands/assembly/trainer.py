@@ -43,7 +43,7 @@ from manyhands.assembly.regroup.boundaries import announce_regrouped, follow_epo
 from manyhands.assembly.replica_setup import module_replica, wrapped
 from manyhands.assembly.resume import Start, notice_resumed, start
 from manyhands.assembly.spec import TrainingSpec
-from manyhands.assembly.strategies import activate, first_word, replicas_agree
+from manyhands.assembly.strategies import activate, first_word, replicas_agree, strategies
 from manyhands.assembly.tables import RunTables
 from manyhands.core import Event, Plan, Store
 from manyhands.data.batches import BatchIterator
@@ -301,7 +301,9 @@ def _checkpointing(
         *(held or (None, None)),
     )
     if saved is not None:
-        checkpointing.restore(saved, str(getattr(plan, first_word(plan, saved))))
+        word = first_word(plan, saved)
+        agree = strategies(plan)[word].replicas_agree
+        checkpointing.restore(saved, str(getattr(plan, word)), agree)
     if model.tables is not None and plan.strategy.link is Store:
         assert isinstance(model.flat, FlatParameters)  # of a whole model
         values = checkpointing.consensus or model.flat.values
