@@ -225,7 +225,8 @@ class Run:
         """The sum of a number, or of a tensor, over all ranks; every rank must call it."""
         if self.trainer is not None and self.trainer.limits.claims is not None:
             raise TaskError(
-                f"run.sum waits for all ranks, but under merge={self._context.plan.merge} each "
+                f"run.sum waits for all ranks, but under {self.trainer.active.word}="
+                f"{self.trainer.active.name} each "
                 "goes on at its own pace; use run.log(...), or metrics of a task()"
             )
         found = torch.as_tensor(value).detach().to(self.device, copy=True)

@@ -326,15 +326,15 @@ class Trainer:
     @contextmanager
     def merged(self) -> Iterator[None]:
         """For a while the replica holds the one model that all replicas stand for. Rows on servers
-        are what all ranks have pushed, and stay so until all ranks are through."""
+        and parameters in common are what all ranks have made of them, until all are through."""
         self._push_barrier()
         with self._holding_merged():
             yield
         self._push_barrier()
 
     def _push_barrier(self) -> None:
-        if self.tables is not None:
-            self._flush_pushes()
+        self._flush_pushes()
+        if self.tables is not None or self.active.strategy.shares_parameters:
             self.group.barrier()
 
     def _holding_merged(self) -> AbstractContextManager[None]:

@@ -127,7 +127,7 @@ def _setting(
         plan.schedule,
         plan.recompute,
         overlap=agree and layout.data > 1 and layout.pipe == 1,
-        sharers=parted,
+        sharers=layout.data if plan.strategy.shares_parameters else parted,
         owners=parted,
         stages=stages,
         cuts=cuts,

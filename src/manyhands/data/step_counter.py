@@ -3,9 +3,10 @@
     number n  ->  part  n mod parts  of step  n // parts
 
 A step has as many parts as there are ranks, and any rank may compute any part: a fast rank computes
-more of them. A sync point is between two steps, never inside one: a request for a sync stops the
-counter at the end of the step that has begun. The first claim after a sync point waits until every
-rank has come to its own, so that no rank trains while another one still evaluates or saves.
+more of them. A sync point is between two steps, never inside one. The first rank that is to sync,
+at its limit or because of a request, fixes the sync point for all: the end of the step that has
+begun. The first claim after a sync point waits until every rank has come to its own, so that no
+rank trains while another one still evaluates or saves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WORDS = 3  # int64: the next number, where to stop, and between which sync point
 _NEXT, _STOP, _SEGMENT = range(WORDS)
 
 
-class StepCounter:
+class SharedStepCounter:
     """One rank's view of the counter. `words`: `WORDS` zeros that all ranks share, `lock`: what
     only one rank is inside at a time, `meet()`: returns when every rank has called it."""
 
@@ -47,13 +48,17 @@ class StepCounter:
             if number < min(limit, stop):
                 words[_NEXT] = number + 1
                 return number
+            self._stop_here()
         self._at_sync = True
         return None
 
     def request_sync(self) -> None:
         """Let every rank's claims give None from the end of the current step on."""
-        words, parts = self._words, self._parts
         with self._lock:
-            if words[_SEGMENT] != self._segment:
-                words[_STOP] = -(-int(words[_NEXT]) // parts) * parts
-                words[_SEGMENT] = self._segment
+            self._stop_here()
+
+    def _stop_here(self) -> None:
+        words, parts = self._words, self._parts
+        if words[_SEGMENT] != self._segment:
+            words[_STOP] = -(-int(words[_NEXT]) // parts) * parts
+            words[_SEGMENT] = self._segment

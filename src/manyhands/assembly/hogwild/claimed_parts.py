@@ -17,7 +17,7 @@ from manyhands.assembly.data import Feed
 from manyhands.assembly.hogwild.common_parameters import check_shared_memory, in_common
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Plan
-from manyhands.data.step_counter import WORDS, StepCounter
+from manyhands.data.step_counter import WORDS, SharedStepCounter
 from manyhands.exchange import segments
 from manyhands.replica.module import ModuleReplica
 from manyhands.trainer_parts import ActiveStrategy
@@ -42,7 +42,7 @@ def set_pace(
     words = shared.allocate(WORDS, torch.int64, common=True).numpy()
     lock = _file_lock(context)
     context.to_close.append(lock.close)
-    counter = StepCounter(words, shared.size, lock, context.data_group.barrier)
+    counter = SharedStepCounter(words, shared.size, lock, context.data_group.barrier)
     claims = batches.claim_parts(counter.claim, counter.request_sync, shared.size)
     # a rank that was not given the last steps has a schedule that lags behind
     claims.on_sync = replica.stepped

@@ -53,8 +53,7 @@ def lay_out_common(
     check_shared_memory(context, word)
     check_rows(optimizer, module)
     flat = FlatParameters(module, _private if only else context.allocate, bucket_bytes)
-    # the fused kernels know dense gradients only
-    update = WholeUpdate(flat, module, optimizer, fuses=False)
+    update = WholeUpdate(flat, module, optimizer)
     context.to_close.append(RowGradients(flat, optimizer).close)
     return flat, update
 
