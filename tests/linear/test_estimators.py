@@ -1,4 +1,4 @@
-"""Linear estimators are estimators of scikit-learn: its own checks, its coefficients, its errors."""
+"""Linear estimators pass the checks of scikit-learn."""
 
 import pytest
 

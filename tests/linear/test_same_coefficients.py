@@ -1,4 +1,4 @@
-"""Coefficients are those of scikit-learn and liblinear at the same objective, whatever the solver."""
+"""Coefficients are those of scikit-learn and liblinear, whatever the solver."""
 
 import numpy as np
 import pytest

@@ -18,17 +18,35 @@ def prefetch(typing, array, index, line):
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         step = 64 // context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
         index = builder.add(arguments[1], builder.mul(arguments[2], arguments[2].type(step)))
-        where = builder.bitcast(builder.gep(data, [index]), byte)
-        read, second_level, data_not_code = i32(0), i32(2), i32(1)
-        builder.call(call, [where, read, second_level, data_not_code])
+        where = builder.bitcast(builder.gep(data, [index]), ir.IntType(8).as_pointer())
+        second_level = 2
+        _call_prefetch(builder, where, second_level)
         return context.get_dummy_value()
 
     return types.void(array, index, line), generate
+
+
+@intrinsic
+def prefetch_once(typing, array, index):
+    """Prefetch the cache line of array[index], which is read once: it pushes no other line out."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        where = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        _call_prefetch(builder, where, 0)
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+def _call_prefetch(builder, where, level):
+    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, data_not_code = i32(0), i32(1)
+    builder.call(call, [where, read, i32(level), data_not_code])
 
 
 @intrinsic

@@ -77,11 +77,11 @@ def choose(
     cheap = min(per_row * per_row, shape.columns * per_row) <= 40 * max(per_row, shape.columns / 40)
     if shape.columns <= NARROW and (cheap or shape.columns <= 300):
         return "newton", f"{shape.columns} columns: the whole Hessian is cheap"
-    if loss == SQUARED:
+    if shape.in_memory:
         return "newton_cg", f"{shape.columns} columns: conjugate gradients need no Hessian"
     if not l2:
-        return "lbfgs", "no l2: the dual is not strongly concave"
-    return "sdca", f"{shape.columns} columns, {per_row:.0f} non-zeros a row: dual coordinate ascent"
+        return "lbfgs", "rows on disk, no l2: a pass over them an iteration"
+    return "sdca", "rows on disk: dual coordinate ascent gets most out of a pass over them"
 
 
 def names_where(**needed: Any) -> str:

@@ -49,10 +49,9 @@ def certify(problem: Problem, theta: Array, own_dual: Array | None = None) -> Ce
 
     `own_dual`: the solver's own dual variables, if it has any; the better of both points counts.
     """
-    w, b = problem.unpack(theta)
     problem.margins(theta)
     if problem.intercept:
-        theta[-1] = problem.best_intercept(b)
+        theta[-1] = problem.best_intercept(float(theta[-1]))
     objective = problem.loss_at(0.0)[0] + problem.penalty(theta)
     if problem.loss not in WITH_GAP or not (problem.l1 or problem.l2):
         return Certificate(objective, -math.inf)

@@ -105,6 +105,18 @@ def curvature(loss, z, y, eps):
 
 
 @inlined
+def derivatives(loss, z, y, eps):
+    """Value, slope and curvature; logistic loss needs one exponential for all three."""
+    if loss == LOGISTIC:
+        m = y * z
+        e = math.exp(-abs(m))
+        p = 1.0 / (1.0 + e)
+        lost = e * p if m > 0 else p
+        return math.log1p(e) + max(0.0, -m), -y * lost, e * p * p
+    return value(loss, z, y, eps), slope(loss, z, y, eps), curvature(loss, z, y, eps)
+
+
+@inlined
 def conjugate(loss, a, y):
     """phi*(-a) for the losses with a duality gap: logistic, squared, hinge, squared hinge."""
     if loss == SQUARED:

@@ -97,9 +97,7 @@ def minimise(
         best_dual = max(best_dual, found.dual)
         found = Certificate(found.objective, best_dual)
         seconds = time.perf_counter() - began
-        history.append(
-            RoundRecord(rounds, seconds, found.objective, found.gap, _sent(problem))
-        )
+        history.append(RoundRecord(rounds, seconds, found.objective, found.gap, _sent(problem)))
         ended = watch is not None and watch(history[-1], theta, state)
         if not math.isfinite(found.objective):
             break

@@ -44,6 +44,7 @@ class Problem:
         self.size = self.columns + self.intercept
         self.smooth = self.loss in SMOOTHNESS
         self.z = np.zeros(self.source.count)  # the margins of the last pass
+        self.r = self.h = np.zeros(0)  # slopes and curvatures of the last sweep
         totals = np.array([self.source.count, float(self.c.sum()), float(self.source.nonzeros)])
         self.total_rows, self.total_weight, self.total_nonzeros = self.sum(totals).tolist()
 
@@ -131,6 +132,20 @@ class Problem:
         first, second, third = self.sum(np.array(done).sum(0), "loss").tolist()
         return first, second, third
 
+    def sweep(self) -> tuple[float, float, float]:
+        """The loss at the kept margins with two derivatives by the intercept; slopes and
+        curvatures of the rows are kept in `self.r` and `self.h`."""
+        if len(self.r) != len(self.z):
+            self.r, self.h = np.empty_like(self.z), np.empty_like(self.z)
+        done = self.threads.over(
+            len(self.z),
+            lambda lo, hi: kernels.sweep(
+                self.z, self.y, self.c, lo, hi, self.loss, self.eps, self.r, self.h
+            ),
+        )
+        first, second, third = self.sum(np.array(done).sum(0), "loss").tolist()
+        return first, second, third
+
     def slopes(self) -> Array:
         """c phi'(z) at the kept margins."""
         r = np.empty_like(self.z)
@@ -198,32 +213,38 @@ class Problem:
 
         `self.z` are the margins at `b`; afterwards they are those at the intercept returned.
         """
-        if not self.intercept or self.l2_intercept or not self.smooth:
+        if not self.free_intercept:
             return b
         shift = best_shift(self.loss_at, self.total_weight, tol)
         self.z += shift
         return b + shift
 
+    @property
+    def free_intercept(self) -> bool:
+        """Whether there is an intercept without a penalty, and the loss tells its best value."""
+        return self.intercept and not self.l2_intercept and self.smooth
+
 
 def step_length(
-    problem: Problem, theta: Array, d: Array, dz: Array, slope: float, c1: float = 1e-4
-) -> float:
-    """The first of t = 1, 1/2, ... at which P(theta + t d) has decreased by c1 t |slope|; 0: none.
+    problem: Problem, theta: Array, d: Array, dz: Array, before: float, slope: float, c1: float
+) -> tuple[float, float]:
+    """The first of t = 1, 1/2, ... at which P(theta + t d) has decreased by c1 t |slope|, and P
+    there; 0, `before`: none.
 
-    `dz` = X d, and the kept margins are those at theta; nothing is read but margins. Afterwards they
-    are those at theta + t d.
+    `dz` = X d, and the kept margins are those at theta, where P is `before`. Nothing is read but
+    margins; afterwards margins, slopes and curvatures are those at theta + t d.
     """
-    z, before = problem.z.copy(), problem.loss_at(0.0)[0] + problem.penalty(theta)
-    t = 1.0
+    z, t = problem.z.copy(), 1.0
     while t > 1e-10:
         np.multiply(dz, t, out=problem.z)
         problem.z += z
-        after = problem.loss_at(0.0)[0] + problem.penalty(theta + t * d)
+        after = problem.sweep()[0] + problem.penalty(theta + t * d)
         if after <= before + c1 * t * slope + 1e-14 * abs(before):
-            return t
+            return t, after
         t *= 0.5
     problem.z[:] = z
-    return 0.0
+    problem.sweep()
+    return 0.0, before
 
 
 def best_shift(

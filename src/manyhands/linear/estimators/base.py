@@ -171,7 +171,7 @@ def as_source(X: Any) -> Rows | Columns:
 
 
 def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
-    """Raise in scikit-learn's words where a solver cannot do what is asked, naming those that can."""
+    """Refuse what a solver cannot do, in scikit-learn's words, and name those that can."""
     can = SOLVERS[name]
     penalty = "elasticnet" if spec.l1 and spec.l2 else "l1" if spec.l1 else "l2"
     split = {"ranks": shape.ranks > 1} if not shape.by_feature else {"by_feature": True}

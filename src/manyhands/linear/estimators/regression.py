@@ -41,10 +41,8 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Fit to rows X with targets y; to files and shards with their own targets."""
         tol, max_iter = self._limits()
-        if is_stored(X):
-            source, y = self._stored(X, y)
-        else:
-            source, y = self._given(X, y, multi_output=True, y_numeric=True)
+        checks = {"multi_output": True, "y_numeric": True}
+        source, y = self._stored(X, y) if is_stored(X) else self._given(X, y, **checks)
         y = np.asarray(y, np.float64)
         weights = self._weights(sample_weight, len(y))
         targets = y[:, None] if y.ndim == 1 else y
@@ -163,7 +161,8 @@ class Ridge(LinearRegressor):
 class ElasticNet(LinearRegressor):
     """Least squares with l1 and l2 penalties.
 
-        min  1/(2n) sum_i s_i (x_i'w + b - y_i)^2 + alpha l1_ratio |w|_1 + alpha (1-l1_ratio)/2 |w|^2
+        min  1/(2n) sum_i s_i (x_i'w + b - y_i)^2
+             + alpha l1_ratio |w|_1 + alpha (1 - l1_ratio)/2 |w|^2
 
     n is the sum of the weights s. `selection` is "cyclic": coordinates of a working set in turn.
     """

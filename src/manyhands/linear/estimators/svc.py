@@ -99,7 +99,7 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
             )
         if not self.intercept_scaling > 0:
             raise ValueError(
-                "Intercept scaling is %r but needs to be greater than 0." % self.intercept_scaling
+                f"Intercept scaling is {self.intercept_scaling!r} but needs to be greater than 0."
             )
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LinearSVC:

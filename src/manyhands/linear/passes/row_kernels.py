@@ -8,9 +8,11 @@ is known, so gradient and Hessian products scatter it at once: one stream over t
 from __future__ import annotations
 
 from manyhands.kernels.compile import U64, compiled, inlined
-from manyhands.linear.losses import curvature, slope, value
+from manyhands.kernels.instructions import prefetch_once
+from manyhands.linear.losses import curvature, derivatives, slope
 
 WHOLE = U64(0xFFFFFFFFFFFFFFFC)  # masks a length to a multiple of four
+AHEAD = U64(256)  # entries: rows are read once, so their lines need not push w out of the cache
 
 
 @inlined
@@ -29,6 +31,14 @@ def dot(indices, values, start, end, w):
 
 
 @inlined
+def ahead(indices, values, start, end):
+    for k in range(start, end, U64(8)):
+        prefetch_once(values, k + AHEAD)
+    for k in range(start, end, U64(16)):
+        prefetch_once(indices, k + AHEAD)
+
+
+@inlined
 def add(indices, values, start, end, r, out):
     """out += r x_i."""
     for k in range(start, end):
@@ -39,7 +49,9 @@ def add(indices, values, start, end, r, out):
 def margins(indptr, indices, values, lo, hi, w, b, out):
     """out_i = x_i'w + b."""
     for i in range(lo, hi):
-        out[i] = b + dot(indices, values, U64(indptr[i]), U64(indptr[i + 1]), w)
+        start, end = U64(indptr[i]), U64(indptr[i + 1])
+        ahead(indices, values, start, end)
+        out[i] = b + dot(indices, values, start, end, w)
 
 
 @compiled
@@ -49,7 +61,9 @@ def scatter(indptr, indices, values, lo, hi, r, out):
     for i in range(lo, hi):
         total += r[i]
         if r[i] != 0.0:
-            add(indices, values, U64(indptr[i]), U64(indptr[i + 1]), r[i], out)
+            start, end = U64(indptr[i]), U64(indptr[i + 1])
+            ahead(indices, values, start, end)
+            add(indices, values, start, end, r[i], out)
     return total
 
 
@@ -59,10 +73,12 @@ def gradient(indptr, indices, values, lo, hi, y, c, loss, eps, w, b, out, z):
     total, shift = 0.0, 0.0
     for i in range(lo, hi):
         start, end = U64(indptr[i]), U64(indptr[i + 1])
+        ahead(indices, values, start, end)
         zi = b + dot(indices, values, start, end, w)
         z[i] = zi
-        total += c[i] * value(loss, zi, y[i], eps)
-        r = c[i] * slope(loss, zi, y[i], eps)
+        lost, first, _ = derivatives(loss, zi, y[i], eps)
+        total += c[i] * lost
+        r = c[i] * first
         shift += r
         if r != 0.0:
             add(indices, values, start, end, r, out)
@@ -75,6 +91,7 @@ def hessian_product(indptr, indices, values, lo, hi, h, v, vb, out, xv):
     shift = 0.0
     for i in range(lo, hi):
         start, end = U64(indptr[i]), U64(indptr[i + 1])
+        ahead(indices, values, start, end)
         t = vb + dot(indices, values, start, end, v)
         xv[i] = t
         t *= h[i]
@@ -90,7 +107,9 @@ def squares(indptr, indices, values, lo, hi, c, out):
     total = 0.0
     for i in range(lo, hi):
         total += c[i]
-        for k in range(U64(indptr[i]), U64(indptr[i + 1])):
+        start, end = U64(indptr[i]), U64(indptr[i + 1])
+        ahead(indices, values, start, end)
+        for k in range(start, end):
             out[U64(indices[k])] += c[i] * values[k] * values[k]
     return total
 
@@ -111,10 +130,23 @@ def losses(z, y, c, lo, hi, loss, eps, shift):
     """sum_i c_i phi(z_i + shift), its first and its second derivative by `shift`."""
     total, first, second = 0.0, 0.0, 0.0
     for i in range(lo, hi):
-        zi = z[i] + shift
-        total += c[i] * value(loss, zi, y[i], eps)
-        first += c[i] * slope(loss, zi, y[i], eps)
-        second += c[i] * curvature(loss, zi, y[i], eps)
+        a, b, d = derivatives(loss, z[i] + shift, y[i], eps)
+        total += c[i] * a
+        first += c[i] * b
+        second += c[i] * d
+    return total, first, second
+
+
+@compiled
+def sweep(z, y, c, lo, hi, loss, eps, r, h):
+    """r_i = c_i phi'(z_i), h_i = c_i phi''(z_i); returns the loss and the sums of both."""
+    total, first, second = 0.0, 0.0, 0.0
+    for i in range(lo, hi):
+        a, b, d = derivatives(loss, z[i], y[i], eps)
+        r[i], h[i] = c[i] * b, c[i] * d
+        total += c[i] * a
+        first += r[i]
+        second += h[i]
     return total, first, second
 
 

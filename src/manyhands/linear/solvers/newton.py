@@ -25,20 +25,22 @@ class Newton:
     c1: float = 1e-4  # of the decrease that the slope promises, a step must reach this share
 
     def init(self, problem: Problem, theta: Array) -> State:
-        return {"z": problem.margins(theta).copy()}
+        z = problem.margins(theta) if theta.any() else problem.zero_margins()
+        return {"z": z.copy()}
 
     def round(self, problem: Problem, theta: Array, state: State) -> float:
         """One step; returns half the squared Newton decrement, about P - P*."""
         problem.z[:] = state["z"]
-        xr, sum_r = problem.transposed(problem.slopes())
+        before = problem.sweep()[0] + problem.penalty(theta)
+        xr, sum_r = problem.transposed(problem.r)
         g = (np.append(xr, sum_r) if problem.intercept else xr) + problem.ridge() * theta
-        d = -_solve(problem, problem.hessian(problem.curvatures()), g)
+        d = -_solve(problem, problem.hessian(problem.h), g)
         slope = float(g @ d)
         w, b = problem.unpack(d)
         dz = np.empty_like(problem.z)
         for rows, at in problem.blocks():
             rows.margins(problem.threads, w, b, dz[at])
-        step = step_length(problem, theta, d, dz, slope, self.c1)
+        step, _ = step_length(problem, theta, d, dz, before, slope, self.c1)
         if step == 0.0:
             return 0.0  # no step decreases P beyond rounding: this is the minimum
         theta += step * d

@@ -34,8 +34,9 @@ class NewtonCG:
 
     def init(self, problem: Problem, theta: Array) -> State:
         z = problem.margins(theta) if theta.any() else problem.zero_margins()
-        state = {"z": z.copy(), "first": np.zeros(1)}
-        self._look(problem, theta, state)
+        state = {"z": z.copy(), "first": np.zeros(1), "squares": problem.squares()}
+        objective = problem.sweep()[0] + problem.penalty(theta)
+        self._look(problem, theta, state, objective)
         state["first"][0] = np.linalg.norm(state["g"])
         return state
 
@@ -43,37 +44,33 @@ class NewtonCG:
         """One step; returns an estimate of P - P* at its end."""
         problem.z[:] = state["z"]
         d, dz = self._direction(problem, state)
-        step = step_length(problem, theta, d, dz, float(state["g"] @ d), self.c1)
+        before, slope = float(state["objective"][0]), float(state["g"] @ d)
+        step, after = step_length(problem, theta, d, dz, before, slope, self.c1)
         if step == 0.0:
             return 0.0  # no step decreases P beyond rounding: this is the minimum
         theta += step * d
-        state["z"] = problem.z.copy()
-        self._look(problem, theta, state)
-        g = state["g"]
-        return 0.5 * float(g @ (g / state["diagonal"]))
+        self._look(problem, theta, state, after)
+        return 0.5 * float(state["g"] @ (state["g"] / state["diagonal"]))
 
     def certify(self, problem: Problem, theta: Array, state: State) -> Certificate:
         """At the dual point of the slopes the gap is |g|^2 / 2 l2: no pass, g is known."""
-        objective = problem.loss_at(0.0)[0] + problem.penalty(theta)
-        ridge = problem.ridge()
+        objective, ridge = float(state["objective"][0]), problem.ridge()
         if problem.loss not in WITH_GAP or not problem.l2:
             return Certificate(objective, -math.inf)
         g = state["g"].copy()
-        if problem.intercept and not problem.l2_intercept:
-            g[-1] = 0.0  # the intercept is at its best value, to rounding
-            ridge[-1] = 1.0
+        if problem.free_intercept:
+            g[-1], ridge[-1] = 0.0, 1.0  # the intercept is at its best value, to rounding
         return Certificate(objective, objective - 0.5 * float(g @ (g / ridge)))
 
-    def _look(self, problem: Problem, theta: Array, state: State) -> None:
-        """The best intercept, the gradient and the curvatures at the kept margins."""
-        if problem.intercept:
+    def _look(self, problem: Problem, theta: Array, state: State, objective: float) -> None:
+        """The best intercept, and objective, gradient and curvatures at the kept margins."""
+        if problem.free_intercept:
             theta[-1] = problem.best_intercept(float(theta[-1]))
-            state["z"] = problem.z.copy()
-        xr, sum_r = problem.transposed(problem.slopes())
+            objective = problem.sweep()[0] + problem.penalty(theta)
+        xr, sum_r = problem.transposed(problem.r)
         state["g"] = (np.append(xr, sum_r) if problem.intercept else xr) + problem.ridge() * theta
-        state["h"] = problem.curvatures()
-        if "squares" not in state:
-            state["squares"] = problem.squares()
+        state["h"], state["z"] = problem.h.copy(), problem.z.copy()
+        state["objective"] = np.array([objective])
         # the diagonal at the mean curvature of a row: exact where all rows are alike
         total = float(problem.sum(np.array([state["h"].sum()]), "curvature")[0])
         mean = total / max(problem.total_weight, 1e-300)

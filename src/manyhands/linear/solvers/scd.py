@@ -153,7 +153,7 @@ class SCD:
         target = 0.3 * float(state["violation"].max(initial=0.0))
         target = max(0.1 * target, 1e-15) if problem.group.size == 1 else 0.0
         kept: list[Array] = []
-        for cycle in range(self.cycles if problem.group.size == 1 else 3):
+        for _ in range(self.cycles if problem.group.size == 1 else 3):
             largest = _cycle(*columns.csc, which, own, h, uniform, r, *arguments, problem.positive)
             if largest <= target:
                 break

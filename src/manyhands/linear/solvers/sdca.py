@@ -230,27 +230,15 @@ class SDCA:
         seed = problem.seed * 1_000_003 + int(state["round"][0]) * 7919 + rows.start * 31
         seed += problem.group.rank * 104_729
         inverse_bias = 1.0 / state["bias"][2] if problem.intercept else 0.0
-        done = threads.run(
-            lambda t: _epoch(
-                *rows.csr,
-                *parts[t],
-                order,
-                (seed * 64 + t) * 2_654_435_761 % (1 << 62),
-                problem.y[at],
-                problem.c[at],
-                state["norms"][at],
-                problem.loss,
-                state["a"][at],
-                u,
-                problem.l1 / problem.l2,
-                1.0 / problem.l2,
-                b,
-                inverse_bias,
-                sigma,
-                threads.count > 1,
-            )  # fmt: skip
-        )
-        return float(sum(done))
+        own = (problem.y[at], problem.c[at], state["norms"][at], problem.loss, state["a"][at])
+        scales = (problem.l1 / problem.l2, 1.0 / problem.l2, b, inverse_bias, sigma)
+        several = threads.count > 1
+
+        def visit(t: int) -> float:
+            start = (seed * 64 + t) * 2_654_435_761 % (1 << 62)
+            return float(_epoch(*rows.csr, *parts[t], order, start, *own, u, *scales, several))
+
+        return sum(threads.run(visit))
 
     def settle(self, problem: Problem, theta: Array, state: State) -> None:
         """w from a again: threads may have lost updates, and sums have rounding errors."""
