@@ -266,6 +266,8 @@ def _captured(
     alone = context.device.type == "cuda" and context.process.size == 1
     if plan.capture != "auto" or not alone or replica.scaler is not None:
         return replica
+    if replica.line_search is not None:
+        return replica
     if not replicas_agree(plan) or not isinstance(next_loss, forward.TaskLoss):
         return replica
     if not isinstance(batches, IndexedBatches) or not isinstance(batches.source, TensorSource):

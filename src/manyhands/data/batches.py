@@ -196,6 +196,17 @@ class IndexedBatches:
         self.skip()
         return self.source.fetch(first)
 
+    def rewind(self) -> None:
+        """Give the last step's micro-batches once more; not where they are prefetched."""
+        assert self._prefetched is None
+        self._micro = 0
+
+    def pass_over(self) -> None:
+        """Leave out what is still to come of the step."""
+        self.peek()
+        assert self._step is not None
+        self._micro, self._position = len(self._step.micros), self._step.after
+
     def skip(self) -> None:
         _, last = self.peek()
         assert self._step is not None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.core import OnReady, Tensors
+from manyhands.core import LineSearch, OnReady, Tensors
 from manyhands.replica.gradient_window import GradientWindow
 from manyhands.replica.objective import Reduction
 from manyhands.replica.optimizer_step import OptimizerStep
@@ -109,6 +109,8 @@ class ModuleReplica:
         self._block_end = block_end  # None: blocks end early only there
         self._run_micro_batches = run_micro_batches
         self._on_window = on_window  # called after a step's last backward pass
+        # of an optimizer that evaluates a batch several times (`replica.lbfgs`)
+        self.line_search: LineSearch | None = None
 
     def close(self) -> None:
         """Remove all hooks from the module."""
