@@ -120,6 +120,8 @@ class FitWatch:
         return self.stopped > 0
 
     def _due(self, record: RoundRecord) -> bool:
+        if not self.saves:
+            return False
         if self.every is None:
             return time.monotonic() - self._saved_s > SAVE_EVERY_S
         return self.every == "epoch" or record.round % int(self.every) == 0

@@ -78,29 +78,33 @@ def parsed(words: str) -> Plan:
     for word in sorted({key.partition(".")[0] for key in given} - KNOWN):
         do = INSTEAD.get(word, f"{', '.join(sorted(KNOWN))} have one")
         raise PlanError(f"{word}={given.get(word)} has no effect on a linear model; {do}")
+    _check_split(given)
     plan = plan_words.parse(given, size=None if here.started_by == "alone" else here.size)
-    _check_axes(plan)
     if plan.device == "cuda":
         raise PlanError("device=cuda: linear models are computed on CPUs; leave it out")
     return dataclasses.replace(plan, device="cpu")
 
 
-def _check_axes(plan: Plan) -> None:
-    columns = plan.layout.tensor
-    if plan.split not in ("auto", "by_feature"):
+def _check_split(given: dict[str, Any]) -> None:
+    """Rows over data= ranks, or columns over tensor= ranks."""
+    split = given.get("split", "auto")
+    # what is no number is refused when the plan is parsed
+    sizes = [str(given.get(axis, 1)) for axis in ("tensor", "data")]
+    columns, data = (int(size) if size.isdigit() else 1 for size in sizes)
+    if split not in ("auto", "by_feature"):
         raise PlanError(
-            f"split={plan.split}: rows are split over data= ranks as they are stored; "
+            f"split={split}: rows are split over data= ranks as they are stored; "
             "leave it out, or split columns with tensor=K split=by_feature"
         )
-    if columns > 1 and plan.split != "by_feature":
+    if columns > 1 and split != "by_feature":
         raise PlanError(
             f"tensor={columns} splits columns over ranks; say so with split=by_feature, or split "
             f"rows with data={columns}"
         )
-    if plan.split == "by_feature" and plan.layout.data > 1:
+    if split == "by_feature" and data > 1:
         raise PlanError(
-            f"split=by_feature with data={plan.layout.data}: columns are split over tensor= ranks, "
-            f"and each has all rows; give tensor={plan.layout.size} alone"
+            f"split=by_feature with data={data}: columns are split over tensor= ranks, and each "
+            f"has all rows; give tensor={data * columns} alone"
         )
 
 
