@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from manyhands.assembly.rank_context import RankContext
@@ -14,6 +16,8 @@ from manyhands.errors import PlanError, TaskError
 from manyhands.parallel.sync_batchnorm import has_batchnorm
 from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.update import has_sparse_gradients, has_step_hooks
+
+LEAST_SHARDS, MANY_SHARDS = 2, 10  # of each rank, where ranks claim them
 
 
 def check_lbfgs(
@@ -134,10 +138,22 @@ def _check_balance(context: RankContext, plan: Plan, spec: TrainingSpec) -> None
         )
 
 
-def warn_of_part(context: RankContext, train: Source, global_batch: int) -> None:
-    """Say that a step is not by the full gradient."""
+def check_batch(
+    context: RankContext, plan: Plan, train: Source, global_batch: int, balances: bool
+) -> None:
+    """Say that a step is not by the full gradient; refuse shards that are too few to claim."""
     samples = train.samples
-    if samples is not None and global_batch < samples:
+    assert samples is not None
+    size, micro = context.process.size, context.micro_batch(plan.batch or 1)
+    shards = -(-min(samples, global_batch) // micro)
+    if balances and shards < LEAST_SHARDS * size:
+        raise PlanError(
+            f"LBFGS(balance=True): a step has {shards} shards of {micro} samples for {size} ranks "
+            f"to claim, but {LEAST_SHARDS} or more for each are needed; set micro="
+            f"{math.ceil((plan.batch or 1) * MANY_SHARDS * size / min(samples, global_batch))}, "
+            f"for {MANY_SHARDS} each"
+        )
+    if global_batch < samples:
         context.warn(
             f"a step of LBFGS is by {global_batch} of {samples} samples, and the next one by "
             "others: its line search and curvature are those of each batch; batch=ALL (the number "

@@ -14,19 +14,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from manyhands.assembly.data import Feed
-from manyhands.assembly.lbfgs.lbfgs_checks import warn_of_part
+from manyhands.assembly.lbfgs.lbfgs_checks import check_batch
 from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.core import Plan
+from manyhands.data.shard_claims import ShardClaims
 from manyhands.quasi_newton import Dot
+from manyhands.replica.forward import TaskLoss
+from manyhands.replica.lbfgs.balanced_gradient import BalancedGradient
 from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.lbfgs.line_search_step import LineSearchStep
-from manyhands.replica.module import ModuleReplica
+from manyhands.replica.module import ModuleReplica, NextLoss
 from manyhands.replica.parameters import ReplicaGroup
 from manyhands.replica.update import SliceUpdate
+
+
+def claims_shards(context: RankContext, optimizer: Optimizer) -> bool:
+    """Whether ranks claim the micro-batches of a step, so that each knows all of them."""
+    balances = isinstance(optimizer, LBFGS) and optimizer.param_groups[0]["balance"]
+    return balances and context.process.size > 1
+
+
+def balanced_gradient(
+    context: RankContext, plan: Plan, model: LocalModel, feed: Feed, loss: NextLoss
+) -> BalancedGradient | None:
+    """The gradient for which ranks claim shards; None: each computes its part of every batch."""
+    if not claims_shards(context, model.optimizer):
+        return None
+    assert isinstance(loss, TaskLoss) and feed.indexed is not None
+    claims = ShardClaims(context.store, context.rank, context.process.size)
+    parameters = [view.parameter for view in model.flat.views]
+    return BalancedGradient(parameters, loss, feed.indexed, claims, plan.seed or 0)
 
 
 def set_line_search(
@@ -43,7 +65,8 @@ def set_line_search(
     if not isinstance(optimizer, LBFGS):
         return
     assert batches is not None
-    warn_of_part(context, spec.train, global_batch)
+    balances = claims_shards(context, optimizer)
+    check_batch(context, plan, spec.train, global_batch, balances)
     if context.process.size > 1:
         optimizer.dot = dot_over_ranks(context, model, optimizer, replica.replica_group)
 
@@ -52,9 +75,19 @@ def set_line_search(
         context.group.all_reduce({"agree": refused}, op="max").wait()
         return float(refused) == 0
 
+    balanced = replica.run_micro_batches
     replica.line_search = LineSearchStep(
-        replica, model.stages, batches, _complete(plan, spec), agree
+        replica,
+        model.stages,
+        batches,
+        _complete(plan, spec),
+        agree,
+        balanced.drew if isinstance(balanced, BalancedGradient) else _never,
     )
+
+
+def _never() -> bool:
+    return False
 
 
 def _complete(plan: Plan, spec: TrainingSpec) -> int:

@@ -55,7 +55,7 @@ class LineSearchStep:
         batches: RewoundBatches,
         complete: int,
         agree: Callable[[bool], bool],
-        drew: Callable[[], bool] = lambda: False,
+        drew: Callable[[], bool],
     ):
         assert isinstance(replica.optimizer, LBFGS)
         self._replica, self._optimizer, self._batches = replica, replica.optimizer, batches
@@ -81,6 +81,7 @@ class LineSearchStep:
                 batches.rewind()
                 first.restore()
             evaluations += 1
+            _ = replica.params  # says that they may have been moved: copies are gathered anew
             mean = float(evaluate())
             grads = replica.window.place(replica.update)
             replica.optimizer_step.normalise(grads, replica.unmerged_count())
