@@ -86,9 +86,7 @@ class LBFGS(Optimizer):
                 f"LBFGS got parameters of {len(kinds)} dtypes ({', '.join(map(str, kinds))}), but "
                 "dot products over all of them need one; convert the model: model.float()"
             )
-        self.dot: quasi_newton.Dot = quasi_newton.dot
-        self._empty = torch.empty(0, dtype=held[0].dtype, device=held[0].device)
-        self._recall()
+        self._begin()
 
     # -- what is saved --
 
@@ -109,9 +107,18 @@ class LBFGS(Optimizer):
         """Further ones in a step: the direction, a trial point and its gradient."""
         return 3
 
+    def _begin(self) -> None:
+        first = self.param_groups[0]["params"][0]
+        self.dot: quasi_newton.Dot = quasi_newton.dot
+        self._empty = torch.empty(0, dtype=first.dtype, device=first.device)
+        self._recall()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._recall()
+        if "dot" in self.__dict__:
+            self._recall()
+        else:  # a copy
+            self._begin()
 
     def _recall(self) -> None:
         """The history as `state` and `param_groups` have it."""
