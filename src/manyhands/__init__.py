@@ -22,6 +22,7 @@ from manyhands.errors import (
 )
 from manyhands.old_names import refuse_old_names
 from manyhands.own_loop import Run
+from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.store.standalone import StandaloneStore as Store
 from manyhands.task import Callback, Task, accuracy
 
@@ -37,6 +38,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Fenced",
+    "LBFGS",
     "LaunchError",
     "ManyhandsError",
     "MembershipError",

@@ -194,7 +194,7 @@ class _Search:
             return False
         if point.loss <= start.loss + self._c1 * point.step * start.slope:
             return True
-        near = point.loss <= start.loss + self._noise
+        near = self._noise > 0 and abs(point.loss - start.loss) <= self._noise
         return near and point.slope <= (2 * self._c1 - 1) * start.slope
 
     def _higher(self, point: LinePoint, than: LinePoint) -> bool:
@@ -204,6 +204,8 @@ class _Search:
         return abs(point.slope) <= -self._c2 * self._start.slope
 
     def _found(self, point: LinePoint, satisfied: bool) -> LineSearch:
+        if not satisfied and not point.loss < self._start.loss:
+            point = self._start
         if point is not self._last and point.step > 0:
             self._evaluate(point.step)  # the caller's gradient is that of the step it takes
             self._left -= 1

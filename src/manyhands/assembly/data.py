@@ -158,14 +158,18 @@ def open_feed(
     at: Position,
     tables: RunTables | None,
     borrow: bool,
+    whole: bool,
 ) -> Feed:
-    """`borrow`: a rank without samples in a step still runs the model, on a sample of another's."""
+    """`borrow`: a rank without samples in a step still runs the model, on a sample of another's.
+    `whole`: every rank has all micro-batches of a step, of which it claims some."""
     schedule = _share_schedule(context, plan, train)
     if isinstance(train, StreamSource):
         own: IndexedBatches | StreamedBatches
         own, claims = _streamed(context, plan, train, global_batch, at, borrow), None
     else:
-        own, claims = _indexed(context, plan, train, global_batch, at, tables, borrow, schedule)
+        own, claims = _indexed(
+            context, plan, train, global_batch, at, tables, borrow, whole, schedule
+        )
     batches: BatchIterator = own
     if tables is not None and tables.embeddings is not None:
         depth = plan.lookahead if plan.servers and claims is None else 0
@@ -247,6 +251,7 @@ def _indexed(
     at: Position,
     tables: RunTables | None,
     borrow: bool,
+    whole: bool,
     schedule: ShareSchedule | None,
 ) -> tuple[IndexedBatches, StepClaims | None]:
     shares, claims = shares_steps(plan), None
@@ -261,7 +266,7 @@ def _indexed(
     if train.sampling.batch_sampler is not None:
         split = _batch_split(context, plan, draws)
     else:
-        split = _data_split(context, plan, train, samples, global_batch, shares)
+        split = _data_split(context, plan, train, samples, global_batch, shares or whole)
         split = dataclasses.replace(split, shares=schedule)
     if plan.strategy.link is Store:
         assert tables is not None
@@ -278,7 +283,7 @@ def _indexed(
 
 
 def _data_split(
-    context: RankContext, plan: Plan, train: Source, samples: int, global_batch: int, shares: bool
+    context: RankContext, plan: Plan, train: Source, samples: int, global_batch: int, whole: bool
 ) -> DataSplit:
     rank, size = context.data_parallel_rank, context.data_parallel_size
     if samples < size:
@@ -294,7 +299,7 @@ def _data_split(
             )
         samples -= samples % global_batch
     micro = context.micro_batch(plan.batch or DEFAULT_BATCH)
-    return DataSplit(samples, global_batch, micro, 0 if shares else rank, 1 if shares else size)
+    return DataSplit(samples, global_batch, micro, 0 if whole else rank, 1 if whole else size)
 
 
 def _batch_split(context: RankContext, plan: Plan, draws: SamplerDraws) -> BatchSplit:

@@ -16,6 +16,7 @@ from manyhands.assembly.hogwild.common_parameters import (
     common_word,
     lay_out_common,
 )
+from manyhands.assembly.lbfgs.lbfgs_checks import check_lbfgs
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import replicas_agree, strategies, updates_slices
@@ -30,6 +31,7 @@ from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.parallel.zero.sharded_update import check as check_sharded
 from manyhands.replica.flat import FlatParameters
+from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.recompute import recompute
 from manyhands.replica.update import (
@@ -81,6 +83,8 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
             "torch.optim.Optimizer is needed; a schedule is given as schedule="
         )
     _check_optimizer(context, plan, module, optimizer)
+    if isinstance(optimizer, LBFGS):
+        check_lbfgs(context, plan, spec, module, optimizer)
     flat, update = _flat(context, plan, module, optimizer, spec.one_copy)
     _broadcast_rest(context, module)
     schedule = None if spec.make_schedule is None else spec.make_schedule(optimizer)
@@ -107,8 +111,9 @@ def _check_optimizer(
 ) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
-            "torch.optim.LBFGS evaluates the loss several times a step and cannot be merged over "
-            "ranks; use SGD, Adam or AdamW"
+            "torch.optim.LBFGS evaluates the loss several times a step, each rank by itself, and "
+            "cannot be merged over ranks; use optimizer=mh.LBFGS, whose line search evaluates the "
+            "batch of all ranks (or SGD, Adam, AdamW)"
         )
     if context.splits_model and has_step_hooks(optimizer):
         raise TaskError(

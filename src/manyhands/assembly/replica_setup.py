@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.assembly.data import Feed, claiming_word, shares_steps
+from manyhands.assembly.lbfgs.search_setup import balanced_gradient
 from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.resume import Start
@@ -26,7 +27,7 @@ from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
 from manyhands.replica.checks.own_buffers import OwnBuffers
 from manyhands.replica.distillation import student
-from manyhands.replica.module import ModuleReplica, NextLoss
+from manyhands.replica.module import ModuleReplica, NextLoss, RunMicroBatches
 from manyhands.replica.objective import Reduction
 from manyhands.replica.thinned import thinned
 from manyhands.replica.wrapper import ReplicaWrapper
@@ -69,9 +70,7 @@ def module_replica(
         block_end=_block_end(context, feed, stop),
         steps_alone=not agree,
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
-        run_micro_batches=None
-        if model.pipeline is None
-        else PipelineMicroBatches(context, model.pipeline, feed.batches),
+        run_micro_batches=_micro_batches(context, plan, model, feed, next_loss),
         replica_group=None if part is None else part.replica_group(context, model.flat),
         schedule_at=_schedule_at(plan, feed, size),
         scheduled=0
@@ -79,6 +78,15 @@ def module_replica(
         else start.position.steps // (size if feed.claims else 1),
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
+
+
+def _micro_batches(
+    context: RankContext, plan: Plan, model: LocalModel, feed: Feed, next_loss: NextLoss
+) -> RunMicroBatches | None:
+    """What runs all micro-batches of a step; None: the replica, one after the other."""
+    if model.pipeline is not None:
+        return PipelineMicroBatches(context, model.pipeline, feed.batches)
+    return balanced_gradient(context, plan, model, feed, next_loss)
 
 
 def _schedule_at(plan: Plan, feed: Feed, size: int) -> Callable[[], int] | None:
@@ -265,6 +273,8 @@ def _captured(
     them between the two graphs, so the rank must be alone."""
     alone = context.device.type == "cuda" and context.process.size == 1
     if plan.capture != "auto" or not alone or replica.scaler is not None:
+        return replica
+    if replica.line_search is not None:
         return replica
     if not replicas_agree(plan) or not isinstance(next_loss, forward.TaskLoss):
         return replica

@@ -30,6 +30,7 @@ from manyhands.assembly.data import (
 from manyhands.assembly.elastic.notes import join_run, make_note
 from manyhands.assembly.evaluation import Evaluation, check_goals
 from manyhands.assembly.hogwild.claimed_parts import set_pace
+from manyhands.assembly.lbfgs.search_setup import claims_shards, set_line_search
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
 from manyhands.assembly.parameters import LocalModel, lay_out
@@ -180,9 +181,9 @@ def assemble(
     state.seed_everything(begin.seed, context.rng_stream)
     synced = _syncs_batchnorm(context, plan, model)
     borrow = synced or context.gathers_parameters
-    feed = open_feed(
-        context, plan, spec.train, begin.global_batch, begin.position, model.tables, borrow
-    )
+    whole = claims_shards(context, model.optimizer)
+    at, global_batch = begin.position, begin.global_batch
+    feed = open_feed(context, plan, spec.train, global_batch, at, model.tables, borrow, whole)
     if synced:
         _synchronise_batchnorm(context, model, feed.batches)
     if plan.compile and plan.layout.tensor > 1:
@@ -191,6 +192,7 @@ def assemble(
     module = cast(nn.Module, torch.compile(model.module)) if plan.compile else model.module
     next_loss = spec.make_loss(module, feed.batches)
     plain = module_replica(context, begin, spec, model, feed, next_loss, synced, stop)
+    set_line_search(context, plan, spec, model, plain, feed, begin.global_batch)
     context.to_close += [feed.batches.close, plain.close]
     checkpointing = _checkpointing(context, begin, spec, model, plain, feed.batches)
     replica = wrapped(context, plan, plain, model, next_loss, spec.train, feed.batches)

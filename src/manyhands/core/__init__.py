@@ -14,6 +14,7 @@ from manyhands.core.group import EXACT, Finished, Group, Op, Work
 from manyhands.core.replica import (
     CommonReplica,
     GradientReplica,
+    LineSearch,
     LoopReplica,
     OnReady,
     PartialStepReplica,
@@ -68,6 +69,7 @@ __all__ = [
     "Late",
     "Launcher",
     "Layout",
+    "LineSearch",
     "LoopReplica",
     "OnReady",
     "Op",

@@ -2,7 +2,8 @@
 
     Replica               what every strategy may use
     GradientReplica       + gradients, for strategies that read or change them
-    PartialStepReplica    + a step that updates only this rank's slice, for `all_reduce`
+    PartialStepReplica    + a step that updates only this rank's slice, or searches along a line:
+                          for `all_reduce`
     CommonReplica         + parameters that all ranks of a host have in common, for `hogwild`
     ServedReplica         + a gradient for the server, which makes the step
     Student               + distillation, for `ensemble`
@@ -22,6 +23,9 @@ from torch import Tensor
 from manyhands.records import Tensors
 
 OnReady = Callable[[Tensors], None]  # gets one finished bucket of the gradient, by its name
+# makes a step with `evaluate`, which computes and merges the gradient at the present parameters and
+# returns the mean loss of all ranks' samples; returns that at the start of the step
+LineSearch = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class Replica(Protocol):
@@ -106,7 +110,8 @@ class GradientReplica(Replica, Protocol):
 
 
 class PartialStepReplica(Replica, Protocol):
-    """A replica whose `step` may update only the slice of `params` that this rank owns."""
+    """A replica whose `step` may update only the slice of `params` that this rank owns, and whose
+    optimizer may evaluate a batch several times."""
 
     @property
     def updates_slice(self) -> bool:
@@ -118,6 +123,11 @@ class PartialStepReplica(Replica, Protocol):
 
         None where `step` does not clip or updates everything.
         """
+        ...
+
+    @property
+    def line_search(self) -> LineSearch | None:
+        """Makes the step where the optimizer evaluates a batch several times; None: `step` does."""
         ...
 
 

@@ -196,6 +196,31 @@ class IndexedBatches:
         self.skip()
         return self.source.fetch(first)
 
+    @property
+    def micros(self) -> int:
+        """Micro-batches of the step."""
+        self.peek()
+        assert self._step is not None
+        return len(self._step.micros)
+
+    def micro(self, k: int) -> tuple[Any, int]:
+        """The k-th micro-batch of the step, and its number of samples."""
+        assert self._step is not None
+        where = self._step.micros[k]
+        indices = self._of(self._step.position.epoch)[where.start : where.stop]
+        return self.source.fetch(indices), len(where)
+
+    def rewind(self) -> None:
+        """Give the last step's micro-batches once more; not where they are prefetched."""
+        assert self._prefetched is None
+        self._micro = 0
+
+    def pass_over(self) -> None:
+        """Leave out what is still to come of the step."""
+        self.peek()
+        assert self._step is not None
+        self._micro, self._position = len(self._step.micros), self._step.after
+
     def skip(self) -> None:
         _, last = self.peek()
         assert self._step is not None

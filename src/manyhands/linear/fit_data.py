@@ -90,7 +90,8 @@ class SharedFitData:
 
     def open(self) -> FitData:
         found = {
-            name: np.memmap(path, dtype, "r", shape=shape) if shape[0] else np.empty(shape, dtype)
+            # copy on write: as if read-only, but of the type that the loops were compiled for
+            name: np.memmap(path, dtype, "c", shape=shape) if shape[0] else np.empty(shape, dtype)
             for name, (path, dtype, shape) in self.arrays.items()
         }
         y, c = np.asarray(found["y"]), np.asarray(found["c"])

@@ -1,12 +1,20 @@
-"""Fitting: run a solver here, or on the ranks of a plan, with one run directory and its events."""
+"""Fitting: run a solver here, or on the ranks of a plan, with one run directory and its events.
+
+plan=""                       this process, also under torchrun or `manyhands run`
+plan="data=2"                 alone: two processes are started here, which map one copy of the
+                              data; under torchrun or `manyhands run`: the ranks of that job
+plan="tensor=2 split=by_feature"    the same, each rank with its columns of all rows
+"""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import json
-import math
+import shutil
+import signal
+import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +23,36 @@ import numpy as np
 import torch
 
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
-from manyhands.core import Event, Plan, Position, Snapshot
-from manyhands.entry import run_store, start
-from manyhands.errors import PlanError
+from manyhands.core import Group, Plan, ProcessInfo
+from manyhands.entry import run_store, start, watched_file, whole_restarts, with_saved_words
+from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
+from manyhands.linear import fit_checkpoint
 from manyhands.linear.catalogue import SOLVERS
 from manyhands.linear.certificate import Certificate
+from manyhands.linear.fit_checkpoint import FitIdentity
 from manyhands.linear.fit_data import FitData, SharedFitData, shared
-from manyhands.linear.minimise import RoundRecord, Solution, Stopping, minimise, start_at
+from manyhands.linear.fit_watch import FitWatch, RoundLines, describe
+from manyhands.linear.minimise import RoundRecord, Solution, Standing, minimise, start_at
 from manyhands.linear.passes.rows import Array, threads_of
 from manyhands.linear.spec import FitSpec
+from manyhands.observe import convergence
+from manyhands.observe.events import say
 from manyhands.plan import words as plan_words
-from manyhands.recover.checkpoint import find
-from manyhands.split.data import rank_range
 
 # words that a linear model honours; every other one is refused
-KNOWN = {
-    "data", "tensor", "threads", "split", "link", "timeout_s", "seed", "save", "keep", "grace_s",
-    "stall_s", "preempt_file", "device",
-}  # fmt: skip
+OF_RANKS = ("link", "timeout_s", "stall_s")  # need more than one rank
+OF_RUNS = ("grace_s", "preempt_file")  # need a run: ranks, or a directory
+OF_DIRECTORIES = ("save", "keep", "restarts", "restart_window_s")
+KNOWN = {"data", "tensor", "threads", "split", "device", *OF_RANKS, *OF_RUNS, *OF_DIRECTORIES}
+INSTEAD = {
+    "seed": "give the estimator random_state",
+    "steps": "give the estimator max_iter",
+    "epochs": "give the estimator max_iter",
+    "until": "give the estimator tol",
+    "merge": "choose the estimator's solver",
+}
 
 
 @dataclass(frozen=True)
@@ -47,273 +65,274 @@ class Where:
     quiet: bool = True
 
 
+# -- the plan --
+
+
 def parsed(words: str) -> Plan:
-    """The plan; refuses words that have no effect on a linear model."""
-    given = plan_words.overlay(words)
-    strange = sorted(set(given) - KNOWN)
-    if strange:
+    """The plan; refuses words that have no effect on a linear model. One without words is for this
+    process alone, whoever has started it."""
+    here = environment.process_info()
+    if not words.strip():
+        return plan_words.parse("")
+    given = plan_words.overlay(words, environment.words())
+    for word in sorted({key.partition(".")[0] for key in given} - KNOWN):
+        do = INSTEAD.get(word, f"{', '.join(sorted(KNOWN))} have one")
+        raise PlanError(f"{word}={given.get(word)} has no effect on a linear model; {do}")
+    _check_split(given)
+    plan = plan_words.parse(given, size=None if here.started_by == "alone" else here.size)
+    if plan.device == "cuda":
+        raise PlanError("device=cuda: linear models are computed on CPUs; leave it out")
+    return dataclasses.replace(plan, device="cpu")
+
+
+def _check_split(given: dict[str, Any]) -> None:
+    """Rows over data= ranks, or columns over tensor= ranks."""
+    split = given.get("split", "auto")
+    # what is no number is refused when the plan is parsed
+    sizes = [str(given.get(axis, 1)) for axis in ("tensor", "data")]
+    columns, data = (int(size) if size.isdigit() else 1 for size in sizes)
+    if split not in ("auto", "by_feature"):
         raise PlanError(
-            f"plan={words!r}: {', '.join(strange)} has no effect on a linear model; "
-            f"{', '.join(sorted(KNOWN))} have"
-        )
-    if given.get("split", "auto") not in ("auto", "by_feature"):
-        raise PlanError(
-            f"split={given['split']}: rows are split over data= ranks as they are stored; "
+            f"split={split}: rows are split over data= ranks as they are stored; "
             "leave it out, or split columns with tensor=K split=by_feature"
         )
-    size = environment.process_info()
-    return plan_words.parse(words, size=None if size.started_by == "alone" else size.size)
+    if columns > 1 and split != "by_feature":
+        raise PlanError(
+            f"tensor={columns} splits columns over ranks; say so with split=by_feature, or split "
+            f"rows with data={columns}"
+        )
+    if split == "by_feature" and data > 1:
+        raise PlanError(
+            f"split=by_feature with data={data}: columns are split over tensor= ranks, and each "
+            f"has all rows; give tensor={data * columns} alone"
+        )
 
 
 def by_feature(plan: Plan) -> bool:
     return plan.split == "by_feature"
 
 
+def needs_columns(spec: FitSpec) -> bool:
+    return isinstance(spec.solver, SOLVERS["scd"].make)
+
+
+def _check_words(where: Where, plan: Plan, here: ProcessInfo) -> None:
+    """Refuse words that have no effect on this fit."""
+    if where.directory is not None and here.started_by != "alone" and not where.plan.strip():
+        raise PlanError(
+            f"directory={where.directory} in one of {here.size} processes of {here.started_by}, "
+            f"each of which fits for itself; let them fit together with plan='data={here.size}', "
+            "or leave the directory out"
+        )
+    given = plan_words.overlay(where.plan)
+    ranks = plan.layout.size
+    if where.resume and where.directory is None:
+        raise PlanError("resume=True without a directory; give that of the run to go on with")
+    needed = [
+        (OF_RANKS, ranks > 1, "is about several ranks; add data=2, say"),
+        (OF_RUNS, ranks > 1 or where.directory is not None, "is about a run; give directory="),
+        (OF_DIRECTORIES, where.directory is not None, "is about checkpoints; give directory="),
+    ]
+    for words, fits, why in needed:
+        for word in words:
+            if word in given and not fits:
+                raise PlanError(f"{word}={given[word]} has no effect on this fit: it {why}")
+
+
+# -- fit --
+
+
 def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) -> Solution:
     """Minimise; on several ranks where the plan says so, with a run directory where one is asked
     for."""
+    here = environment.process_info()
+    where = _whole_words(where, here)
     plan = parsed(where.plan)
-    if plan.layout.size == 1 and where.directory is None and not where.resume:
-        return _fit_here(spec, data, plan, theta)
-    with shared(data) as handed, tempfile.TemporaryDirectory(prefix="manyhands-linear-") as folder:
-        body = functools.partial(_rank_body, spec, handed, theta, folder)
-        options = Options("linear", where.directory, where.resume, quiet=where.quiet)
-        start(body, where.plan, options)
-        return _read_solution(Path(folder), plan, data, spec)
+    _check_words(where, plan, here)
+    if plan.layout.size == 1 and where.directory is None:
+        return _fit_here(spec, data, plan, theta, where.quiet)
+    alone, keeps = here.started_by == "alone", where.directory is not None
+    launched = alone and (plan.layout.size > 1 or whole_restarts(plan) > 0)
+    checked = fit_checkpoint.digests(data) if keeps or not alone else {}
+    identity = FitIdentity(spec, checked, data.columns, by_feature(plan))
+    with contextlib.ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix="manyhands-fit-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(made))
+        handed: Any = stack.enter_context(shared(data)) if launched else data
+        report = Report(str(folder / "report.npz") if launched else "")
+        rank = RankFit(identity, handed, theta, report, keeps, where.quiet)
+        options = Options(
+            "linear", where.directory or str(folder / "run"), where.resume, quiet=True
+        )
+        start(rank, where.plan, options)
+        found, told = report.read()
+    if told["stopped"]:
+        raise _stopped(plan, keeps, told)
+    found.directory = told["directory"] if keeps else ""
+    if keeps and here.rank == 0:
+        _draw(Path(found.directory), where.quiet)
+    return found
 
 
-def _fit_here(spec: FitSpec, data: FitData, plan: Plan, theta: Array | None) -> Solution:
+def _whole_words(where: Where, here: ProcessInfo) -> Where:
+    """With the words and the directory that `manyhands run` was given, which win over those of the
+    estimator, and with those of the run to go on with, where none are given in their place."""
+    if here.started_by == "manyhands" and where.plan.strip():
+        asked = Options(directory=where.directory, resume=where.resume)
+        asked = asked.overlaid(environment.options())
+        words = plan_words.line(plan_words.overlay(where.plan, environment.words()))
+        where = dataclasses.replace(
+            where, plan=words, directory=asked.directory, resume=asked.resume
+        )
+    if where.resume and where.directory is not None:
+        size = None if here.started_by == "alone" else here.size
+        known, _ = with_saved_words(where.plan, Options("linear", where.directory, True), size)
+        where = dataclasses.replace(where, plan=plan_words.line(known))
+    return where
+
+
+def _fit_here(
+    spec: FitSpec, data: FitData, plan: Plan, theta: Array | None, quiet: bool
+) -> Solution:
     by_column = needs_columns(spec)
     source, y, c = data.part(0, 1, by_column)
+    lines = None if quiet else RoundLines(sys.stdout)
+
+    def show(record: RoundRecord, at: Standing) -> bool:
+        assert lines is not None
+        lines.round(record)
+        return False
+
     with threads_of(plan.threads or spec.threads) as threads:
         problem = spec.problem(source, y, c, threads, None, by_column)
-        return minimise(problem, spec.solver, start_at(problem, theta), spec.stopping)
+        begun = start_at(problem, theta)
+        if lines is None:
+            return minimise(problem, spec.solver, begun, spec.stopping)
+        lines.begin(describe(spec.solver, data))
+        found = minimise(problem, spec.solver, begun, spec.stopping, show)
+        lines.end(found)
+        return found
 
 
-def needs_columns(spec: FitSpec) -> bool:
-    return isinstance(spec.solver, SOLVERS["scd"].make)
+def _stopped(plan: Plan, keeps: bool, told: dict[str, Any]) -> LaunchError:
+    by = told["stopped_by"] or signal.Signals(told["stopped"]).name
+    if not keeps:
+        do = "nothing was saved; give the estimator a directory to go on from"
+    elif plan.save == "off":
+        do = "nothing was saved (save=off)"
+    else:
+        do = f"go on with directory={told['directory']!r}, resume=True"
+    return LaunchError(
+        f"stopped by {by} after {told['rounds']} rounds: {do}", 128 + told["stopped"]
+    )
+
+
+def _draw(directory: Path, quiet: bool) -> None:
+    try:
+        picture = convergence.draw([directory], directory / "curves.png")
+    except Exception as e:  # a picture must never fail a fit
+        say(f"no picture: {e}")
+        return
+    if not quiet:
+        print(f"{'picture':<12}{picture}")
 
 
 # -- one rank --
 
 
-def _rank_body(
-    spec: FitSpec,
-    handed: SharedFitData,
-    theta: Array | None,
-    folder: str,
-    plan: Plan,
-    options: Options,
-) -> dict[str, Any]:
-    """One rank's whole life in a fit; the solution goes into `folder`."""
-    here = environment.process_info()
-    with Stop(here.started_by != "manyhands") as stop:
-        context = open_rank_context(plan, here, run_store(here, plan.timeout_s), options)
-        try:
-            return _rank_fit(spec, handed.open(), theta, folder, context, stop)
-        finally:
-            context.close()
+class Report:
+    """What a fit found: kept here, or in a file where other processes find it."""
 
+    def __init__(self, file: str = ""):
+        self.file = file
+        self._kept: tuple[Solution, dict[str, Any]] | None = None
 
-def _rank_fit(
-    spec: FitSpec,
-    data: FitData,
-    theta: Array | None,
-    folder: str,
-    context: RankContext,
-    stop: Stop,
-) -> dict[str, Any]:
-    plan, group = context.plan, context.group
-    columns = by_feature(plan) or needs_columns(spec)
-    source, y, c = data.part(group.rank, group.size, columns)
-    began = time.perf_counter()
-    with threads_of(plan.threads or spec.threads) as threads:
-        problem = spec.problem(source, y, c, threads, group, columns)
-        own = _own_part(problem, data, theta, by_feature(plan), group)
-        state, first = None, 0
-        if context.options.resume:
-            own, state, first = _restored(context, problem, spec)
-        watch = Watch(context, stop, data, spec)
-        watch.announce()
-        every = Stopping(spec.stopping.tol, spec.stopping.max_iter, True)
-        found = minimise(problem, spec.solver, start_at(problem, own), every, watch, state, first)
-    watch.finish(found)
-    np.savez(Path(folder) / f"rank-{group.rank}.npz", theta=found.theta)
-    group.barrier()
-    seconds = time.perf_counter() - began
-    if context.leads:
-        records = [vars(r) for r in found.history]
-        report = {
-            "rounds": found.rounds,
-            "converged": found.converged,
-            "objective": found.certificate.objective,
-            "dual": found.certificate.dual,
-            "history": records,
-            "ranks": group.size,
-            "directory": str(context.directory),
-        }
-        (Path(folder) / "solution.json").write_text(json.dumps(report))
-    metrics = {"objective": found.certificate.objective, "gap": found.certificate.gap}
-    return {
-        "directory": str(context.directory),
-        "rounds": found.rounds,
-        "epochs": float(found.rounds),
-        "seconds": seconds,
-        "samples_per_s": len(data.y) * found.rounds / max(seconds, 1e-9),
-        "metrics": metrics,
-        "stopped": stop.requested,
-        "checkpoint": str(context.checkpoints.last_good) if context.checkpoints.last_good else None,
-        "ranks": group.size,
-        "stopped_by": stop.notice,
-    }
-
-
-class Watch:
-    """What happens after each certified round: events, a checkpoint, a request to stop."""
-
-    def __init__(self, context: RankContext, stop: Stop, data: FitData, spec: FitSpec):
-        self.context, self.stop, self.data, self.spec = context, stop, data, spec
-
-    def announce(self) -> None:
-        context, spec = self.context, self.spec
-        if not context.leads:
+    def write(self, found: Solution, told: dict[str, Any]) -> None:
+        if not self.file:
+            self._kept = found, told
             return
-        context.write_plan(plan_words.to_toml(context.plan))
-        size = f"{len(self.data.y):,} rows, {self.data.columns:,} columns"
-        texts = {
-            "start": f"{plan_words.brief(context.plan)} solver={type(spec.solver).__name__}",
-            "model": f"linear model; {size}, {self.data.nonzeros:,} non-zeros; "
-            f"{context.group.size} ranks over {context.group_name}",
-            "run": str(context.directory),
+        told |= {
+            "converged": found.converged,
+            "certificate": dataclasses.astuple(found.certificate),
+            "history": [dataclasses.astuple(record) for record in found.history],
         }
-        for name, text in texts.items():
-            context.recorder.emit(Event(time.time(), 0, 0, name, value=text))
-        context.recorder.flush()
+        np.savez(self.file, theta=found.theta, told=json.dumps(told))
 
-    def __call__(self, record: RoundRecord, theta: Array, state: dict[str, Array]) -> bool:
-        context = self.context
-        context.group.round = record.round
-        value = {
-            "epoch": float(record.round),
-            "step": float(record.round),
-            "objective": record.objective,
-            "seconds": record.seconds,
-            "nbytes": float(record.nbytes),
-        }
-        if math.isfinite(record.gap):
-            value["gap"] = record.gap
-        context.recorder.emit(
-            Event(time.time(), context.group.rank, record.round, "evaluate", 0.0, 0, value)
-        )
-        context.recorder.flush()
-        asked = np.array([float(self.stop.requested > 0)])
-        context.group.all_reduce({"stop": torch.from_numpy(asked)}, op="max").wait()
-        stopping = bool(asked[0])
-        every = context.plan.save
-        due = every == "epoch" or (every.isdigit() and record.round % int(every) == 0)
-        if every != "off" and (due or stopping):
-            self._save(record, theta, state)
-        return stopping
-
-    def _save(self, record: RoundRecord, theta: Array, state: dict[str, Array]) -> None:
-        """theta and the solver's state of every rank, gathered by rank 0."""
-        group = self.context.group
-        own = {"theta": torch.from_numpy(theta).clone()}
-        for name, value in state.items():
-            own[f"shape/{name}"] = torch.tensor(np.atleast_1d(value).shape, dtype=torch.float64)
-            own[f"state/{name}"] = torch.from_numpy(np.atleast_1d(value).astype(np.float64))
-        everyone = gathered(own, group)
-        if group.rank == 0:
-            ranks = {f"{r}/{k}": v for r, part in enumerate(everyone) for k, v in part.items()}
-            position = Position(record.round, 0, record.round)
-            meta = {"linear": True, "ranks": group.size, "solver": type(self.spec.solver).__name__}
-            saved = Snapshot(record.round, {"theta": own["theta"]}, {}, {}, position, {}, meta, ranks)
-            self.context.checkpoints.save(saved, {"objective": record.objective})
-
-    def finish(self, found: Solution) -> None:
-        self.context.checkpoints.wait()
-        if self.context.leads:
-            value = {"objective": found.certificate.objective}
-            if math.isfinite(found.certificate.gap):
-                value["gap"] = found.certificate.gap
-            self.context.recorder.emit(
-                Event(time.time(), 0, found.rounds, "finish", 0.0, 0, value)
-            )
-        self.context.recorder.flush()
+    def read(self) -> tuple[Solution, dict[str, Any]]:
+        if self._kept is not None:
+            return self._kept
+        with np.load(self.file) as written:
+            theta, told = written["theta"], json.loads(str(written["told"]))
+        history = [RoundRecord(*record) for record in told["history"]]
+        certificate = Certificate(*told["certificate"])
+        found = Solution(theta, told["rounds"], told["converged"], certificate, history)
+        return found, told
 
 
-def gathered(own: dict[str, torch.Tensor], group: Any) -> list[dict[str, torch.Tensor]]:
-    """Rank 0: the tensors of every rank; their shapes may differ from rank to rank."""
-    if group.size == 1:
-        return [own]
-    lengths = torch.zeros(group.size, len(own), dtype=torch.int64)
-    lengths[group.rank] = torch.tensor([v.numel() for v in own.values()])
-    group.all_reduce({"lengths": lengths}).wait()
-    found = [own]
-    if group.rank == 0:
-        for r in range(1, group.size):
-            into = torch.zeros(int(lengths[r].sum()), dtype=torch.float64)
-            group.transfer({}, {r: into}).wait()
-            parts = torch.split(into, lengths[r].tolist())
-            found.append(dict(zip(own, parts, strict=True)))
-    else:
-        flat = torch.cat([v.to(torch.float64).reshape(-1) for v in own.values()])
-        group.transfer({0: flat}, {}).wait()
-    return found
+@dataclass
+class RankFit:
+    """One rank's whole life in a fit: what `start` runs on every rank."""
+
+    identity: FitIdentity
+    data: FitData | SharedFitData
+    theta: Array | None  # to begin at, of all columns
+    report: Report
+    keeps: bool  # the directory stays
+    quiet: bool
+
+    def __call__(self, plan: Plan, options: Options) -> dict[str, Any]:
+        here = environment.process_info()
+        data = self.data.open() if isinstance(self.data, SharedFitData) else self.data
+        plan = dataclasses.replace(plan, device="cpu")
+        with Stop(here.started_by != "manyhands", watched_file(plan, here)) as stop:
+            context = open_rank_context(plan, here, run_store(here, plan.timeout_s), options)
+            try:
+                self._run(context, data, stop)
+                context.group.group.barrier()  # of all ranks, without an event
+            finally:
+                context.close()
+                if not self.keeps and not self.report.file:
+                    shutil.rmtree(context.directory, ignore_errors=True)  # of this host
+        return {}
+
+    def _run(self, context: RankContext, data: FitData, stop: Stop) -> None:
+        plan, group, spec = context.plan, context.group, self.identity.spec
+        columns = self.identity.by_feature or needs_columns(spec)
+        if context.process.started_by != "alone":
+            _check_alike(self.identity.digests, group)
+        source, y, c = data.part(group.rank, group.size, columns)
+        stopping = dataclasses.replace(spec.stopping, spaced=self.keeps)
+        every = plan_words.overlay(context.options.words).get("save")
+        watch = FitWatch(context, stop, self.identity, self.keeps, every, not self.quiet)
+        with threads_of(plan.threads or spec.threads) as threads:
+            problem = spec.problem(source, y, c, threads, group, columns)
+            at = self._standing(context, problem)
+            watch.begin(at, describe(spec.solver, data, group.size, context.group_name))
+            found = minimise(problem, spec.solver, at.theta, stopping, watch, at)
+            found.theta = self.identity.whole(found.theta, group)
+            watch.finish(at, found)
+        if context.leads or not self.report.file:
+            told = {"rounds": found.rounds, "stopped": watch.stopped, "stopped_by": stop.notice}
+            self.report.write(found, {**told, "directory": str(context.directory)})
+
+    def _standing(self, context: RankContext, problem: Any) -> Standing:
+        if context.options.resume:
+            return fit_checkpoint.restore(context, self.identity)
+        theta = self.theta
+        if theta is not None:
+            theta = self.identity.own_part(theta, context.group)
+        return Standing(start_at(problem, theta))
 
 
-def _own_part(
-    problem: Any, data: FitData, theta: Array | None, split_columns: bool, group: Any
-) -> Array | None:
-    """Of a start for all columns, this rank's: its columns and the intercept."""
-    if theta is None or not split_columns:
-        return theta
-    own = rank_range(data.columns, group.rank, group.size)
-    return np.concatenate((theta[own.start : own.stop], theta[data.columns :]))
-
-
-def _restored(
-    context: RankContext, problem: Any, spec: FitSpec
-) -> tuple[Array, dict[str, Array] | None, int]:
-    """theta, the solver's state and the round of the newest checkpoint."""
-    _, saved = find(context.directory)
-    if not saved.meta.get("linear"):
-        raise PlanError(f"{context.directory} is no run of a linear model; give another directory")
-    if saved.meta["solver"] != type(spec.solver).__name__:
+def _check_alike(digests: dict[str, int], group: Group) -> None:
+    """Every rank of a job was given the same data; each fits its own part of it."""
+    own = torch.tensor([float(crc) for crc in digests.values()], dtype=torch.float64)
+    both = torch.cat((own, -own))
+    group.all_reduce({"digests": both}, op="max").wait()
+    most, least = both[: len(own)], -both[len(own) :]
+    others = [name for name, a, b in zip(digests, most, least, strict=True) if a != b]
+    if others:
         raise PlanError(
-            f"{context.directory} was fitted by {saved.meta['solver']}, this is "
-            f"{type(spec.solver).__name__}; take the same solver, or start anew with warm_start"
+            f"the {group.size} ranks of this job were given different {' and '.join(others)}; give "
+            "all of them the same: each fits its own part, and they have to agree about the whole"
         )
-    group = context.group
-    if saved.meta["ranks"] != group.size:
-        if by_feature(context.plan):
-            raise PlanError(
-                f"{context.directory} has columns of {saved.meta['ranks']} ranks, this run has "
-                f"{group.size}; resume with as many"
-            )
-        # the state belongs to each rank's rows: other ranks start from theta alone
-        return saved.params["theta"].numpy().copy(), None, saved.round
-    prefix = f"{group.rank}/state/"
-    state = {}
-    for name, value in saved.ranks.items():
-        if name.startswith(prefix):
-            key = name.removeprefix(prefix)
-            shape = [int(n) for n in saved.ranks[f"{group.rank}/shape/{key}"].tolist()]
-            state[key] = value.numpy().reshape(shape).copy()
-    return saved.ranks[f"{group.rank}/theta"].numpy().copy(), state, saved.round
-
-
-def _read_solution(folder: Path, plan: Plan, data: FitData, spec: FitSpec) -> Solution:
-    report = json.loads((folder / "solution.json").read_text())
-    parts = [np.load(folder / f"rank-{r}.npz")["theta"] for r in range(report["ranks"])]
-    theta = parts[0]
-    if by_feature(plan):
-        owns = [len(p) - spec.intercept for p in parts]
-        theta = np.concatenate([p[:n] for p, n in zip(parts, owns, strict=True)])
-        if spec.intercept:
-            theta = np.append(theta, parts[0][-1])
-    history = [RoundRecord(**record) for record in report["history"]]
-    found = Certificate(report["objective"], report["dual"])
-    solution = Solution(theta, report["rounds"], report["converged"], found, history)
-    solution.directory = report["directory"]
-    return solution

@@ -34,13 +34,35 @@ class LinearSolver(Protocol):
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One certified round: when it ended, and how far from the minimum it can be at most."""
+    """One round: when it ended, and how far from the minimum it can be at most. Where the round
+    was not certified, objective and gap are NaN."""
 
     round: int
     seconds: float
     objective: float
     gap: float
     nbytes: int = 0  # that this rank has sent since the start
+    certify_s: float = 0.0  # of `seconds`: what the certificate of this round took
+    estimate: float = math.nan  # of the gap, by the solver
+
+
+@dataclass
+class Standing:
+    """How far a run is, and all that it needs to go on from here."""
+
+    theta: Array
+    state: State | None = None
+    rounds: int = 0
+    seconds: float = 0.0
+    nbytes: int = 0
+    certificate: Certificate = field(default_factory=lambda: Certificate(math.inf, -math.inf))
+    estimate: float = math.inf
+    null: float = math.nan  # P(0)
+    history: list[RoundRecord] = field(default_factory=list)  # certified rounds
+
+    def is_enough(self, enough: float) -> bool:
+        unknown = self.certificate.dual == -math.inf and math.isfinite(self.certificate.objective)
+        return self.certificate.gap <= enough or (unknown and self.estimate <= enough)
 
 
 @dataclass
@@ -61,6 +83,11 @@ class Stopping:
     tol: float = 1e-4
     max_iter: int = 100
     every_round: bool = False  # certify and record each round
+    spaced: bool = False  # certify and record rounds 1, 2, 3, 4, 6, 8, 12, 16, 24, ...
+
+    def certifies(self, round: int) -> bool:
+        half = round // 3 if round % 3 == 0 else round
+        return self.every_round or (self.spaced and half & (half - 1) == 0)
 
 
 def null_objective(problem: Any) -> float:
@@ -71,41 +98,56 @@ def null_objective(problem: Any) -> float:
     return float(problem.loss_at(shift)[0])
 
 
+Watch = Callable[[RoundRecord, Standing], bool]
+
+
 def minimise(
     problem: Any,
     solver: LinearSolver,
     theta: Array,
     stopping: Stopping,
-    watch: Callable[[RoundRecord, Array, State], bool] | None = None,
-    state: State | None = None,
-    first_round: int = 0,
+    watch: Watch | None = None,
+    standing: Standing | None = None,
 ) -> Solution:
-    """Run rounds from `theta`, which is updated in place; `watch` may end the run (True)."""
-    began = time.perf_counter()
-    enough = stopping.tol * max(_null(problem), 1e-300)
-    state = solver.init(problem, theta) if state is None else state
-    history: list[RoundRecord] = []
-    found, best_dual = Certificate(math.inf, -math.inf), -math.inf
-    rounds = first_round
-    while rounds < stopping.max_iter:
-        estimate = solver.round(problem, theta, state)
-        rounds += 1
-        last = rounds == stopping.max_iter
-        if not (estimate <= enough or last or stopping.every_round):
-            continue
-        found = _certified(problem, solver, theta, state)
-        best_dual = max(best_dual, found.dual)
-        found = Certificate(found.objective, best_dual)
-        seconds = time.perf_counter() - began
-        history.append(RoundRecord(rounds, seconds, found.objective, found.gap, _sent(problem)))
-        ended = watch is not None and watch(history[-1], theta, state)
-        if not math.isfinite(found.objective):
-            break
-        if found.gap <= enough or (found.dual == -math.inf and estimate <= enough):
-            return Solution(theta, rounds, True, found, history, state)
-        if ended:
-            break
-    return Solution(theta, rounds, False, found, history, state)
+    """Run rounds from `theta`, which is updated in place, or go on from `standing`. `watch` sees
+    every round, and may end the run (True)."""
+    at = Standing(theta) if standing is None else standing
+    began, sent = time.perf_counter() - at.seconds, _sent(problem) - at.nbytes
+    at.null = max(_null(problem), 1e-300)
+    enough = stopping.tol * at.null
+    if at.state is None:
+        at.state = solver.init(problem, at.theta)
+    ended = False
+    while not ended and at.rounds < stopping.max_iter and not at.is_enough(enough):
+        at.estimate = solver.round(problem, at.theta, at.state)
+        at.rounds += 1
+        last, spent = at.rounds == stopping.max_iter, math.nan
+        if at.estimate <= enough or last or stopping.certifies(at.rounds):
+            spent = _certify_round(problem, solver, at)
+        at.seconds, at.nbytes = time.perf_counter() - began, _sent(problem) - sent
+        record = _record(at, spent)
+        if not math.isnan(spent):
+            at.history.append(record)
+        ended = watch is not None and watch(record, at)
+        ended = ended or not (math.isnan(spent) or math.isfinite(at.certificate.objective))
+    converged = at.is_enough(enough)
+    return Solution(at.theta, at.rounds, converged, at.certificate, at.history, at.state)
+
+
+def _certify_round(problem: Any, solver: Any, at: Standing) -> float:
+    """The certificate at theta, with the best dual value so far; returns the seconds it took."""
+    start = time.perf_counter()
+    assert at.state is not None
+    found = _certified(problem, solver, at.theta, at.state)
+    at.certificate = Certificate(found.objective, max(at.certificate.dual, found.dual))
+    return time.perf_counter() - start
+
+
+def _record(at: Standing, spent: float) -> RoundRecord:
+    found = at.certificate if not math.isnan(spent) else Certificate(math.nan, math.nan)
+    certify_s = 0.0 if math.isnan(spent) else spent
+    figures = (found.objective, found.gap, at.nbytes, certify_s, at.estimate)
+    return RoundRecord(at.rounds, at.seconds, *figures)
 
 
 def _null(problem: Any) -> float:

@@ -11,6 +11,9 @@ runs between the two: each rank updates the slice it owns, with 1/M of the work 
 optimizer's memory, and parameters are gathered instead of gradients. The result is the same bit for
 bit.
 
+An optimizer with a line search (`mh.LBFGS`) asks for loss and gradient of one batch at several
+parameters. Both are merged each time, so all ranks take the same decisions.
+
 Use it when the network is fast.
 
 Paper: Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677): ResNet-50 on 256 GPUs
@@ -35,19 +38,36 @@ class AllReduce(Strategy[PartialStepReplica, Group]):
         return {}
 
     def round(self, replica: PartialStepReplica, group: Group, state: Tensors) -> Tensor:
-        if group.size == 1:
-            loss = replica.backward()
+        if replica.line_search is not None:
+            loss = replica.line_search(lambda: _evaluate(replica, group))
+        else:
+            loss = _merged_gradient(replica, group)
             replica.step()
-            return loss
-        reduce = group.reduce_scatter if replica.updates_slice else group.all_reduce
-        pending: list[Work] = []
-        loss = replica.backward(on_ready=lambda grads: pending.append(reduce(grads)))
-        pending.append(group.all_reduce({"count": replica.count}))
-        for work in pending:
-            work.wait()
-        if (norm := replica.square_norm()) is not None:
-            group.all_reduce({"norm": norm}).wait()
-        replica.step()
         if replica.updates_slice:
             group.all_gather(replica.params).wait()
         return loss
+
+
+def _merged_gradient(replica: PartialStepReplica, group: Group) -> Tensor:
+    """Backward and merge; returns the mean loss of this rank's samples."""
+    if group.size == 1:
+        return replica.backward()
+    reduce = group.reduce_scatter if replica.updates_slice else group.all_reduce
+    pending: list[Work] = []
+    loss = replica.backward(on_ready=lambda grads: pending.append(reduce(grads)))
+    pending.append(group.all_reduce({"count": replica.count}))
+    for work in pending:
+        work.wait()
+    if (norm := replica.square_norm()) is not None:
+        group.all_reduce({"norm": norm}).wait()
+    return loss
+
+
+def _evaluate(replica: PartialStepReplica, group: Group) -> Tensor:
+    """Loss and gradient of all ranks' samples at the present parameters; returns the mean loss."""
+    if replica.updates_slice:  # each rank has moved its own slice
+        group.all_gather(replica.params).wait()
+    total = (_merged_gradient(replica, group).double() * replica.own_count).view(1)
+    if group.size > 1:
+        group.all_reduce({"loss": total}).wait()
+    return total[0] / replica.count[0].clamp(min=1)

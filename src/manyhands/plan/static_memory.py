@@ -75,6 +75,11 @@ def optimizer_bytes(
         if type(optimizer) in FUSED
         else 2 * max((p.nbytes for group in held for p in group), default=0)
     )
+    known_vectors = getattr(optimizer, "state_vectors", 0), getattr(optimizer, "work_vectors", 0)
+    if any(known_vectors):  # it says so itself, as LBFGS does
+        sizes = {names[id(p)]: p.nbytes for group in held for p in group}
+        kept, work = known_vectors
+        return {n: kept * nbytes for n, nbytes in sizes.items()}, work * sum(sizes.values()), ()
     found: dict[str, int] = {}
     for number, group in enumerate(held):
         known: dict[Any, int] = {}  # parameters of one shape are alike

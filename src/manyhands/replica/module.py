@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.core import OnReady, Tensors
+from manyhands.core import LineSearch, OnReady, Tensors
 from manyhands.replica.gradient_window import GradientWindow
 from manyhands.replica.objective import Reduction
 from manyhands.replica.optimizer_step import OptimizerStep
@@ -107,8 +107,10 @@ class ModuleReplica:
         self.closing = False  # further steps only end a block; they are no steps of the run
         self._ended = ended  # whether the run is at its end
         self._block_end = block_end  # None: blocks end early only there
-        self._run_micro_batches = run_micro_batches
+        self.run_micro_batches = run_micro_batches
         self._on_window = on_window  # called after a step's last backward pass
+        # of an optimizer that evaluates a batch several times (`replica.lbfgs`)
+        self.line_search: LineSearch | None = None
 
     def close(self) -> None:
         """Remove all hooks from the module."""
@@ -183,10 +185,10 @@ class ModuleReplica:
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         self.window.start()
-        if self._run_micro_batches is None:
+        if self.run_micro_batches is None:
             total, count = self._one_by_one(on_ready)
         else:
-            total, count = self._run_micro_batches(self._scaled)
+            total, count = self.run_micro_batches(self._scaled)
         # from here on loss, count and gradient are those of the whole replica
         total, count, used = self.flat.end_window(total, count)
         self.own_count = count

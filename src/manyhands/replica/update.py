@@ -21,6 +21,7 @@ from manyhands.core import Tensors
 from manyhands.errors import TaskError
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters, ParameterView
+from manyhands.replica.lbfgs.lbfgs import LBFGS
 
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -57,16 +58,10 @@ class WholeUpdate:
 
     slice_only = False
 
-    def __init__(
-        self,
-        flat: FlatParameters,
-        module: nn.Module,
-        optimizer: Optimizer,
-        fuses: bool = True,
-    ):
+    def __init__(self, flat: FlatParameters, module: nn.Module, optimizer: Optimizer):
         self.flat, self.module, self.optimizer = flat, module, optimizer
         self.placed: list[int] = []
-        if fuses and not has_sparse_gradients(module):
+        if not has_sparse_gradients(module):
             fuse(optimizer, flat.count.device)
 
     def place(self, used: list[bool], in_flat: bool) -> list[Tensor]:
@@ -88,7 +83,7 @@ class WholeUpdate:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class ParameterSlice:
     """The consecutive elements of one parameter, in memory order, that this rank owns."""
 
     view: int
@@ -117,12 +112,12 @@ class SliceUpdate:
         self.placed: list[int] = []
         # the user's own parameters, for the names in checkpoints
         self._groups = [list(g["params"]) for g in optimizer.param_groups]
-        self._slices: list[_Slice] = []
+        self.slices: list[ParameterSlice] = []
         for key, values in flat.values.items():
             for owned in own(values):
                 self._cut(key, owned)
         by_parameter: dict[int, list[nn.Parameter]] = {}
-        for s in self._slices:
+        for s in self.slices:
             by_parameter.setdefault(id(flat.views[s.view].parameter), []).append(s.parameter)
         for group, whole in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = [s for p in whole for s in by_parameter.get(id(p), [])]
@@ -139,8 +134,8 @@ class SliceUpdate:
             )
             if first < last:
                 own = nn.Parameter(self.flat.values[key][first:last])
-                self._slices.append(
-                    _Slice(
+                self.slices.append(
+                    ParameterSlice(
                         i,
                         own,
                         self.flat.grads[key][first:last],
@@ -156,30 +151,31 @@ class SliceUpdate:
                 "updates slices of the parameters, and the hook would see those alone; register "
                 "it before the start"
             )
-        for s in self._slices:
+        for s in self.slices:
             s.parameter.grad = s.grad if used[s.view] else None
         complete_momentum(self.optimizer)
-        self.placed = [s.view for s in self._slices if used[s.view]]
-        return [s.grad for s in self._slices if used[s.view]]
+        self.placed = [s.view for s in self.slices if used[s.view]]
+        return [s.grad for s in self.slices if used[s.view]]
 
     def save(self, sum_over_ranks: Sum) -> tuple[Tensors, dict[str, Any]]:
         views = self.flat.views
-        present = torch.zeros(len(PER_ELEMENT) + 1, len(views), dtype=torch.float64)
-        for s in self._slices:
+        per_element = keys_per_element(self.optimizer)
+        present = torch.zeros(len(per_element) + 1, len(views), dtype=torch.float64)
+        for s in self.slices:
             entries = self.optimizer.state.get(s.parameter, {})
-            for k, key in enumerate(PER_ELEMENT):
+            for k, key in enumerate(per_element):
                 present[k, s.view] = float(isinstance(entries.get(key), Tensor))
             if s.start == 0:  # the rank with the first element gives the step
                 present[-1, s.view] = float(entries["step"]) if "step" in entries else -1.0
         sum_over_ranks({"present": present})
         found: Tensors = {}
-        for k, key in enumerate(PER_ELEMENT):
+        for k, key in enumerate(per_element):
             whole = {
                 i: torch.zeros(p.parameter.numel(), dtype=p.value.dtype)
                 for i, p in enumerate(views)
                 if present[k, i] > 0
             }
-            for s in self._slices:
+            for s in self.slices:
                 if s.view in whole:
                     whole[s.view][s.start : s.stop] = self.optimizer.state[s.parameter][key]
             sum_over_ranks({str(i): v for i, v in whole.items()})
@@ -198,17 +194,20 @@ class SliceUpdate:
 
     def load(self, tensors: Tensors, meta: dict[str, Any]) -> None:
         mine: Tensors = {}
-        for n, s in enumerate(self._slices):
+        keys: dict[str, list[str]] = {}
+        for name in tensors:
+            parameter, _, key = name.rpartition("/")
+            keys.setdefault(parameter, []).append(key)
+        for n, s in enumerate(self.slices):
             view = self.flat.views[s.view]
-            for key in (*PER_ELEMENT, "step"):
-                if (whole := tensors.get(f"{view.name}/{key}")) is None:
-                    continue
+            for key in keys.get(view.name, []):
+                whole = tensors[f"{view.name}/{key}"]
                 if key != "step":
                     memory = torch.empty(view.parameter.numel(), dtype=whole.dtype)
                     torch.as_strided(memory, view.value.shape, view.value.stride()).copy_(whole)
                     whole = memory[s.start : s.stop]
                 mine[f"{n}/{key}"] = whole.clone()  # each slice counts its own steps
-        names = {id(s.parameter): str(n) for n, s in enumerate(self._slices)}
+        names = {id(s.parameter): str(n) for n, s in enumerate(self.slices)}
         with self._state_guard.open():
             state.load_named(self.optimizer, names, mine, meta)
 
@@ -318,10 +317,16 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
     return new
 
 
+def keys_per_element(optimizer: Optimizer) -> tuple[str, ...]:
+    """Keys of the state of an optimizer that can be sliced, but for its step count."""
+    return optimizer.per_element if isinstance(optimizer, LBFGS) else PER_ELEMENT
+
+
 def can_slice(optimizer: Optimizer) -> bool:
-    """Whether the optimizer treats each element by itself, keeps known state, and has none yet."""
+    """Whether the optimizer treats each element by itself, but for sums over all that it knows how
+    to make (`LBFGS.dot`), keeps known state, and has none yet."""
     chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
-    known = type(optimizer) in ELEMENTWISE and not optimizer.state
+    known = type(optimizer) in (*ELEMENTWISE, LBFGS) and not optimizer.state
     return known and not chosen and not has_step_hooks(optimizer)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from manyhands.core import OnReady, Tensors
+from manyhands.core import LineSearch, OnReady, Tensors
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 
@@ -97,6 +97,10 @@ class ReplicaWrapper:
 
     def square_norm(self) -> Tensor | None:
         return self.inner.square_norm()
+
+    @property
+    def line_search(self) -> LineSearch | None:
+        return self.inner.line_search
 
     # -- CommonReplica --
 

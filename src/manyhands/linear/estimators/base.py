@@ -115,15 +115,27 @@ class LinearEstimator(BaseEstimator):
     # -- fit --
 
     def _minimise(
-        self, spec: FitSpec, data: FitData, theta: Array | None, tol: float, max_iter: int
+        self,
+        spec: FitSpec,
+        data: FitData,
+        theta: Array | None,
+        tol: float,
+        max_iter: int,
+        part: str = "",
     ) -> Solution:
+        """`part`: of several fits of one estimator, which have a folder each in its directory."""
         plan = parsed(self.plan)
         split = by_feature(plan)
         solver = self._solver(spec, data, plan.layout.size, split)
         stopping = Stopping(tol, max_iter, bool(getattr(self, "record", False)))
         spec = replace(spec, solver=solver, stopping=stopping, threads=self._threads())
+        directory = None if self.directory is None else Path(self.directory) / part
+        # of several fits, those that had not begun yet have nothing to resume
+        resume = bool(self.resume) and not (
+            part and directory is not None and not (directory / "checkpoints").exists()
+        )
         where = Where(
-            self.plan, self.directory, getattr(self, "_resume", False),
+            self.plan, None if directory is None else str(directory), resume,
             quiet=not getattr(self, "verbose", 0),
         )  # fmt: skip
         found = fit(spec, data, where, theta)

@@ -63,7 +63,8 @@ class LogisticRegression(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin
       `solver_` and `solver_reason_` say which was taken and why
     - `tol`: the duality gap at which to stop, relative to the objective without features
     - `plan`: how many processes and threads, such as "data=4" or "tensor=2 split=by_feature"
-    - `directory`: a run directory for events, checkpoints and pictures; None: none for one process
+    - `directory`: a run directory for events, checkpoints and a picture; None: none
+    - `resume`: go on from the last checkpoint in `directory`, with the same data and parameters
     - `record`: certify every round and keep them in `history_`
     - `n_jobs`: threads of this process, -1: all cores
 
@@ -89,6 +90,7 @@ class LogisticRegression(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin
         n_jobs: int | None = None,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         self.penalty = penalty
@@ -107,6 +109,7 @@ class LogisticRegression(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin
         self.n_jobs = n_jobs
         self.plan = plan
         self.directory = directory
+        self.resume = resume
         self.record = record
 
     def __sklearn_tags__(self) -> Any:

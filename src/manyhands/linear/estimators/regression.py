@@ -54,7 +54,8 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
                 SQUARED, l1, l2, bool(self.fit_intercept), None, Stopping(),
                 positive=bool(self.positive), seed=seed_of(getattr(self, "random_state", None)),
             )  # fmt: skip
-            found = self._minimise(spec, data, self._start(k, data.columns), tol, max_iter)
+            part = f"target-{k}" if targets.shape[1] > 1 else ""
+            found = self._minimise(spec, data, self._start(k, data.columns), tol, max_iter, part)
             coef.append(found.theta[: data.columns])
             intercept.append(found.theta[-1] if self.fit_intercept else 0.0)
             rounds.append(found.rounds)
@@ -98,6 +99,7 @@ class LinearRegression(LinearRegressor):
         max_iter: int = 1000,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         self.fit_intercept = fit_intercept
@@ -109,6 +111,7 @@ class LinearRegression(LinearRegressor):
         self.max_iter = max_iter
         self.plan = plan
         self.directory = directory
+        self.resume = resume
         self.record = record
 
     def _penalties(self, weight: float, target: int) -> tuple[float, float]:
@@ -135,6 +138,7 @@ class Ridge(LinearRegressor):
         n_jobs: int | None = None,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         self.alpha = alpha
@@ -148,6 +152,7 @@ class Ridge(LinearRegressor):
         self.n_jobs = n_jobs
         self.plan = plan
         self.directory = directory
+        self.resume = resume
         self.record = record
 
     def _penalties(self, weight: float, target: int) -> tuple[float, float]:
@@ -185,6 +190,7 @@ class ElasticNet(LinearRegressor):
         n_jobs: int | None = None,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         self.alpha = alpha
@@ -202,6 +208,7 @@ class ElasticNet(LinearRegressor):
         self.n_jobs = n_jobs
         self.plan = plan
         self.directory = directory
+        self.resume = resume
         self.record = record
 
     def _penalties(self, weight: float, target: int) -> tuple[float, float]:
@@ -245,13 +252,14 @@ class Lasso(ElasticNet):
         n_jobs: int | None = None,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         super().__init__(
             alpha, fit_intercept=fit_intercept, precompute=precompute, max_iter=max_iter,
             copy_X=copy_X, tol=tol, warm_start=warm_start, positive=positive,
             random_state=random_state, selection=selection, solver=solver, n_jobs=n_jobs,
-            plan=plan, directory=directory, record=record, l1_ratio=1.0,
+            plan=plan, directory=directory, resume=resume, record=record, l1_ratio=1.0,
         )  # fmt: skip
 
     @classmethod

@@ -49,6 +49,7 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         n_jobs: int | None = None,
         plan: str = "",
         directory: str | None = None,
+        resume: bool = False,
         record: bool = False,
     ):
         self.penalty = penalty
@@ -67,6 +68,7 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         self.n_jobs = n_jobs
         self.plan = plan
         self.directory = directory
+        self.resume = resume
         self.record = record
 
     def __sklearn_tags__(self) -> Any:
@@ -124,7 +126,8 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         coef, intercept, rounds = [], [], []
         for k in positives:
             data = FitData(source, np.where(codes == k, 1.0, -1.0), c)
-            found = self._minimise(spec, data, None, self.tol, self.max_iter)
+            part = f"class-{k}" if len(positives) > 1 else ""
+            found = self._minimise(spec, data, None, self.tol, self.max_iter, part)
             coef.append(found.theta[:columns])
             b = found.theta[-1] if self.fit_intercept else 0.0
             intercept.append(b * self.intercept_scaling if extra else b)

@@ -94,6 +94,7 @@ class SCD:
     def round(self, problem: ColumnProblem, theta: Array, state: State) -> float:
         """Cycles over the working set, one exchange, and a look at all columns."""
         w, sigma = theta[: problem.columns], float(problem.group.size)
+        problem.z[:] = state["z"]  # of a run that goes on, they are not known yet
         which = self._working_set(problem, w, state)
         h = problem.c if problem.loss == SQUARED else problem.curvatures()
         if problem.loss != SQUARED:

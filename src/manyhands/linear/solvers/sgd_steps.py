@@ -8,27 +8,30 @@ of a step is the whole penalty (Recht et al. 2011, arXiv:1106.5730, section 2; a
 Pedregosa et al. 2017, arXiv:1707.06468). The step is implicit in the penalty: it never changes the
 sign of a weight, however rare its column is.
 
-Steps are those of the mean objective P / s, where s is the sum of all c_i unless given: m = n / s.
+Steps are those of the mean objective P / s: m = n / s, and l1, l2 here are those of P over s.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from manyhands.kernels.atomics import atomic_add
 from manyhands.kernels.compile import U64, compiled, inlined
 from manyhands.kernels.instructions import prefetch
-from manyhands.linear.losses import HINGE, SMOOTHNESS, SQUARED_HINGE, slope, value
+from manyhands.linear.losses import HINGE, LOGISTIC, SMOOTHNESS, SQUARED_HINGE, slope, value
 from manyhands.linear.passes import row_kernels as kernels
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
 
-AHEAD, AHEAD_W = 6, 2  # rows whose entries, and whose weights, are prefetched
-FAR = 1 << 20  # bytes of w beyond which its lines are prefetched: they are in no near cache
-SHARED, LOCKED, ATOMIC, PRIVATE = range(4)  # how threads write w
+# Rows ahead of the one in work whose entries are prefetched; twice as far their bounds, labels and
+# weights. Rows come in random order, so the processor cannot guess them.
+AHEAD = 4
+SHARED, LOCKED, ATOMIC = range(3)  # how threads write w
+NO_PENALTY, STEADY_L2, ANY_PENALTY = range(3)  # STEADY_L2: l2 alone, and eta is constant
 
 SCHEDULES = {
     "epoch": 0,
@@ -40,7 +43,8 @@ SCHEDULES = {
     "pa2": 6,
 }
 OPTIMAL, INVSCALING, PA1, PA2 = 2, 3, 5, 6
-ETA, ALPHA, T0, POWER, L1, L2, FLOOR, M, ETA_B, MOST_B, L2_B = range(11)  # of `numbers`
+# of `numbers`; FLOOR: the least that a weight may be; AVERAGE: the step from which on w is averaged
+ETA, ALPHA, T0, POWER, L1, L2, FLOOR, M, ETA_B, MOST_B, L2_B, AVERAGE = range(12)
 
 
 @inlined
@@ -84,9 +88,10 @@ def shrunk(v, t1, t2, floor):
 
 
 @inlined
-def descend(mode, indices, values, start, end, w, step, t1, t2, floor, rare, late, sums):
+def descend(mode, indices, values, start, end, w, step, eta, late, a):
     """The step on the support; `late` is the weight of this step's change in `sums`."""
-    if t1 == 0.0 and t2 == 0.0 and floor < 0.0 and late == 0.0:
+    penalty, rare, shrink, sums = a.penalty, a.rare, a.shrink, a.sums
+    if penalty == NO_PENALTY and late == 0.0:
         if step == 0.0:
             return
         for k in range(start, end):
@@ -95,10 +100,20 @@ def descend(mode, indices, values, start, end, w, step, t1, t2, floor, rare, lat
             else:
                 w[U64(indices[k])] -= step * values[k]
         return
+    if penalty == STEADY_L2 and late == 0.0 and mode != ATOMIC:
+        for k in range(start, end):
+            j = U64(indices[k])
+            w[j] = (w[j] - step * values[k]) * shrink[j]
+        return
+    t1, t2, floor = eta * a.numbers[L1], eta * a.numbers[L2], a.numbers[FLOOR]
     for k in range(start, end):
         j = U64(indices[k])
         old = w[j]
-        new = shrunk(old - step * values[k], t1 * rare[j], t2 * rare[j], floor)
+        new = old - step * values[k]
+        if penalty == STEADY_L2:
+            new *= shrink[j]
+        elif penalty == ANY_PENALTY:
+            new = shrunk(new, t1 * rare[j], t2 * rare[j], floor)
         if mode == ATOMIC:
             atomic_add(w, j, new - old)
         else:
@@ -118,31 +133,74 @@ def rate(schedule, t, numbers):
 
 
 @inlined
-def length_of(schedule, loss, eps, z, y, c, eta, values, start, end, numbers):
+def lateness(t, numbers):
+    """How much less the change of step t counts in the mean of w from step AVERAGE on."""
+    return max(0.0, t - numbers[AVERAGE]) if numbers[AVERAGE] > 0.0 else 0.0
+
+
+@inlined
+def loss_and_slope(loss, z, y, eps):
+    """phi and phi'; the logistic loss without a branch that depends on the data."""
+    if loss == LOGISTIC:
+        m = y * z
+        e = math.exp(-abs(m))
+        return math.log(1.0 + e) + max(-m, 0.0), -y * (e if m > 0.0 else 1.0) / (1.0 + e)
+    return value(loss, z, y, eps), slope(loss, z, y, eps)
+
+
+@inlined
+def length_of(schedule, loss, phi, first, z, y, c, eta, values, start, end, numbers):
     """eta g: the step along -x_i. pa1 and pa2 choose it so that the row's loss becomes small."""
     if schedule < PA1:
-        return eta * numbers[M] * c * slope(loss, z, y, eps)
+        return eta * (numbers[M] * c * first)
     square = 0.0
     for k in range(start, end):
         square += values[k] * values[k]
     if schedule == PA1:
-        size = min(numbers[ETA], value(loss, z, y, eps) / square) if square > 0.0 else 0.0
+        size = min(numbers[ETA], phi / square) if square > 0.0 else 0.0
     else:
-        size = value(loss, z, y, eps) / (square + 0.5 / numbers[ETA])
-    classifies = loss == HINGE or loss == SQUARED_HINGE
+        size = phi / (square + 0.5 / numbers[ETA])
+    classifies = loss in (HINGE, SQUARED_HINGE)
     toward = y if classifies else -1.0 if y < z else 1.0
     return -size * toward * c * numbers[M]
 
 
+class Arguments(NamedTuple):
+    """Arguments of a kernel that are the same for all steps of an epoch."""
+
+    penalty: int
+    schedule: int
+    loss: int
+    eps: float
+    numbers: Array
+    rare: Array  # D_j
+    shrink: Array  # 1 / (1 + eta D_j l2), where eta is constant
+    sums: Array  # of late changes of w
+
+
 @inlined
-def intercept_step(schedule, eta, length, b, numbers):
-    """What the row adds to the intercept, with a step of its own size."""
+def visit(mode, indptr, indices, values, i, y, c, w, b, t, a):
+    """Step t, on row i: returns its weighted loss before the step, and the intercept's step."""
+    start, end, numbers = U64(indptr[i]), U64(indptr[i + 1]), a.numbers
+    z = b + dot(indices, values, start, end, w)
+    phi, first = loss_and_slope(a.loss, z, y, a.eps)
+    eta = rate(a.schedule, t, numbers)
+    step = length_of(a.schedule, a.loss, phi, first, z, y, c, eta, values, start, end, numbers)
+    late = lateness(t, numbers)
+    descend(mode, indices, values, start, end, w, step, eta, late, a)
     if numbers[ETA_B] == 0.0:
-        return 0.0
-    if schedule >= PA1:
-        return -length * numbers[ETA_B]
+        return c * phi, 0.0
+    if a.schedule >= PA1:
+        return c * phi, -step * numbers[ETA_B]
     own = min(eta * numbers[ETA_B], numbers[MOST_B])
-    return -own * (length / eta + numbers[L2_B] * b) if eta > 0.0 else 0.0
+    return c * phi, -own * (numbers[M] * c * first + numbers[L2_B] * b)
+
+
+@inlined
+def prefetch_bounds(indptr, y, c, i):
+    prefetch(indptr, np.int64(i), 0)
+    prefetch(y, np.int64(i), 0)
+    prefetch(c, np.int64(i), 0)
 
 
 @inlined
@@ -154,34 +212,35 @@ def prefetch_row(indptr, indices, values, i):
         prefetch(values, start + line, 1)
 
 
-@inlined
-def prefetch_weights(indptr, indices, w, i):
-    for k in range(indptr[i], min(indptr[i + 1], indptr[i] + 32)):
-        prefetch(w, np.int64(indices[k]), 0)
-
-
 @compiled
 def count_columns(indices, start, end, counts):
     for k in range(start, end):
-        counts[indices[k]] += 1
+        counts[indices[k]] += 1.0
 
 
-def rareness(problem: Problem) -> Array:
-    """D_j = n / (rows of this rank with column j); n where there is none."""
-    counts = np.zeros(problem.columns, dtype=np.int64)
+def column_counts(problem: Problem) -> Array:
+    """Rows with column j, of all ranks."""
+    counts = np.zeros(problem.columns)
     for rows, _ in problem.blocks():
         count_columns(rows.indices, rows.indptr[0], rows.indptr[-1], counts)
-    return max(problem.source.count, 1) / np.maximum(counts, 1)
+    return problem.sum(counts, "counts")
 
 
-def largest_curvature(problem: Problem, m: float, intercept: float) -> float:
-    """max_i m c_i (|x_i|^2 + intercept) times the largest phi'' (1 where phi' jumps)."""
-    most = 0.0
+def largest_curvature(problem: Problem, m: float) -> float:
+    """max_i m c_i |x_i|^2 times the largest phi'' (1 where phi' jumps), over all ranks."""
+    most = np.zeros(1)
     for rows, at in problem.blocks():
         norms = np.empty(rows.count)
         kernels.squared_norms(rows.indptr, rows.values, 0, rows.count, norms)
-        most = max(most, float(((norms + intercept) * problem.c[at]).max(initial=0.0)))
-    return most * m * SMOOTHNESS.get(problem.loss, 1.0)
+        most[0] = max(most[0], float((norms * problem.c[at]).max(initial=0.0)))
+    return float(most_of_ranks(problem, most)[0]) * m * SMOOTHNESS.get(problem.loss, 1.0)
+
+
+def most_of_ranks(problem: Problem, values: Array) -> Array:
+    """The largest over ranks, element by element, in place."""
+    if problem.group.size > 1:
+        problem.group.all_reduce({"most": torch.from_numpy(values)}, op="max").wait()
+    return values
 
 
 def first_time(alpha: float, loss: int, eps: float) -> float:
@@ -195,8 +254,8 @@ def _slope(loss, z, y, eps):
     return slope(loss, z, y, eps)
 
 
-def thread_seed(problem: Problem, visit: int, start: int, thread: int) -> Any:
-    seed = problem.seed * 1_000_003 + visit * 7919 + start * 31 + problem.group.rank * 104_729
+def thread_seed(problem: Problem, round_: int, start: int, thread: int) -> Any:
+    seed = problem.seed * 1_000_003 + round_ * 7919 + start * 31 + problem.group.rank * 104_729
     return (seed * 64 + thread) * 2_654_435_761 % (1 << 62)
 
 

@@ -20,6 +20,7 @@ from manyhands.parallel.zero.full_state import whole
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.spans import Span
 from manyhands.replica import state
+from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.update import Sum, complete_momentum, fuse
 
 ELEMENTWISE = (
@@ -53,12 +54,16 @@ PER_PARAMETER = ("step", "mu_product")
 
 def check(optimizer: Optimizer, axis: str = "shard") -> None:
     """Refuse, before training, an optimizer whose update of one element depends on others."""
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in (*ELEMENTWISE, LBFGS):  # LBFGS sums over ranks itself
         raise TaskError(
             f"{axis}= gives each rank slices of parameters, but {type(optimizer).__name__} is not "
             "known to treat every element by itself; use one of "
             f"{', '.join(k.__name__ for k in ELEMENTWISE)}, or data= instead of {axis}="
         )
+
+
+def _keys_per_element(optimizer: Optimizer) -> tuple[str, ...]:
+    return optimizer.per_element if isinstance(optimizer, LBFGS) else PER_ELEMENT
 
 
 class ShardUpdate:
@@ -105,22 +110,23 @@ class ShardUpdate:
         """Whole tensors on every rank of the shard axis, all of which call this; needs no
         `sum_over_ranks`."""
         flat, held = self.flat, self.optimizer.state
+        per_element = _keys_per_element(self.optimizer)
         present = torch.full(
-            (len(PER_ELEMENT) + len(PER_PARAMETER), len(flat.views)),
+            (len(per_element) + len(PER_PARAMETER), len(flat.views)),
             -1.0,
             dtype=torch.float64,
             device=flat.device,
         )
         for i, view in enumerate(flat.views):
             entries = held.get(view.parameter, {})
-            for k, key in enumerate(PER_ELEMENT):
+            for k, key in enumerate(per_element):
                 present[k, i] = 1.0 if isinstance(entries.get(key), Tensor) else -1.0
-            for k, key in enumerate(PER_PARAMETER, len(PER_ELEMENT)):
+            for k, key in enumerate(PER_PARAMETER, len(per_element)):
                 present[k, i] = float(entries[key]) if key in entries else -1.0
         flat.group.all_reduce({"present": present}, "max").wait()
         found: Tensors = {}
         number = {view.name: i for i, view in enumerate(flat.views)}
-        for k, key in enumerate(PER_ELEMENT):
+        for k, key in enumerate(per_element):
             if not bool((present[k] > 0).any()):
                 continue
 
@@ -138,7 +144,7 @@ class ShardUpdate:
                 for n, v in whole(flat, own_state)
                 if present[k, number[n]] > 0
             }
-        for k, key in enumerate(PER_PARAMETER, len(PER_ELEMENT)):
+        for k, key in enumerate(PER_PARAMETER, len(per_element)):
             found |= {
                 f"{p.name}/{key}": present[k, i].float().cpu()
                 for i, p in enumerate(flat.views)
@@ -153,7 +159,7 @@ class ShardUpdate:
         owned = self.flat.owned()
         mine: Tensors = {}
         for view in self.flat.views:
-            for key in (*PER_ELEMENT, *PER_PARAMETER):
+            for key in (*_keys_per_element(self.optimizer), *PER_PARAMETER):
                 if (found := tensors.get(f"{view.name}/{key}")) is not None and view.value.numel():
                     mine[f"{view.name}/{key}"] = (
                         found.reshape(-1)[slice(*owned[view.name])].clone()
