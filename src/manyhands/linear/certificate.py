@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import compiled
+from manyhands.kernels.compile import compiled, inlined
 from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE, conjugate
 from manyhands.linear.passes.rows import Array
-from manyhands.linear.problem import Problem
+from manyhands.linear.problem import Problem, best_shift
 
 WITH_GAP = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
 
@@ -62,17 +62,63 @@ def certify(problem: Problem, theta: Array, own_dual: Array | None = None) -> Ce
     return Certificate(objective, _dual(problem, -problem.slopes()))
 
 
+@inlined
+def _shifted(loss, a, y, c, t):
+    """The dual variable whose margin is larger by t, and its slope by -t."""
+    if loss == LOGISTIC:
+        p = min(max(y * a / c, 0.0), 1.0)
+        e = math.exp(min(max(y * t, -500.0), 500.0))
+        p /= p + (1.0 - p) * e
+        return y * c * p, c * p * (1.0 - p)
+    if loss == SQUARED:
+        return a - c * t, c
+    if loss == SQUARED_HINGE:
+        p = y * a - 2.0 * c * y * t
+        return (y * p, 2.0 * c) if a != 0.0 and p > 0.0 else (0.0, 0.0)
+    return a, 0.0
+
+
+@compiled
+def _shift_sums(a, y, c, lo, hi, loss, t):
+    total, slope = 0.0, 0.0
+    for i in range(lo, hi):
+        if c[i] > 0.0:
+            own, less = _shifted(loss, a[i], y[i], c[i], t)
+            total += own
+            slope += less
+    return 0.0, -total, slope
+
+
+@compiled
+def _shift(a, y, c, loss, t, out):
+    for i in range(len(a)):
+        out[i] = _shifted(loss, a[i], y[i], c[i], t)[0] if c[i] > 0.0 else 0.0
+
+
 def _feasible(problem: Problem, a: Array) -> Array:
     """The solver's a where there is no free intercept; else one near it with sum a = 0.
 
-    Squared loss: less the mean. Labels -1, +1: the heavier side is scaled down, which keeps every
-    y a in its interval.
+    All rows' margins move by the same t, which changes most where the loss is curved most and the
+    dual loses least. A remaining sum (hinge loss): the heavier side is scaled down, which keeps
+    every y a in its interval.
     """
     if not problem.intercept or problem.l2_intercept:
         return a
+
+    def sums(t: float) -> tuple[float, float, float]:
+        done = problem.threads.over(
+            len(a),
+            lambda lo, hi: _shift_sums(a, problem.y, problem.c, lo, hi, problem.loss, t),
+        )
+        first, second, third = problem.sum(np.array(done).sum(0), "dual").tolist()
+        return first, second, third
+
+    if problem.loss != HINGE:
+        out = np.empty_like(a)
+        _shift(a, problem.y, problem.c, problem.loss, best_shift(sums, problem.total_weight), out)
+        a = out
     if problem.loss == SQUARED:
-        total = problem.sum(np.array([a.sum()]), "dual")[0]
-        return a - problem.c * (total / problem.total_weight)
+        return a
     up = problem.y > 0
     sides = problem.sum(np.array([a[up].sum(), -a[~up].sum()]), "dual")
     least = float(sides.min())

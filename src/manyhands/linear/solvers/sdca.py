@@ -35,6 +35,7 @@ from manyhands.linear.problem import Problem
 
 State = dict[str, Array]
 AHEAD = 6  # rows that are prefetched: their order is random, so the processor cannot guess it
+FIRM = 0.01  # largest penalty of a free intercept, as a share of the rows' weight
 FLUSH = 32  # rows between two looks of a thread at the others' intercept
 
 
@@ -165,8 +166,10 @@ class SDCA:
             kernels.squared_norms(indptr, rows.values, 0, rows.count, state["norms"][at])
         total = problem.sum(np.array([state["norms"].sum()]), "norms")[0]
         mean = total / max(problem.total_rows, 1)
-        free = problem.l2 / mean if mean > 0 else problem.l2
-        state["bias"] = np.array([0.0, 0.0, problem.l2_intercept or free])  # b, centre, penalty
+        least = problem.l2 / mean if mean > 0 else problem.l2
+        penalty = problem.l2_intercept or max(least, FIRM * problem.total_weight)
+        # the intercept, its centre, its penalty, and of a free one the last sum of a
+        state["bias"] = np.array([0.0, 0.0, penalty, 0.0, least])
         if theta.any() and problem.loss != HINGE:
             problem.margins(theta)
             kernels.slopes(
@@ -208,10 +211,7 @@ class SDCA:
             if before is not None and gamma != 1.0:
                 a[:] = before + gamma * (a - before)
         if problem.intercept and not problem.l2_intercept:
-            # the centre moves to the intercept, which keeps the pull of sum(a)
-            pull = bias[0] - bias[1]
-            bias[1] = bias[0]
-            bias[0] += pull
+            _move_centre(bias, FIRM * problem.total_weight)
         self._primal(problem, theta, state)
         return gap
 
@@ -257,3 +257,18 @@ class SDCA:
         theta[: problem.columns] = u if t == 0 else np.sign(u) * np.maximum(np.abs(u) - t, 0.0)
         if problem.intercept:
             theta[-1] = state["bias"][0]
+
+
+def _move_centre(bias: Array, most: float) -> None:
+    """The centre moves to the intercept, which keeps the pull of sum(a).
+
+    A firm penalty makes local problems easy, a loose one makes the centre arrive soon: the penalty
+    halves while the sum keeps its sign and its size, and doubles where the sum changes its sign.
+    """
+    b, centre, penalty, before, least = bias.tolist()
+    total = penalty * (b - centre)
+    if total * before > 0.0 and abs(total) > 0.5 * abs(before):
+        penalty = max(0.5 * penalty, least)
+    elif total * before < 0.0:
+        penalty = min(2.0 * penalty, max(most, least))
+    bias[:4] = b + total / penalty, b, penalty, total
