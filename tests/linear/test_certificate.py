@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.linear_runs import lowest, problem_of, rows_and_labels, solve, spec_of
 
 from manyhands.linear.certificate import certify
 from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE
 from manyhands.linear.minimise import Stopping
 from manyhands.linear.solvers.scd import SCD
 from manyhands.linear.solvers.sdca import SDCA
+from support.linear_runs import lowest, problem_of, rows_and_labels, solve, spec_of
 
 
 @settings(max_examples=40, deadline=None)

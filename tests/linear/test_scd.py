@@ -2,6 +2,12 @@
 
 import numpy as np
 import pytest
+
+from manyhands.exchange.inproc import World
+from manyhands.exchange.observed import ObservedGroup
+from manyhands.linear.losses import LOGISTIC, SQUARED, SQUARED_HINGE
+from manyhands.linear.minimise import Stopping
+from manyhands.linear.solvers.scd import SCD
 from support.linear_runs import (
     lowest,
     problem_of,
@@ -10,12 +16,6 @@ from support.linear_runs import (
     solve_on_ranks,
     spec_of,
 )
-
-from manyhands.exchange.inproc import World
-from manyhands.exchange.observed import ObservedGroup
-from manyhands.linear.losses import LOGISTIC, SQUARED, SQUARED_HINGE
-from manyhands.linear.minimise import Stopping
-from manyhands.linear.solvers.scd import SCD
 
 PENALTIES = [(0.0, 1.0), (2.0, 0.0), (1.0, 0.5)]
 
