@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE
+from manyhands.linear.losses import HINGE, LOGISTIC, SMOOTHNESS, SQUARED, SQUARED_HINGE
 from manyhands.linear.solvers.admm import LinearADMM
+from manyhands.linear.solvers.bfgs import BFGS
+from manyhands.linear.solvers.dfp import DFP
+from manyhands.linear.solvers.lbfgs import LinearLBFGS
 from manyhands.linear.solvers.newton import Newton
 from manyhands.linear.solvers.newton_cg import NewtonCG
 from manyhands.linear.solvers.scd import SCD
@@ -14,6 +17,7 @@ from manyhands.linear.solvers.sdca import SDCA
 
 DUAL = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
 TWICE = (LOGISTIC, SQUARED, SQUARED_HINGE)  # losses with a useful second derivative
+SMOOTH = tuple(SMOOTHNESS)  # losses whose slope does not jump
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,9 @@ SOLVERS = {
     "newton": Abilities(Newton),
     "newton_cg": Abilities(NewtonCG),
     "admm": Abilities(LinearADMM, l1=True),
+    "lbfgs": Abilities(LinearLBFGS, SMOOTH, by_feature=True, softmax=True),
+    "bfgs": Abilities(BFGS, SMOOTH, softmax=True),
+    "dfp": Abilities(DFP, SMOOTH, softmax=True),
 }
 NARROW = 1500  # columns up to which a whole Hessian is cheap
 
