@@ -75,7 +75,8 @@ def _core(
 
 @dataclass(frozen=True)
 class Cyclades(Stochastic):
-    """`batch`: rows of a batch; None: as many as split into components, see `stochastic.conflict_batches`."""
+    """`batch`: rows of a batch; None: as many as split into components, see
+    `stochastic.conflict_batches`."""
 
     batch: int | None = None
     keep: int = 8

@@ -9,9 +9,8 @@ are applied on the support of the row only, D_j times as strongly: column j come
 The intercept is a column of ones. eta = step / L, with L the largest curvature of a row.
 
 Threads take conflict-free batches, as in `cyclades`: rows of two threads share no column, so the
-result does not depend on the number of threads, bit for bit. Over ranks, each takes an epoch of
-steps on its own rows with H as of all ranks plus its own changes, so the optimum is a fixed point
-of every rank; then weights are averaged. Two vectors of d + 1 numbers travel.
+result does not depend on the number of threads, bit for bit. Rows are of one rank: local epochs of
+several ranks, averaged, do not reach the optimum where few rows have a column.
 
 Papers: Defazio, Bach & Lacoste-Julien 2014 (arXiv:1407.0202); Pedregosa, Leblond & Lacoste-Julien
 2017 (arXiv:1707.06468).
@@ -36,7 +35,6 @@ from manyhands.linear.problem import Problem
 from manyhands.linear.stochastic.conflict_batches import batch_size, planned
 from manyhands.linear.stochastic.sgd_steps import (
     AHEAD,
-    average_ranks,
     check_finite,
     dot,
     largest_curvature,
@@ -122,6 +120,8 @@ class SAGA:
 
     def init(self, problem: Problem, theta: Array) -> State:
         """Slopes of all rows at theta, and their means."""
+        if problem.group.size > 1:
+            raise ValueError(f"SAGA takes rows of one rank, got {problem.group.size} ranks")
         if problem.loss not in SMOOTHNESS:
             raise ValueError("SAGA needs a loss whose slope has no jump; hogwild takes any")
         m = problem.total_rows / problem.total_weight
@@ -148,20 +148,14 @@ class SAGA:
         return state
 
     def _means(self, problem: Problem, state: State) -> None:
-        """H, and the intercept's mean slope behind it, from the slopes of all ranks' rows."""
+        """H, and the intercept's mean slope behind it, from the slopes of all rows."""
         one, sums = Threads(1), np.zeros(problem.columns + 1)  # one: in the order of the rows
         for rows, at in problem.blocks():
             sums[-1] += rows.scatter(one, state["a"][at], sums[:-1])
-        self._add_means(problem, state, np.zeros_like(sums), sums)
-
-    def _add_means(self, problem: Problem, state: State, H: Array, sums: Array) -> None:
-        """H <- `H` and what the sums of slopes of all ranks have changed by."""
-        problem.sum(sums, "slopes")
-        scale = np.append(state["share"] * problem.source.count, 1.0) / problem.total_rows
-        state["H"] = H + sums * scale
+        state["H"] = sums * np.append(state["share"], 1.0 / max(problem.source.count, 1))
 
     def round(self, problem: Problem, theta: Array, state: State) -> float:
-        """An epoch on every rank, then an average; returns an estimate of the gap."""
+        """One visit of each row; returns an estimate of the gap."""
         d, H = problem.columns, state["H"]
         s = problem.total_weight
         m, (eta, eta_b) = problem.total_rows / s, state["eta"].tolist()
@@ -171,17 +165,12 @@ class SAGA:
             eta_b,
         )  # fmt: skip
         state["round"] += 1
-        before = H.copy()
         for rows, at in problem.blocks():
             bias = np.array([theta[d] if problem.intercept else 0.0, H[d]])
             b, H[d] = self._block(problem, rows, at, theta[:d], bias, state, a)
             if problem.intercept:
                 theta[d] = b
-        average_ranks(problem, theta)
         check_finite(theta, f"epoch {int(state['round'][0])} of SAGA")
-        if problem.group.size > 1:
-            counts = np.append(1.0 / state["share"], problem.source.count)
-            self._add_means(problem, state, before, (H - before) * counts)
         return self._estimate(problem, theta, state)
 
     def _block(
