@@ -268,10 +268,26 @@ def centred(squares: Array, first: Array, total: float) -> Array:
     return np.maximum(squares - first * first / total, 1e-6 * squares)
 
 
+def check_smooth(problem: Any) -> None:
+    """Refuse what has no gradient."""
+    if getattr(problem, "l1", 0.0) or getattr(problem, "positive", False):
+        given = f"l1={problem.l1}" if problem.l1 else "positive=True"
+        raise ValueError(
+            f"{given}: quasi-Newton solvers need an objective that is smooth and free of bounds; "
+            "choose solver='scd', or for l1 over ranks 'sdca' or 'admm'"
+        )
+    if not getattr(problem, "smooth", True):
+        raise ValueError(
+            "the slope of this loss jumps: quasi-Newton solvers need a smooth one; choose "
+            "solver='sdca' or 'hogwild'"
+        )
+
+
 def reduced(problem: Any) -> ReducedObjective:
     """The reduced objective of a problem, made once: it may hold memory that ranks share."""
     found: ReducedObjective | None = vars(problem).get("_reduced")
     if found is None:
+        check_smooth(problem)
         if isinstance(problem, SoftmaxProblem):
             found = ReducedClasses(problem)
         elif isinstance(problem, ColumnProblem):
