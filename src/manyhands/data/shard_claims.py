@@ -13,15 +13,23 @@ Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS): Sandbla
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from typing import Protocol
 
 BITS = 62  # shards in one word of the store, a signed int64
+
+
+class Counters(Protocol):
+    """A key-value store of all ranks whose numbers only one of them changes at a time, such as
+    torch's."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class ShardClaims:
     """One rank's view of the shards."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(self, store: Counters, rank: int, size: int):
         self._store, self._rank, self._size = store, rank, size
         self._evaluation = self._shards = 0
         self._copies: list[int] = []  # shards that this rank has claimed a second time

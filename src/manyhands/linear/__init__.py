@@ -9,8 +9,17 @@ if TYPE_CHECKING:
     from manyhands.linear.estimators.logistic import LogisticRegression
     from manyhands.linear.estimators.regression import ElasticNet, Lasso, LinearRegression, Ridge
     from manyhands.linear.estimators.svc import LinearSVC
+    from manyhands.linear.solver_race import race
 
-__all__ = ["ElasticNet", "Lasso", "LinearRegression", "LinearSVC", "LogisticRegression", "Ridge"]
+__all__ = [
+    "ElasticNet",
+    "Lasso",
+    "LinearRegression",
+    "LinearSVC",
+    "LogisticRegression",
+    "Ridge",
+    "race",
+]
 
 ESTIMATORS = "manyhands.linear.estimators"
 # loaded when they are asked for: the ranks of a fit need no estimator, and no scikit-learn
@@ -21,6 +30,7 @@ WHERE = {
     "LinearSVC": f"{ESTIMATORS}.svc",
     "LogisticRegression": f"{ESTIMATORS}.logistic",
     "Ridge": f"{ESTIMATORS}.regression",
+    "race": "manyhands.linear.solver_race",
 }
 
 

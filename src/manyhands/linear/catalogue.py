@@ -5,15 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.linear.losses import HINGE, LOGISTIC, SQUARED, SQUARED_HINGE
+from manyhands.linear.losses import (
+    HINGE,
+    LOGISTIC,
+    NAMES,
+    SMOOTHNESS,
+    SQUARED,
+    SQUARED_HINGE,
+)
 from manyhands.linear.solvers.admm import LinearADMM
+from manyhands.linear.solvers.bfgs import BFGS
+from manyhands.linear.solvers.cyclades import Cyclades
+from manyhands.linear.solvers.dfp import DFP
+from manyhands.linear.solvers.ftrl import FTRL
+from manyhands.linear.solvers.hogwild import Hogwild
+from manyhands.linear.solvers.lbfgs import LinearLBFGS
 from manyhands.linear.solvers.newton import Newton
 from manyhands.linear.solvers.newton_cg import NewtonCG
+from manyhands.linear.solvers.olbfgs import OLBFGS
+from manyhands.linear.solvers.saga import SAGA
 from manyhands.linear.solvers.scd import SCD
 from manyhands.linear.solvers.sdca import SDCA
+from manyhands.linear.solvers.sqn import SQN
 
 DUAL = (LOGISTIC, SQUARED, HINGE, SQUARED_HINGE)
 TWICE = (LOGISTIC, SQUARED, SQUARED_HINGE)  # losses with a useful second derivative
+SMOOTH = tuple(SMOOTHNESS)  # losses whose slope does not jump
+ANY = tuple(NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -37,6 +55,15 @@ SOLVERS = {
     "newton": Abilities(Newton),
     "newton_cg": Abilities(NewtonCG),
     "admm": Abilities(LinearADMM, l1=True),
+    "lbfgs": Abilities(LinearLBFGS, SMOOTH, by_feature=True, softmax=True),
+    "bfgs": Abilities(BFGS, SMOOTH, softmax=True),
+    "dfp": Abilities(DFP, SMOOTH, softmax=True),
+    "olbfgs": Abilities(OLBFGS, SMOOTH),
+    "sqn": Abilities(SQN),
+    "ftrl": Abilities(FTRL, tuple(NAMES.values()), l1=True),
+    "saga": Abilities(SAGA, SMOOTH, l1=True, ranks=False, positive=True),
+    "hogwild": Abilities(Hogwild, ANY, l1=True, positive=True),
+    "cyclades": Abilities(Cyclades, ANY, l1=True, positive=True),
 }
 NARROW = 1500  # columns up to which a whole Hessian is cheap
 

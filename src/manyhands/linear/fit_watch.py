@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -100,7 +101,14 @@ class FitWatch:
         context.write_plan(plan_words.to_toml(context.plan))
         plan = dataclasses.replace(context.plan, device="auto")  # always the CPU: not worth a word
         words = f"{plan_words.brief(plan)} solver={self.identity.spec.solver!r}"
-        for name, said in (("start", words), ("model", text), ("run", str(context.directory))):
+        told = fit_checkpoint.model_of(self.identity.spec) | self.identity.digests
+        texts = {
+            "start": words,
+            "model": text,
+            "objective": json.dumps(told),  # by which runs that compare are told
+            "run": str(context.directory),
+        }
+        for name, said in texts.items():
             context.recorder.emit(Event(time.time(), 0, at.rounds, name, value=said))
         context.recorder.flush()
         if self.lines is not None:
@@ -163,7 +171,7 @@ class FitWatch:
         context = self.context
         context.checkpoints.wait()
         if context.leads:
-            value = {"objective": found.certificate.objective}
+            value = {"objective": found.certificate.objective, "converged": float(found.converged)}
             if math.isfinite(found.certificate.gap):
                 value["gap"] = found.certificate.gap
             context.recorder.emit(Event(time.time(), 0, found.rounds, "finish", value=value))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
-from manyhands.core import Group, Plan, ProcessInfo
+from manyhands.core import Group, Plan, ProcessInfo, Result
 from manyhands.entry import run_store, start, watched_file, whole_restarts, with_saved_words
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
@@ -161,13 +161,16 @@ def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) 
         handed: Any = stack.enter_context(shared(data)) if launched else data
         report = Report(str(folder / "report.npz") if launched else "")
         rank = RankFit(identity, handed, theta, report, keeps, where.quiet)
-        options = Options(
-            "linear", where.directory or str(folder / "run"), where.resume, quiet=True
-        )
-        start(rank, where.plan, options)
+        directory, by = where.directory or str(folder / "run"), ""
+        try:
+            start(rank, where.plan, Options("linear", directory, where.resume, quiet=True))
+        except LaunchError as e:
+            if not report.told().get("stopped"):
+                raise
+            by = str(e).partition(";")[0]  # what the launcher was asked by, not what it sent on
         found, told = report.read()
     if told["stopped"]:
-        raise _stopped(plan, keeps, told)
+        raise _stopped(plan, keeps, told, by)
     found.directory = told["directory"] if keeps else ""
     if keeps and here.rank == 0:
         _draw(Path(found.directory), where.quiet)
@@ -214,17 +217,16 @@ def _fit_here(
         return found
 
 
-def _stopped(plan: Plan, keeps: bool, told: dict[str, Any]) -> LaunchError:
-    by = told["stopped_by"] or signal.Signals(told["stopped"]).name
+def _stopped(plan: Plan, keeps: bool, told: dict[str, Any], by: str) -> LaunchError:
+    by = by or f"stopped by {told['stopped_by'] or signal.Signals(told['stopped']).name}"
     if not keeps:
         do = "nothing was saved; give the estimator a directory to go on from"
     elif plan.save == "off":
         do = "nothing was saved (save=off)"
     else:
         do = f"go on with directory={told['directory']!r}, resume=True"
-    return LaunchError(
-        f"stopped by {by} after {told['rounds']} rounds: {do}", 128 + told["stopped"]
-    )
+    number = signal.SIGINT if by.endswith("SIGINT") else told["stopped"]
+    return LaunchError(f"{by} after {told['rounds']} rounds: {do}", 128 + number)
 
 
 def _draw(directory: Path, quiet: bool) -> None:
@@ -258,11 +260,21 @@ class Report:
         }
         np.savez(self.file, theta=found.theta, told=json.dumps(told))
 
+    def told(self) -> dict[str, Any]:
+        """{}: there is no report."""
+        if self._kept is not None:
+            return self._kept[1]
+        if not self.file or not Path(self.file).exists():
+            return {}
+        with np.load(self.file) as written:
+            return dict(json.loads(str(written["told"])))
+
     def read(self) -> tuple[Solution, dict[str, Any]]:
         if self._kept is not None:
             return self._kept
+        told = self.told()
         with np.load(self.file) as written:
-            theta, told = written["theta"], json.loads(str(written["told"]))
+            theta = written["theta"]
         history = [RoundRecord(*record) for record in told["history"]]
         certificate = Certificate(*told["certificate"])
         found = Solution(theta, told["rounds"], told["converged"], certificate, history)
@@ -287,15 +299,17 @@ class RankFit:
         with Stop(here.started_by != "manyhands", watched_file(plan, here)) as stop:
             context = open_rank_context(plan, here, run_store(here, plan.timeout_s), options)
             try:
-                self._run(context, data, stop)
+                found = self._run(context, data, stop)
                 context.group.group.barrier()  # of all ranks, without an event
             finally:
                 context.close()
                 if not self.keeps and not self.report.file:
                     shutil.rmtree(context.directory, ignore_errors=True)  # of this host
-        return {}
+        # without a directory `start` draws nothing: this run has a picture of its own
+        ended = Result("", found.rounds, 0.0, 0.0, 0.0, {}, stop.requested, stopped_by=stop.notice)
+        return dataclasses.asdict(ended)
 
-    def _run(self, context: RankContext, data: FitData, stop: Stop) -> None:
+    def _run(self, context: RankContext, data: FitData, stop: Stop) -> Solution:
         plan, group, spec = context.plan, context.group, self.identity.spec
         columns = self.identity.by_feature or needs_columns(spec)
         if context.process.started_by != "alone":
@@ -314,6 +328,7 @@ class RankFit:
         if context.leads or not self.report.file:
             told = {"rounds": found.rounds, "stopped": watch.stopped, "stopped_by": stop.notice}
             self.report.write(found, {**told, "directory": str(context.directory)})
+        return found
 
     def _standing(self, context: RankContext, problem: Any) -> Standing:
         if context.options.resume:

@@ -14,7 +14,7 @@ from manyhands.linear.minimise import Stopping
 from manyhands.linear.passes.columns import Columns
 from manyhands.linear.passes.rows import Array, InMemory, Rows, RowSource, Threads
 from manyhands.linear.problem import Problem
-SoftmaxProblem=None
+from manyhands.linear.softmax_problem import SoftmaxProblem
 from manyhands.split.data import rank_range
 
 
@@ -47,6 +47,11 @@ class FitSpec:
         """The problem that the solver sees: this rank's rows, or its columns of all rows."""
         group = SoloGroup() if group is None else group
         if self.classes > 2:
+            if by_column:
+                raise ValueError(
+                    f"split=by_feature with {self.classes} classes: a softmax needs the margins of "
+                    "all classes; split rows (data=K), or wrap the estimator in OneVsRestClassifier"
+                )
             return SoftmaxProblem(
                 source, y.astype(np.int32), c, self.classes, l2=self.l2, intercept=self.intercept,
                 threads=threads, group=group, seed=self.seed,

@@ -4,7 +4,8 @@
     excess  = objective - bound           gap = objective - the run's own dual value
 
 Drawn from event files alone, so a run that crashed or is still running can be drawn, too. Seconds
-are those of training: certificates are left out. Runs are compared that minimise the same.
+are those of training: certificates are left out. Runs are compared that minimise the same. A dot
+marks where a run converged, a cross where it ended without.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABEL_CHARS = 26
+APART = 10  # runs whose ends are this many times apart are drawn over a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Convergence:
     about: str = ""
     rounds: list[CertifiedRound] = field(default_factory=list)
     finished: bool = False
+    converged: bool = False
 
     @property
     def bound(self) -> float:
@@ -65,8 +68,8 @@ def collect(label: str, events: list[Event]) -> Convergence:
                 run.words = words
             case "model", str() as about:
                 run.about = about
-            case "finish", _:
-                run.finished = True
+            case "finish", dict() as value:
+                run.finished, run.converged = True, bool(value.get("converged", 1.0))
             case "evaluate", dict() as value if "objective" in value:
                 at = value["epoch"]
                 # a resumed run repeats the rounds after its checkpoint
@@ -77,16 +80,18 @@ def collect(label: str, events: list[Event]) -> Convergence:
     return run
 
 
-def draw(runs: Sequence[Path], out: Path, labels: Sequence[str] | None = None) -> Path:
+def draw(
+    runs: Sequence[Path], out: Path, labels: Sequence[str] | None = None, title: str = ""
+) -> Path:
     """Draw the runs of these directories into `out`; labels are their names unless given."""
     names = [Path(run).resolve().name for run in runs] if labels is None else labels
     found = [collect(name, read(Path(run))) for name, run in zip(names, runs, strict=True)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure(found).savefig(out, dpi=160)
+    figure(found, title).savefig(out, dpi=160)
     return out
 
 
-def figure(runs: Sequence[Convergence]) -> Figure:
+def figure(runs: Sequence[Convergence], title: str = "") -> Figure:
     # Figure and Agg canvas by hand: pyplot keeps global state and would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -120,7 +125,7 @@ def figure(runs: Sequence[Convergence]) -> Figure:
                 (place[0] / width, place[1] / height, place[2] / width, place[3] / height)
             )
             _panel(axes, runs, f"{what} over {unit}", unit if i else "", x, y)
-    _write_texts(made, runs, words)
+    _write_texts(made, runs, words, title or (runs[0].label if one else f"{len(runs)} runs"))
     if not one:
         _legend(made, runs, 1 - (side - 0.25) / width, 1 - head / height)
     return made
@@ -153,7 +158,11 @@ def _panel(
         return
     if max(values) / min(values) > 10:
         axes.set_yscale("log")
-    axes.set_xlim(0, max(x(r) for _, _, rounds in shown for r in rounds) * 1.03 or 1.0)
+    ends = [x(rounds[-1]) for _, _, rounds in shown if rounds]
+    if max(ends) > APART * min(ends) > 0:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(0, max(ends) * 1.03 or 1.0)
     for color, run, rounds in shown:
         if not rounds:
             continue
@@ -163,7 +172,7 @@ def _panel(
             marker="o" if few else None, ms=3.2, solid_capstyle="round", zorder=3,
         )  # fmt: skip
         end = rounds[-1]
-        mark = "o" if run.finished else "X"
+        mark = "o" if run.converged else "X"
         axes.plot(
             [x(end)], [y(end)], mark, color=color, ms=8, mec="white", mew=1.4, clip_on=False,
             zorder=5,
@@ -175,26 +184,22 @@ def _colors(count: int) -> list[str]:
 
 
 def _dress(axes: Axes, title: str, below: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axes.set_title(title, loc="left", size=10.5, weight="bold", color=INK, pad=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#9ca3af")
     axes.grid(axis="y", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=8.5, length=0, pad=5, which="both")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
     if below:
         axes.set_xlabel(below, size=9, color=MUTED, labelpad=4)
 
 
-def _write_texts(made: Figure, runs: Sequence[Convergence], words: list[str]) -> None:
+def _write_texts(made: Figure, runs: Sequence[Convergence], words: list[str], title: str) -> None:
     width, height = made.get_size_inches()
     # parse_math: a name may contain dollar signs
     text: dict[str, Any] = {"ha": "left", "va": "top", "parse_math": False}
     small: dict[str, Any] = {"size": 9, "color": MUTED, **text}
     left, one = 0.4 / width, len(runs) == 1
-    title = runs[0].label if one else f"{len(runs)} runs"
     made.text(left, 1 - 0.2 / height, title, size=15, weight="bold", color=INK, **text)
     below = "\n".join(words) if one else runs[0].about.partition(" on ")[2].partition(";")[0]
     made.text(left, 1 - 0.53 / height, below, linespacing=1.4, **small)

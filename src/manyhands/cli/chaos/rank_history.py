@@ -147,7 +147,7 @@ def present_ranks(run: Path) -> dict[int, RankPart]:
 
 
 @dataclass
-class History:
+class RunHistory:
     """Rounds of the model, each with its epoch; `problems`: what does not fit together."""
 
     rounds: dict[int, MemberEpoch] = field(default_factory=dict)
@@ -156,8 +156,8 @@ class History:
     problems: list[str] = field(default_factory=list)
 
 
-def trace(epochs: Sequence[MemberEpoch]) -> History:
-    found = History()
+def trace(epochs: Sequence[MemberEpoch]) -> RunHistory:
+    found = RunHistory()
     for epoch in epochs:
         begin = epoch.first.round
         if any((p.round, p.at) != (begin, epoch.first.at) for p in epoch.parts):

@@ -12,7 +12,7 @@ Which rows form a batch is drawn anew every `keep` epochs; in between, the batch
 random order in each epoch, and their plan is used again. keep=1 draws all rows anew in each epoch.
 Where columns are so popular that a batch would have few rows, one thread takes all steps.
 
-Ranks average their weights after each epoch: see `stochastic`.
+Ranks average their weights after each epoch: see `stochastic.epochs`.
 
 Paper: Pan et al. 2016 (arXiv:1605.09721).
 """
@@ -27,8 +27,9 @@ from manyhands.kernels.atomics import atomic_add, wait_for
 from manyhands.kernels.compile import compiled
 from manyhands.linear.passes.rows import Array, Rows
 from manyhands.linear.problem import Problem
-from manyhands.linear.solvers.conflict_batches import ConflictFree, batch_size, conflict_free
-from manyhands.linear.solvers.sgd_steps import (
+from manyhands.linear.stochastic.conflict_batches import batch_size, planned
+from manyhands.linear.stochastic.epochs import State, Stochastic
+from manyhands.linear.stochastic.sgd_steps import (
     AHEAD,
     SHARED,
     Arguments,
@@ -36,24 +37,8 @@ from manyhands.linear.solvers.sgd_steps import (
     lateness,
     prefetch_bounds,
     prefetch_row,
-    shuffle,
-    thread_seed,
     visit,
 )
-from manyhands.linear.solvers.stochastic import State, Stochastic
-
-
-@compiled
-def _own_rows(core, order, positions, cuts, batch, sequence, rows, slots, ends):
-    """This core's rows, and their places in their batches, in the order in which it visits them."""
-    count = 0
-    for e in range(len(sequence)):
-        b = sequence[e]
-        for q in range(cuts[b, core], cuts[b, core + 1]):
-            rows[count] = order[positions[q]]
-            slots[count] = positions[q] - b * batch
-            count += 1
-        ends[e] = count
 
 
 @compiled
@@ -90,7 +75,8 @@ def _core(
 
 @dataclass(frozen=True)
 class Cyclades(Stochastic):
-    """`batch`: rows of a batch; None: as many as split into components, see `conflict_batches`."""
+    """`batch`: rows of a batch; None: as many as split into components, see
+    `stochastic.conflict_batches`."""
 
     batch: int | None = None
     keep: int = 8
@@ -120,39 +106,12 @@ class Cyclades(Stochastic):
             first += rows.count * problem.group.size
         return total
 
-    def plan(self, problem: Problem, rows: Rows, state: State) -> ConflictFree:
-        """The plan of a block of rows: that of the last epoch, or a new one every `keep` epochs."""
-        draw = (int(state["round"][0]) - 1) // self.keep
-        batch = int(state["batch"][0])
-        names = [f"{k}/{rows.start}" for k in ("order", "positions", "cuts")]
-        kept = [state.get(name) for name in (f"draw/{rows.start}", *names)]
-        # after a resume the state has floats, and maybe another number of threads: plan again
-        if kept[0] is not None and kept[0][0] == draw and kept[1].dtype == np.int32:
-            return ConflictFree(*kept[1:], batch)
-        order = np.arange(rows.count, dtype=np.int32)
-        if self.shuffle:
-            shuffle(order, 0, rows.count, thread_seed(problem, draw, rows.start, 0))
-        found = conflict_free(
-            problem.threads, rows.indptr, rows.indices, rows.columns, order, batch
-        )
-        state[f"draw/{rows.start}"] = np.array([draw])
-        state.update(zip(names, (found.order, found.positions, found.cuts), strict=True))
-        return found
-
-    def sequence(self, problem: Problem, rows: Rows, plan: ConflictFree, state: State) -> Array:
-        """The order of the batches in this epoch."""
-        out = np.arange(plan.batches, dtype=np.int32)
-        if self.shuffle:
-            shuffle(out, 0, len(out), thread_seed(problem, int(state["round"][0]), rows.start, 1))
-        return out
-
     def _block(
         self, problem: Problem, rows: Rows, at: slice, w: Array, bias: Array, state: State,
         arguments: Arguments, first: float,
     ) -> float:  # fmt: skip
-        plan = self.plan(problem, rows, state)
-        sequence = self.sequence(problem, rows, plan, state)
-        sizes = np.minimum(plan.batch, rows.count - sequence.astype(np.int64) * plan.batch)
+        plan, sequence = planned(problem, rows, state, self.keep, self.shuffle)
+        sizes, stride = plan.sizes(sequence), float(problem.group.size)
         arrived, phis = np.zeros(16, np.int64), np.empty(rows.count)
         steps_b, y, c = np.zeros((2, plan.batch)), problem.y[at], problem.c[at]
         bias[1] = float(problem.intercept)
@@ -160,15 +119,10 @@ class Cyclades(Stochastic):
         def core(k: int) -> tuple[float, float]:
             if k >= plan.cores:
                 return 0.0, 0.0
-            count = int((plan.cuts[:, k + 1] - plan.cuts[:, k]).sum())
-            mine, slots = np.empty((2, count), np.int32)
-            ends = np.empty(plan.batches, np.int64)
-            _own_rows(
-                k, plan.order, plan.positions, plan.cuts, plan.batch, sequence, mine, slots, ends
-            )
+            mine, slots, ends = plan.rows_of(k, sequence)
             found: tuple[float, float] = _core(
                 arrived, plan.cores, sizes, mine, slots, ends, steps_b, phis, *rows.csr, y, c, w,
-                bias, first, float(problem.group.size), arguments,
+                bias, first, stride, arguments,
             )  # fmt: skip
             return found
 

@@ -10,7 +10,7 @@ The intercept, which every row would step, is summed by each thread and added fo
 every few rows. `writes`: "shared" as above; "atomic", which loses no step but costs a locked
 instruction a weight; "locked", one lock around each step: the peer to compare with.
 
-Ranks average their weights after each epoch: see `stochastic`.
+Ranks average their weights after each epoch: see `stochastic.epochs`.
 
 Paper: Recht, Re, Wright & Niu 2011 (arXiv:1106.5730).
 """
@@ -25,7 +25,8 @@ from manyhands.kernels.atomics import acquire, atomic_add, release
 from manyhands.kernels.compile import compiled
 from manyhands.linear.passes.rows import Array, Rows
 from manyhands.linear.problem import Problem
-from manyhands.linear.solvers.sgd_steps import (
+from manyhands.linear.stochastic.epochs import State, Stochastic
+from manyhands.linear.stochastic.sgd_steps import (
     AHEAD,
     ATOMIC,
     LOCKED,
@@ -38,7 +39,6 @@ from manyhands.linear.solvers.sgd_steps import (
     thread_seed,
     visit,
 )
-from manyhands.linear.solvers.stochastic import State, Stochastic
 
 FLUSH = 32  # rows between two looks of a thread at the others' intercept
 WRITES = {"shared": SHARED, "locked": LOCKED, "atomic": ATOMIC}

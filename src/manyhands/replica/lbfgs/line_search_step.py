@@ -121,23 +121,23 @@ class Surroundings:
         self._device = device
         self._rng: Tensors = state.rng_state(device)
         self._buffers = [
-            (owner, name, buffer, buffer.clone(), buffer._version)
-            for owner, name, buffer in _buffers(modules)
+            (owner, name, buffer, buffer.clone()) for owner, name, buffer in _buffers(modules)
         ]
 
     def changed(self) -> bool:
         now = state.rng_state(self._device)
         drawn = any(not torch.equal(now[k], v) for k, v in self._rng.items())
         return drawn or any(
-            owner[name] is not buffer or buffer._version != version
-            for owner, name, buffer, _, version in self._buffers
+            owner[name] is not buffer or not torch.equal(buffer, value)
+            for owner, name, buffer, value in self._buffers
         )
 
     def restore(self) -> None:
         state.load_rng(self._rng, self._device)
-        for owner, name, buffer, value, version in self._buffers:
+        for owner, name, buffer, value in self._buffers:
             owner[name] = buffer
-            if buffer._version != version:
+            # by value: BatchNorm's kernels leave the version of its statistics as it was
+            if not torch.equal(buffer, value):
                 with torch.no_grad():
                     buffer.copy_(value)
 

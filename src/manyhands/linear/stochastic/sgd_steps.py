@@ -218,16 +218,21 @@ def count_columns(indices, start, end, counts):
         counts[indices[k]] += 1.0
 
 
-def column_counts(problem: Problem) -> Array:
-    """Rows with column j, of all ranks."""
+def own_counts(problem: Problem) -> Array:
+    """Rows with column j, of this rank."""
     counts = np.zeros(problem.columns)
     for rows, _ in problem.blocks():
         count_columns(rows.indices, rows.indptr[0], rows.indptr[-1], counts)
-    return problem.sum(counts, "counts")
+    return counts
+
+
+def column_counts(problem: Problem) -> Array:
+    """Rows with column j, of all ranks."""
+    return problem.sum(own_counts(problem), "counts")
 
 
 def largest_curvature(problem: Problem, m: float) -> float:
-    """max_i m c_i |x_i|^2 times the largest phi'' (1 where phi' jumps), over all ranks."""
+    """max_i m c_i |x_i|^2 times the largest phi'' (1 where phi' jumps)."""
     most = np.zeros(1)
     for rows, at in problem.blocks():
         norms = np.empty(rows.count)

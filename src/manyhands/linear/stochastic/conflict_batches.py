@@ -18,14 +18,15 @@ import numpy as np
 
 from manyhands.kernels.compile import U32, U64, compiled, inlined
 from manyhands.kernels.instructions import prefetch
-from manyhands.linear.passes.rows import Array, Threads
+from manyhands.linear.passes.rows import Array, Rows, Threads
+from manyhands.linear.problem import Problem
+from manyhands.linear.stochastic.sgd_steps import AHEAD, shuffle, thread_seed
 
 EPS = 0.1
 MOST_ROWS = 1024  # of a batch: more would not make barriers cheaper
 LEAST_ROWS = 8  # of a batch: below, a barrier costs more than cores save
 LEAST_BATCHES = 16  # of an epoch
 SLOTS = 1 << 18  # of `last`, at most: it stays in the second-level cache
-AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,21 @@ class ConflictFree:
     @property
     def batches(self) -> int:
         return len(self.cuts)
+
+    def sizes(self, sequence: Array) -> Array:
+        """Rows of the batches in that order."""
+        return np.minimum(self.batch, len(self.order) - sequence.astype(np.int64) * self.batch)
+
+    def rows_of(self, core: int, sequence: Array) -> tuple[Array, Array, Array]:
+        """The rows of a core in the order in which it visits them, their places in their batches,
+        and how many it has visited at the end of each batch."""
+        count = int((self.cuts[:, core + 1] - self.cuts[:, core]).sum())
+        rows, slots = np.empty(count, np.int32), np.empty(count, np.int32)
+        ends = np.empty(self.batches, np.int64)
+        _own_rows(
+            core, self.order, self.positions, self.cuts, self.batch, sequence, rows, slots, ends
+        )
+        return rows, slots, ends
 
 
 def batch_size(counts: Array, rows: float) -> int:
@@ -77,6 +93,47 @@ def conflict_free(
 
     threads.run(part)
     return ConflictFree(order, positions, cuts, batch)
+
+
+def planned(
+    problem: Problem, rows: Rows, state: dict[str, Array], keep: int, shuffled: bool
+) -> tuple[ConflictFree, Array]:
+    """The plan of a block of rows and the order of its batches in this epoch.
+
+    state["round"] counts epochs from 1. Which rows form a batch is drawn anew every `keep` epochs;
+    in between the plan in `state` is used again, and only the batches change their order.
+    """
+    epoch, batch, start = int(state["round"][0]), int(state["batch"][0]), rows.start
+    draw = (epoch - 1) // keep
+    names = [f"{name}/{start}" for name in ("order", "positions", "cuts")]
+    drawn, order = state.get(f"draw/{start}"), state.get(names[0])
+    # after a resume the state has floats, and maybe another number of threads: plan again
+    if drawn is not None and drawn[0] == draw and order is not None and order.dtype == np.int32:
+        plan = ConflictFree(*(state[name] for name in names), batch)
+    else:
+        order = np.arange(rows.count, dtype=np.int32)
+        if shuffled:
+            shuffle(order, 0, rows.count, thread_seed(problem, draw, start, 0))
+        csr, columns = (rows.indptr, rows.indices), rows.columns
+        plan = conflict_free(problem.threads, *csr, columns, order, batch)
+        state[f"draw/{start}"] = np.array([draw])
+        state.update(zip(names, (plan.order, plan.positions, plan.cuts), strict=True))
+    sequence = np.arange(plan.batches, dtype=np.int32)
+    if shuffled:
+        shuffle(sequence, 0, plan.batches, thread_seed(problem, epoch, start, 1))
+    return plan, sequence
+
+
+@compiled
+def _own_rows(core, order, positions, cuts, batch, sequence, rows, slots, ends):
+    count = 0
+    for e in range(len(sequence)):
+        b = sequence[e]
+        for q in range(cuts[b, core], cuts[b, core + 1]):
+            rows[count] = order[positions[q]]
+            slots[count] = positions[q] - b * batch
+            count += 1
+        ends[e] = count
 
 
 @inlined

@@ -24,8 +24,8 @@ from manyhands.linear.certificate import WITH_GAP, Certificate, certify
 from manyhands.linear.losses import HINGE, SMOOTHNESS
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
-from manyhands.linear.solvers import sgd_steps as steps
-from manyhands.linear.solvers.sgd_steps import Arguments
+from manyhands.linear.stochastic import sgd_steps as steps
+from manyhands.linear.stochastic.sgd_steps import Arguments
 
 State = dict[str, Array]
 SPARSE_STEP_B = 0.01  # of an intercept beside sparse columns: it is stepped in every row, they not

@@ -1,0 +1,1 @@
+"""Stochastic gradient steps: kernels, epochs and conflict-free batches that solvers share."""

@@ -1,0 +1,256 @@
+"""Linear models on several processes, as users start them: from a script without a guard, under
+torchrun and `manyhands run`; stopped, killed, restarted; and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn")
+
+from manyhands.recover.checkpoint import Checkpoints
+from support.commands import (
+    CLI,
+    STOPPED_S,
+    Command,
+    command,
+    descendants,
+    left_in_shared_memory,
+    run,
+    wait_until_gone,
+)
+
+# no `if __name__ == "__main__"`: a cell of a notebook has none either
+DATA = """
+import json, os, sys, warnings
+import numpy as np
+from sklearn.exceptions import ConvergenceWarning
+from manyhands.linear import LogisticRegression
+warnings.simplefilter("ignore", ConvergenceWarning)
+rng = np.random.default_rng(0)
+X = rng.standard_normal((600, 20))
+y = X @ rng.standard_normal(20) + rng.standard_normal(600) > 0
+
+def fit(name, **options):
+    model = LogisticRegression(**{"tol": 1e-9, "max_iter": 1000, **options}).fit(X, y)
+    np.save(name, np.append(model.coef_, model.intercept_))
+    return model
+"""
+# whose end is far away
+ENDLESS = """
+fit("never.npy", solver="sdca", C=1e6, tol=1e-13, max_iter=10**7, directory="run", **OPTIONS)
+"""
+PYTHON = [sys.executable, "-"]
+
+
+def coefficients(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy")
+
+
+def assert_nothing_left(pids: list[int]) -> None:
+    wait_until_gone(pids, STOPPED_S)
+    assert not left_in_shared_memory(pids)
+
+
+def ranks_of(job: Command) -> list[int]:
+    """Processes of the ranks, once each has finished a round."""
+    events = [job.folder / "run" / "events" / f"rank-{r}.jsonl" for r in range(2)]
+    job.until(
+        lambda: all(e.exists() and b'"round","' in e.read_bytes() for e in events),
+        "round on every rank",
+    )
+    return [pid for pid in descendants(job.process.pid) if is_rank(pid)]
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        return b"manyhands" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+# -- where a fit is started from --
+
+
+def test_fits_on_two_ranks_equal_those_of_one_process(tmp_path: Path) -> None:
+    script = f"""{DATA}
+fit("one", solver="newton")
+fit("rows", solver="newton", plan="data=2")
+fit("dual", solver="sdca", plan="data=2", tol=1e-7)
+fit("l1", solver="scd", l1_ratio=1.0)
+fit("columns", solver="scd", l1_ratio=1.0, plan="tensor=2 split=by_feature")
+print("directories", os.listdir())
+"""
+    job = run(tmp_path, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    one, l1 = coefficients(tmp_path, "one"), coefficients(tmp_path, "l1")
+    np.testing.assert_allclose(coefficients(tmp_path, "rows"), one, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(coefficients(tmp_path, "dual"), one, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(coefficients(tmp_path, "columns"), l1, rtol=1e-3, atol=1e-4)
+    assert "runs" not in job.out  # without directory= none is made
+    assert not left_in_shared_memory([job.process.pid])
+
+
+def torchrun(script: str) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
+        "--standalone", script,
+    ]  # fmt: skip
+
+
+def test_under_torchrun_the_ranks_of_a_job_fit_together(tmp_path: Path) -> None:
+    text = f"""{DATA}
+rank = os.environ["RANK"]
+fit(f"alone-{{rank}}", solver="newton")
+fit(f"together-{{rank}}", solver="newton", plan="data=2", directory="run")
+try:
+    LogisticRegression(directory="other").fit(X, y)
+except ValueError as e:
+    print("refused:", e)
+X[0, 0] += float(rank)
+try:
+    fit("different", solver="newton", plan="data=2")
+except ValueError as e:
+    print("refused:", e)
+"""
+    tmp_path.joinpath("fit.py").write_text(text)
+    job = run(tmp_path, torchrun("fit.py"))
+    assert job.process.returncode == 0, job.err[-3000:]
+    found = [coefficients(tmp_path, f"{kind}-{r}") for kind in ("alone", "together") for r in "01"]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[2], found[3])
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-6, atol=1e-9)
+    assert {p.name for p in (tmp_path / "run" / "events").iterdir()} == {
+        "rank-0.jsonl", "rank-1.jsonl"
+    }  # fmt: skip
+    assert "let them fit together with plan='data=2'" in job.out
+    assert "the 2 ranks of this job were given different rows" in job.out
+
+
+def test_manyhands_run_starts_the_ranks_that_a_plan_wants(tmp_path: Path) -> None:
+    text = f"""{DATA}
+fit(f"together-{{os.environ['RANK']}}", solver="newton", plan="data=2")
+"""
+    tmp_path.joinpath("fit.py").write_text(text)
+    job = run(tmp_path, [*CLI, "run", "fit.py", "data=2", "--dir", "run"])
+    assert job.process.returncode == 0, job.err[-3000:]
+    one, other = (coefficients(tmp_path, f"together-{r}") for r in "01")
+    np.testing.assert_array_equal(one, other)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").all()
+    wrong = run(tmp_path / "wrong", [*CLI, "run", "../fit.py", "data=2", "merge=local_sgd"])
+    assert wrong.process.returncode == 2
+    assert "merge=local_sgd has no effect on a linear model" in wrong.err
+
+
+# -- stopped, killed --
+
+
+def endless(folder: Path, options: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "fit.py").write_text(DATA + f"OPTIONS = {options}\n" + ENDLESS)
+    return [sys.executable, "fit.py"]
+
+
+def rounds_of(folder: Path) -> int:
+    return int(Checkpoints(folder / "run" / "checkpoints").all()[-1].name.partition("-")[2])
+
+
+def straight(folder: Path, rounds: int) -> np.ndarray:
+    """The same fit without a stop: as many rounds."""
+    script = (
+        DATA
+        + f"""
+options = dict(solver="sdca", C=1e6, tol=1e-13, max_iter={rounds}, plan="data=2 save=off")
+fit("straight", directory="straight", **options)
+"""
+    )
+    job = run(folder, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    return coefficients(folder, "straight")
+
+
+def resumed(folder: Path, rounds: int) -> np.ndarray:
+    script = (
+        DATA
+        + f"""
+options = dict(solver="sdca", C=1e6, tol=1e-13, max_iter={rounds}, plan="data=2")
+fit("resumed", directory="run", resume=True, **options)
+"""
+    )
+    job = run(folder, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    return coefficients(folder, "resumed")
+
+
+def test_ctrl_c_saves_a_checkpoint_from_which_a_fit_goes_on_exactly(tmp_path: Path) -> None:
+    with command(tmp_path, endless(tmp_path, "dict(plan='data=2')")) as job:
+        pids = ranks_of(job)
+        job.process.send_signal(signal.SIGINT)
+        assert job.end() != 0
+    done = rounds_of(tmp_path)
+    assert f"stopped by SIGINT after {done} rounds: go on with directory='run', resume=True" in (
+        job.err
+    )
+    assert_nothing_left(pids)
+    limit = done + 7
+    np.testing.assert_array_equal(resumed(tmp_path, limit), straight(tmp_path, limit))
+
+
+def test_a_killed_rank_is_named_and_ends_the_fit(tmp_path: Path) -> None:
+    with command(tmp_path, endless(tmp_path, "dict(plan='data=2')")) as job:
+        pids = ranks_of(job)
+        victim = pids[-1]
+        os.kill(victim, signal.SIGKILL)
+        assert job.end() != 0
+    assert f"(pid {victim}) was killed by SIGKILL" in job.err
+    assert_nothing_left(pids)
+
+
+def test_with_restarts_a_fit_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    options = "dict(plan='data=2 save=10 restarts=1')"
+    with command(tmp_path, endless(tmp_path, options)) as job:
+        first = ranks_of(job)
+        job.until(lambda: bool(Checkpoints(tmp_path / "run" / "checkpoints").all()), "checkpoint")
+        os.kill(first[0], signal.SIGKILL)
+        at = rounds_of(tmp_path)
+        second: list[int] = []
+
+        def begun_again() -> bool:
+            second[:] = [p for p in descendants(job.process.pid) if is_rank(p) and p not in first]
+            return bool(second) and rounds_of(tmp_path) > at + 20
+
+        job.until(begun_again, "rounds after the restart")
+        job.process.send_signal(signal.SIGINT)
+        job.end()
+    done = rounds_of(tmp_path)
+    assert_nothing_left([*first, *second])
+    limit = done + 3
+    np.testing.assert_array_equal(resumed(tmp_path, limit), straight(tmp_path, limit))
+
+
+def test_the_data_is_not_copied_by_ranks(tmp_path: Path) -> None:
+    """Ranks map what the calling process holds: their own memory does not grow with the data."""
+    script = (
+        DATA
+        + """
+X = rng.random((150_000, 400)); y = X[:, 0] > 0.5
+LogisticRegression(solver="newton_cg", plan="data=2", directory="run").fit(X, y)
+"""
+    )
+    with command(tmp_path, PYTHON, script) as job:
+        pids = ranks_of(job)
+        own = [private_mb(pid) for pid in pids]
+        mapped = [Path(f"/proc/{pid}/maps").read_text().count("memfd:manyhands") for pid in pids]
+        job.end()
+    # values and indices of a rank's rows are 360 MB; its modules and vectors are the rest
+    assert own and max(own) < 450 and min(mapped) >= 5, (own, mapped)
+
+
+def private_mb(pid: int) -> float:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) / 1024
