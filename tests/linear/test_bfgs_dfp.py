@@ -180,7 +180,7 @@ def test_too_many_columns_are_refused_with_the_memory_they_would_need(solver):
 
 @BOTH
 def test_columns_split_over_ranks_are_refused(solver):
-    with pytest.raises(ValueError, match="split over 2.*lbfgs"):
+    with pytest.raises(ValueError, match=r"split over 2.*lbfgs"):
         iterates(2, lambda group: column_problem(group, *data(), LOGISTIC, l2=1.0), solver(), 1)
 
 

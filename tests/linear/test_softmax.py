@@ -247,5 +247,5 @@ def test_a_warm_start_at_the_solution_stops_at_once():
 
 def test_solvers_without_softmax_are_refused_by_name():
     x, y = loaded("iris")
-    with pytest.raises(ValueError, match="newton.*does not support multiclass.*'lbfgs'"):
+    with pytest.raises(ValueError, match=r"newton.*does not support multiclass.*'lbfgs'"):
         LogisticRegression(solver="newton").fit(x, y)

@@ -1,4 +1,4 @@
-"""Online L-BFGS and SQN: what they are with all rows in a batch, and that they reach the minimum."""
+"""Online L-BFGS and SQN: what they are with all rows in a batch; and they reach the minimum."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_falling_eta_falls_with_epochs(solver):
     problem = row_problem(ALONE, *data(300), LOGISTIC, l2=0.5)
     moves = []
     for decay in (math.inf, 1e-3):
-        theta, state = advanced(problem, solver(batch=30, eta=0.1, decay=decay), 1)
+        _, state = advanced(problem, solver(batch=30, eta=0.1, decay=decay), 1)
         moves.append(np.linalg.norm(state["u"]))
     assert moves[1] < 0.5 * moves[0]
 

@@ -5,8 +5,8 @@
 
 Both gradients of y are of the same batch B, so y is a difference along s and no sampling noise; lam
 keeps s'y positive where a batch is flat. With all rows in a batch, lam = 0 and H_0 of the newest
-pair this is L-BFGS with a fixed step. A round is an epoch; two gradients travel for each batch, three
-where they are anchored.
+pair this is L-BFGS with a fixed step. A round is an epoch; two gradients travel for each batch, or
+three where they are anchored.
 
 Paper: Schraudolph, Yu & Guenter 2007 (AISTATS).
 """
