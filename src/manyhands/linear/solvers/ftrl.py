@@ -177,7 +177,8 @@ class FTRL:
             self._pull_all(store, problem, theta)
         elif problem.intercept:
             theta[d] = state["bias"][0]
-        if not np.isfinite(theta).all():
+        # where n overflows, w is zero
+        if not (np.isfinite(theta).all() and np.isfinite(state.get("n", theta)).all()):
             raise ValueError(
                 "Floating-point under-/overflow occurred in solver ftrl: scale the columns, or "
                 f"give a smaller alpha (it is {self.alpha:g})"
