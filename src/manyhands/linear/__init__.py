@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands.linear.estimators.logistic import LogisticRegression
     from manyhands.linear.estimators.regression import ElasticNet, Lasso, LinearRegression, Ridge
+    from manyhands.linear.estimators.sgd import SGDClassifier, SGDRegressor
     from manyhands.linear.estimators.svc import LinearSVC
     from manyhands.linear.solver_race import race
 
@@ -18,6 +19,8 @@ __all__ = [
     "LinearSVC",
     "LogisticRegression",
     "Ridge",
+    "SGDClassifier",
+    "SGDRegressor",
     "race",
 ]
 
@@ -30,6 +33,8 @@ WHERE = {
     "LinearSVC": f"{ESTIMATORS}.svc",
     "LogisticRegression": f"{ESTIMATORS}.logistic",
     "Ridge": f"{ESTIMATORS}.regression",
+    "SGDClassifier": f"{ESTIMATORS}.sgd",
+    "SGDRegressor": f"{ESTIMATORS}.sgd",
     "race": "manyhands.linear.solver_race",
 }
 

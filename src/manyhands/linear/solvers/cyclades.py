@@ -89,13 +89,12 @@ class Cyclades(Stochastic):
         if self.keep < 1 or (self.batch is not None and self.batch < 1):
             raise ValueError(f"batch={self.batch}, keep={self.keep}: 1 or more is needed")
 
-    def init(self, problem: Problem, theta: Array) -> State:
-        state = super().init(problem, theta)
+    def see(self, problem: Problem, state: State) -> None:
+        super().see(problem, state)
         batch = self.batch
         if batch is None:
             batch = batch_size(column_counts(problem), problem.total_rows)
         state["batch"] = np.array([batch])
-        return state
 
     def lag(self, problem: Problem, state: State) -> int:
         return int(state["batch"][0])

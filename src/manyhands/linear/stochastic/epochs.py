@@ -84,6 +84,8 @@ class Stochastic(ABC):
         state: State = {
             "round": one.copy(),
             "t": one.copy(),
+            "since": np.array([float(self.average)]),
+            "objective": np.array([np.inf]),
             "best": np.array([np.inf]),
             "stalled": one.copy(),
             "recent": np.full(self.patience + 1, np.inf),
@@ -110,6 +112,11 @@ class Stochastic(ABC):
 
     def round(self, problem: Problem, theta: Array, state: State) -> float:
         """An epoch on every rank, then an average; returns an estimate of the gap."""
+        objective = self.pass_over(problem, theta, state)
+        return self.progress(problem, state, objective)
+
+    def pass_over(self, problem: Problem, theta: Array, state: State) -> float:
+        """An epoch, and the mean objective that was seen meanwhile."""
         w = state["w"] if self.average else theta
         d, s = problem.columns, self.per(problem)
         bias = np.zeros(16)  # b and the sum of its late changes, a cache line apart
@@ -128,7 +135,8 @@ class Stochastic(ABC):
                 state["sums"][d] += bias[8]
             self._report(problem, theta, state)
         objective = (float(problem.sum(loss, "loss")[0]) + problem.penalty(w)) / s
-        return self.progress(problem, state, objective)
+        state["objective"] = np.array([objective])
+        return objective
 
     def arguments(self, problem: Problem, state: State) -> tuple[Arguments, EpochArrays]:
         """What the kernels need to know of this epoch."""
@@ -155,7 +163,7 @@ class Stochastic(ABC):
         a = Arguments(
             penalty, steps.SCHEDULES[self.schedule], problem.loss, float(problem.eps), m, l1, l2,
             problem.l2_intercept / s, 0.0 if problem.positive else -math.inf, eta, alpha, t0,
-            self.power, eta_b, most_b, float(self.average),
+            self.power, eta_b, most_b, float(state["since"][0]),
         )  # fmt: skip
         sums = state["sums"][: problem.columns] if self.average else np.zeros(1)
         return a, (rare, shrink, sums)
@@ -167,11 +175,14 @@ class Stochastic(ABC):
         rows = max(float(problem.total_rows), 1.0)
         density = problem.total_nonzeros / max(rows * problem.columns, 1.0)
         curve = SMOOTHNESS.get(problem.loss, 1.0) * m * problem.total_weight / rows
-        return max(density, SPARSE_STEP_B), 1.0 / max(curve * self.lag(problem, state), 1e-300)
+        lag = self.lag(problem, state)
+        # steps from one and the same intercept add up
+        most = 1.0 / max(curve * lag, 1e-300) if lag > 1 else math.inf
+        return max(density, SPARSE_STEP_B), most
 
     def _report(self, problem: Problem, theta: Array, state: State) -> None:
         """theta <- the mean of w since step `average`; before it, w."""
-        taken = float(state["t"][0]) - self.average + 1.0
+        taken = float(state["t"][0] - state["since"][0]) + 1.0
         theta[:] = state["w"]
         if taken > 0.0:
             sums = state["sums"].copy()
@@ -181,7 +192,10 @@ class Stochastic(ABC):
     # -- when to stop --
 
     def progress(self, problem: Problem, state: State, objective: float) -> float:
-        """An estimate of the gap: what epochs still gain. With `tol`: infinite, or 0 to stop."""
+        """An estimate of the gap: what epochs still gain. With `tol`: infinite, or 0 to stop.
+
+        Any figure that falls may stand for the objective, where `tol` is given.
+        """
         if self.tol is None:
             recent = state["recent"] = np.append(state["recent"][1:], objective * self.per(problem))
             if problem.loss in WITH_GAP and problem.loss != HINGE:
@@ -203,4 +217,4 @@ class Stochastic(ABC):
     def certify(self, problem: Problem, theta: Array, state: State) -> Certificate:
         if self.tol is None:
             return certify(problem, theta)
-        return Certificate(float(state["best"][0]) * self.per(problem), -math.inf)
+        return Certificate(float(state["objective"][0]) * self.per(problem), -math.inf)
