@@ -37,9 +37,11 @@ OPTIONS = {
     "ensemble": {"period": 3, "distil": 1},
 }
 LINKS, RESUMED = ("shared", "gloo"), "shared"
+# those over servers: test_strategies_over_servers.py; those in one memory, whose runs do not
+# repeat: test_hogwild_process.py
 RULES = [
-    name for name, rule in STRATEGIES.items() if rule.link is Group
-]  # those over servers: test_served.py
+    name for name, rule in STRATEGIES.items() if rule.link is Group and not rule.shares_parameters
+]
 every_rule = pytest.mark.parametrize("name", RULES)
 
 

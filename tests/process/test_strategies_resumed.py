@@ -41,7 +41,11 @@ def blocks(rule: str) -> str:
     return " ".join([f"merge={rule}", *(f"merge.{k}={v}" for k, v in short.items() if k in fields)])
 
 
-CASES = {name: blocks(name) for name, rule in STRATEGIES.items() if rule.link is Group}
+CASES = {
+    name: blocks(name)
+    for name, rule in STRATEGIES.items()
+    if rule.link is Group and not rule.shares_parameters  # these do not repeat bit for bit
+}
 CASES |= {f"compress={codec}": f"compress={codec}" for codec in CODECS}
 CASES |= {
     "topk of updates": "compress=topk compress.density=0.1 merge=local_sgd merge.period=4",

@@ -39,11 +39,8 @@ def check_common_parameters(plan: Plan) -> None:
             f"batchnorm=sync makes ranks wait for each other in every layer, which {word} avoids; "
             "set batchnorm=local"
         )
-    if plan.algorithm != "native" and all(words.values()):
-        raise PlanError(
-            f"algorithm={plan.algorithm} has no effect: {word} sends nothing, ranks share memory; "
-            "leave it out"
-        )
+    if all(words.values()):
+        _check_exchange(plan, word)
 
 
 def _check_memory(plan: Plan, word: str) -> None:
@@ -57,3 +54,13 @@ def _check_memory(plan: Plan, word: str) -> None:
             f"link={plan.link} with {word}: ranks step one parameter vector in shared memory of "
             "one host; leave link= out (or link=shared), or use merge=downpour servers=1"
         )
+
+
+def _check_exchange(plan: Plan, word: str) -> None:
+    """Words about what ranks send, where they send nothing at any time."""
+    for key in ("algorithm", "bucket_mb"):
+        if (given := getattr(plan, key)) != Plan.__dataclass_fields__[key].default:
+            raise PlanError(
+                f"{key}={given} has no effect: {word} sends nothing, ranks share memory; "
+                "leave it out"
+            )
