@@ -233,6 +233,38 @@ def test_with_restarts_a_fit_goes_on_after_a_rank_was_killed(tmp_path: Path) -> 
     np.testing.assert_array_equal(resumed(tmp_path, limit), straight(tmp_path, limit))
 
 
+STREAM = f"""{DATA}
+from manyhands.linear.solvers.ftrl import FTRL
+solver = FTRL(batch=8, passes=6)
+def objective(name, **options):
+    print(name, fit(name, solver=solver, **{{"tol": 1e-300, "max_iter": 6, **options}}).objective_)
+objective("here")
+"""
+
+
+def test_ftrl_keeps_its_columns_on_servers(tmp_path: Path) -> None:
+    script = f"""{STREAM}
+objective("two", plan="data=2 servers=2 compress=fp16", directory="two")
+"""
+    job = run(tmp_path, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    found = {line.split()[0]: float(line.split()[1]) for line in job.out.splitlines()}
+    assert abs(found["two"] / found["here"] - 1.0) < 0.1
+    assert not (tmp_path / "two" / "servers.json").exists()
+    assert not left_in_shared_memory([job.process.pid])
+
+
+def test_ftrl_over_servers_resumes_with_what_they_held(tmp_path: Path) -> None:
+    script = f"""{STREAM}
+objective("first", plan="servers=1", directory="one", max_iter=2)
+objective("resumed", plan="servers=1", directory="one", resume=True)
+"""
+    job = run(tmp_path, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    here, resumed = coefficients(tmp_path, "here"), coefficients(tmp_path, "resumed")
+    np.testing.assert_allclose(resumed, here, rtol=1e-8, atol=1e-10)
+
+
 def test_the_data_is_not_copied_by_ranks(tmp_path: Path) -> None:
     """Ranks map what the calling process holds: their own memory does not grow with the data."""
     script = (

@@ -198,7 +198,7 @@ def open_tables(
             f"clip={plan.clip:g} bounds the gradient of parameters; "
             "rows of mh.Embedding are not clipped"
         )
-    store, leases = _connect(context, plan, module)
+    store, leases = connect_store(context, plan, _modules(module))
     if not embedded:
         tables = RunTables(context, plan, store, None)
         tables.leases = leases
@@ -283,15 +283,16 @@ def rows_of_this_process() -> EmbeddingTables:
     return script_tables(LocalStore(0, 1))
 
 
-def _connect(
-    context: RankContext, plan: Plan, module: nn.Module
+def connect_store(
+    context: RankContext, plan: Plan, modules: Sequence[str] = ()
 ) -> tuple[TableStore, StepLeases | None]:
+    """The store of a plan, on its servers or in this process; `modules` of custom optimizers."""
     if not plan.servers:
-        return LocalStore(0, 1, [Shard(modules=_modules(module))]), None
+        return LocalStore(0, 1, [Shard(modules=modules)]), None
     process = context.process
     # of an elastic run, the launcher has started them
     options = (
-        server_options(plan, context.directory, _modules(module))
+        server_options(plan, context.directory, modules)
         if plan.elastic is None
         else processes.ServerOptions()
     )

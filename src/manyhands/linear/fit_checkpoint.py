@@ -26,7 +26,7 @@ from manyhands.errors import CheckpointError, PlanError
 from manyhands.linear.certificate import Certificate
 from manyhands.linear.data.shards import RowShards
 from manyhands.linear.fit_data import FitData
-from manyhands.linear.minimise import RoundRecord, Standing
+from manyhands.linear.minimise import RoundRecord, Standing, State
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.spec import FitSpec
 from manyhands.recover.checkpoint import find
@@ -97,11 +97,11 @@ class FitIdentity:
         return found
 
 
-def save(context: RankContext, identity: FitIdentity, at: Standing) -> None:
-    """Every rank calls it; rank 0 writes, in the background."""
+def save(context: RankContext, identity: FitIdentity, at: Standing, state: State) -> None:
+    """Every rank calls it with its state; rank 0 writes, in the background."""
     group = context.group
     whole = identity.whole(at.theta, group)
-    states = _gathered(to_bytes({k: np.ascontiguousarray(v) for k, v in _state(at)}), group)
+    states = _gathered(to_bytes({k: np.ascontiguousarray(v) for k, v in state.items()}), group)
     if group.rank:
         return
     found = at.certificate
@@ -126,11 +126,6 @@ def save(context: RankContext, identity: FitIdentity, at: Standing) -> None:
     params = {"theta": torch.from_numpy(whole)}
     snapshot = Snapshot(at.rounds, params, {}, {}, position, {}, meta, ranks)
     context.checkpoints.save(snapshot, {"objective": found.objective})
-
-
-def _state(at: Standing) -> Any:
-    assert at.state is not None
-    return at.state.items()
 
 
 def _gathered(own: bytes, group: Group) -> list[torch.Tensor]:

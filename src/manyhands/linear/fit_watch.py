@@ -78,12 +78,14 @@ class FitWatch:
         context: RankContext,
         stop: Stop,
         identity: FitIdentity,
+        problem: Any,
         saves: bool,
         every: str | None,
         lines: bool,
     ):
         """`saves`: the directory is there to stay; `every`: save= where the plan says it."""
         self.context, self.stop, self.identity = context, stop, identity
+        self.problem = problem
         self.saves = saves and every != "off"
         self.every = every
         self.lines = RoundLines(sys.stdout) if lines and context.leads else None
@@ -135,7 +137,10 @@ class FitWatch:
         return self.every == "epoch" or record.round % int(self.every) == 0
 
     def _save(self, at: Standing) -> None:
-        fit_checkpoint.save(self.context, self.identity, at)
+        solver, state = self.identity.spec.solver, at.state or {}
+        if hasattr(solver, "captured"):  # part of it is not in `state` while the run goes on
+            state = solver.captured(self.problem, state)
+        fit_checkpoint.save(self.context, self.identity, at, state)
         self.saved_round, self._saved_s = at.rounds, time.monotonic()
 
     def _tell(self, record: RoundRecord, at: Standing) -> None:

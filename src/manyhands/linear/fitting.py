@@ -23,16 +23,24 @@ import numpy as np
 import torch
 
 from manyhands.assembly.rank_context import Options, RankContext, open_rank_context
+from manyhands.assembly.tables import connect_store
 from manyhands.core import Group, Plan, ProcessInfo, Result
 from manyhands.entry import run_store, start, watched_file, whole_restarts, with_saved_words
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 from manyhands.linear import fit_checkpoint
-from manyhands.linear.catalogue import SOLVERS
 from manyhands.linear.certificate import Certificate
 from manyhands.linear.fit_checkpoint import FitIdentity
 from manyhands.linear.fit_data import FitData, SharedFitData, shared
+from manyhands.linear.fit_plan import (
+    Where,
+    by_feature,
+    check_servers,
+    check_words,
+    needs_columns,
+    parsed,
+)
 from manyhands.linear.fit_watch import FitWatch, RoundLines, describe
 from manyhands.linear.minimise import RoundRecord, Solution, Standing, minimise, start_at
 from manyhands.linear.passes.rows import Array, threads_of
@@ -41,106 +49,6 @@ from manyhands.observe import convergence
 from manyhands.observe.events import say
 from manyhands.plan import words as plan_words
 
-# words that a linear model honours; every other one is refused
-OF_RANKS = ("link", "timeout_s", "stall_s")  # need more than one rank
-OF_RUNS = ("grace_s", "preempt_file")  # need a run: ranks, or a directory
-OF_DIRECTORIES = ("save", "keep", "restarts", "restart_window_s")
-KNOWN = {"data", "tensor", "threads", "split", "device", *OF_RANKS, *OF_RUNS, *OF_DIRECTORIES}
-INSTEAD = {
-    "seed": "give the estimator random_state",
-    "steps": "give the estimator max_iter",
-    "epochs": "give the estimator max_iter",
-    "until": "give the estimator tol",
-    "merge": "choose the estimator's solver",
-}
-
-
-@dataclass(frozen=True)
-class Where:
-    """Where a fit runs and what it writes."""
-
-    plan: str = ""
-    directory: str | None = None
-    resume: bool = False
-    quiet: bool = True
-
-
-# -- the plan --
-
-
-def parsed(words: str) -> Plan:
-    """The plan; refuses words that have no effect on a linear model. One without words is for this
-    process alone, whoever has started it."""
-    here = environment.process_info()
-    if not words.strip():
-        return plan_words.parse("")
-    given = plan_words.overlay(words, environment.words())
-    for word in sorted({key.partition(".")[0] for key in given} - KNOWN):
-        do = INSTEAD.get(word, f"{', '.join(sorted(KNOWN))} have one")
-        raise PlanError(f"{word}={given.get(word)} has no effect on a linear model; {do}")
-    _check_split(given)
-    plan = plan_words.parse(given, size=None if here.started_by == "alone" else here.size)
-    if plan.device == "cuda":
-        raise PlanError("device=cuda: linear models are computed on CPUs; leave it out")
-    return dataclasses.replace(plan, device="cpu")
-
-
-def _check_split(given: dict[str, Any]) -> None:
-    """Rows over data= ranks, or columns over tensor= ranks."""
-    split = given.get("split", "auto")
-    # what is no number is refused when the plan is parsed
-    sizes = [str(given.get(axis, 1)) for axis in ("tensor", "data")]
-    columns, data = (int(size) if size.isdigit() else 1 for size in sizes)
-    if split not in ("auto", "by_feature"):
-        raise PlanError(
-            f"split={split}: rows are split over data= ranks as they are stored; "
-            "leave it out, or split columns with tensor=K split=by_feature"
-        )
-    if columns > 1 and split != "by_feature":
-        raise PlanError(
-            f"tensor={columns} splits columns over ranks; say so with split=by_feature, or split "
-            f"rows with data={columns}"
-        )
-    if split == "by_feature" and data > 1:
-        raise PlanError(
-            f"split=by_feature with data={data}: columns are split over tensor= ranks, and each "
-            f"has all rows; give tensor={data * columns} alone"
-        )
-
-
-def by_feature(plan: Plan) -> bool:
-    return plan.split == "by_feature"
-
-
-def needs_columns(spec: FitSpec) -> bool:
-    return isinstance(spec.solver, SOLVERS["scd"].make)
-
-
-def _check_words(where: Where, plan: Plan, here: ProcessInfo) -> None:
-    """Refuse words that have no effect on this fit."""
-    if where.directory is not None and here.started_by != "alone" and not where.plan.strip():
-        raise PlanError(
-            f"directory={where.directory} in one of {here.size} processes of {here.started_by}, "
-            f"each of which fits for itself; let them fit together with plan='data={here.size}', "
-            "or leave the directory out"
-        )
-    given = plan_words.overlay(where.plan)
-    ranks = plan.layout.size
-    if where.resume and where.directory is None:
-        raise PlanError("resume=True without a directory; give that of the run to go on with")
-    needed = [
-        (OF_RANKS, ranks > 1, "is about several ranks; add data=2, say"),
-        (OF_RUNS, ranks > 1 or where.directory is not None, "is about a run; give directory="),
-        (OF_DIRECTORIES, where.directory is not None, "is about checkpoints; give directory="),
-    ]
-    for words, fits, why in needed:
-        for word in words:
-            if word in given and not fits:
-                raise PlanError(f"{word}={given[word]} has no effect on this fit: it {why}")
-
-
-# -- fit --
-
 
 def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) -> Solution:
     """Minimise; on several ranks where the plan says so, with a run directory where one is asked
@@ -148,8 +56,12 @@ def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) 
     here = environment.process_info()
     where = _whole_words(where, here)
     plan = parsed(where.plan)
-    _check_words(where, plan, here)
-    if plan.layout.size == 1 and where.directory is None:
+    check_words(where, plan, here)
+    if hasattr(spec.solver, "prepared"):
+        solver = spec.solver.prepared(spec.stopping.max_iter)
+        spec = dataclasses.replace(spec, solver=solver)
+    check_servers(spec, plan)
+    if plan.layout.size == 1 and where.directory is None and not plan.servers:
         return _fit_here(spec, data, plan, theta, where.quiet)
     alone, keeps = here.started_by == "alone", where.directory is not None
     launched = alone and (plan.layout.size > 1 or whole_restarts(plan) > 0)
@@ -317,10 +229,14 @@ class RankFit:
         source, y, c = data.part(group.rank, group.size, columns)
         stopping = dataclasses.replace(spec.stopping, spaced=self.keeps)
         every = plan_words.overlay(context.options.words).get("save")
-        watch = FitWatch(context, stop, self.identity, self.keeps, every, not self.quiet)
         with threads_of(plan.threads or spec.threads) as threads:
             problem = spec.problem(source, y, c, threads, group, columns)
+            if plan.servers:
+                problem.store, _ = connect_store(context, plan)
             at = self._standing(context, problem)
+            watch = FitWatch(
+                context, stop, self.identity, problem, self.keeps, every, not self.quiet
+            )
             watch.begin(at, describe(spec.solver, data, group.size, context.group_name))
             found = minimise(problem, spec.solver, at.theta, stopping, watch, at)
             found.theta = self.identity.whole(found.theta, group)
@@ -331,8 +247,12 @@ class RankFit:
         return found
 
     def _standing(self, context: RankContext, problem: Any) -> Standing:
+        solver = self.identity.spec.solver
         if context.options.resume:
-            return fit_checkpoint.restore(context, self.identity)
+            at = fit_checkpoint.restore(context, self.identity)
+            if context.plan.servers and at.state is not None:
+                solver.open_tables(problem, at.theta, at.state)
+            return at
         theta = self.theta
         if theta is not None:
             theta = self.identity.own_part(theta, context.group)

@@ -76,13 +76,16 @@ class InColumns:
     def __init__(self, columns: Columns):
         self.stored, self.count, self.columns = columns, columns.rows, columns.count
         self.nonzeros = int(columns.indptr[-1])
+        self._rows: Rows | None = None
 
     def blocks(self) -> Any:
-        """Rows again, for solvers that need them."""
-        turned = Columns.from_rows(
-            Rows(self.stored.indptr, self.stored.indices, self.stored.values, self.count)
-        )
-        yield Rows(turned.indptr, turned.indices, turned.values, self.columns)
+        """Rows again, for solvers that need them; kept, because each pass asks for them."""
+        if self._rows is None:
+            turned = Columns.from_rows(
+                Rows(self.stored.indptr, self.stored.indices, self.stored.values, self.count)
+            )
+            self._rows = Rows(turned.indptr, turned.indices, turned.values, self.columns)
+        yield self._rows
 
 
 def own_columns(source: InMemory | InColumns, group: Group) -> Columns:

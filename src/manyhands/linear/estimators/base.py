@@ -16,14 +16,14 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from manyhands.launch.environment import cores
 from manyhands.linear.catalogue import SOLVERS, Shape, choose, names_where
-from manyhands.linear.data import RowShards, read_libsvm, row_blocks
-from manyhands.linear.data.blocks import concatenate
+from manyhands.linear.data import RowShards
 from manyhands.linear.fit_data import FitData
 from manyhands.linear.fitting import Where, by_feature, fit, parsed
 from manyhands.linear.losses import NAMES
 from manyhands.linear.minimise import Solution, Stopping
 from manyhands.linear.passes.columns import Columns
 from manyhands.linear.passes.rows import Array, Rows
+from manyhands.linear.shard_source import stored_rows
 from manyhands.linear.spec import FitSpec
 
 LOSS_NAMES = {number: name for name, number in NAMES.items()}
@@ -43,21 +43,17 @@ class LinearEstimator(BaseEstimator):
         """Rows of a file or of shards, with the labels that stand beside them."""
         if y is not None:
             raise ValueError("files and shards hold their own labels: leave y out")
-        if isinstance(X, str | os.PathLike) and (Path(X) / "manifest.json").exists():
-            X = RowShards.open(X)
-        if isinstance(X, RowShards):
-            self.n_features_in_ = X.n_features
-            return X, X.labels()
-        path = Path(X)
-        with open(path, "rb") as file:
-            parquet = path.is_dir() or file.read(4) == b"PAR1"
-        block = concatenate(row_blocks(X), np.float64, None) if parquet else read_libsvm(X)
-        columns = int(block.n_features or (block.indices.max(initial=-1) + 1))
+        source, labels = stored_rows(X)
+        columns = source.columns if isinstance(source, Rows) else source.n_features
         self.n_features_in_ = columns
-        return Rows(block.indptr, block.indices, block.values, columns), block.labels
+        return source, labels
 
     def _given(self, X: Any, y: Any, **checks: Any) -> tuple[Rows | Columns, Array]:
-        """Arrays, as scikit-learn checks them; sparse ones stay sparse, float32 stays float32."""
+        """Arrays, as scikit-learn checks them; sparse ones stay sparse, float32 stays float32. What
+        cross-validation hands over was checked before."""
+        if isinstance(X, Rows | Columns):
+            self.n_features_in_ = X.columns if isinstance(X, Rows) else X.count
+            return X, np.asarray(y)
         X, y = validate_data(
             self, X, y, accept_sparse=["csr", "csc"], dtype=[np.float64, np.float32],
             accept_large_sparse=True, **checks,

@@ -15,6 +15,7 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from manyhands.linear.catalogue import SOLVERS
 from manyhands.linear.estimators.base import LinearEstimator, is_stored
+from manyhands.linear.estimators.partial_fit import StreamingClassifier
 from manyhands.linear.fit_data import FitData
 from manyhands.linear.losses import LOGISTIC
 from manyhands.linear.minimise import Stopping
@@ -52,7 +53,9 @@ def class_weights(estimator: Any, classes: Array, codes: Array, weights: Array) 
     return np.asarray(weights * each[codes])
 
 
-class LogisticRegression(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearEstimator):
+class LogisticRegression(
+    StreamingClassifier, LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearEstimator
+):
     """Logistic regression with l1, l2 or elastic-net penalty.
 
         min  C sum_i s_i log(1 + exp(-y_i (x_i'w + b))) + l1_ratio |w|_1 + (1 - l1_ratio)/2 |w|^2

@@ -9,6 +9,7 @@ from sklearn.base import MultiOutputMixin, RegressorMixin
 
 from manyhands.linear.estimators.base import LinearEstimator, is_stored
 from manyhands.linear.estimators.logistic import seed_of
+from manyhands.linear.estimators.partial_fit import StreamingRegressor
 from manyhands.linear.fit_data import FitData
 from manyhands.linear.losses import SQUARED
 from manyhands.linear.minimise import Stopping
@@ -78,7 +79,7 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
         return self._decision(X)
 
 
-class LinearRegression(LinearRegressor):
+class LinearRegression(StreamingRegressor, LinearRegressor):
     """Least squares; where columns depend on each other, the solution with the smallest |w|.
 
         min  1/2 sum_i s_i (x_i'w + b - y_i)^2
@@ -118,7 +119,7 @@ class LinearRegression(LinearRegressor):
         return 0.0, 0.0
 
 
-class Ridge(LinearRegressor):
+class Ridge(StreamingRegressor, LinearRegressor):
     """Least squares with an l2 penalty.
 
     min  1/2 sum_i s_i (x_i'w + b - y_i)^2 + alpha/2 |w|^2

@@ -33,6 +33,7 @@ from manyhands.linear.stochastic.sgd_steps import (
     AHEAD,
     SHARED,
     Arguments,
+    EpochArrays,
     column_counts,
     lateness,
     prefetch_bounds,
@@ -44,7 +45,7 @@ from manyhands.linear.stochastic.sgd_steps import (
 @compiled
 def _core(
     arrived, cores, sizes, mine, slots, ends, steps_b, phis, indptr, indices, values, y, c, w, bias,
-    first, stride, a,
+    first, stride, a, rare, shrink, sums,
 ):  # fmt: skip
     """One core's steps of all batches. steps_b[e % 2] are the intercept's steps of batch e: a core
     may be one batch ahead of one that still sums them."""
@@ -57,7 +58,9 @@ def _core(
                 prefetch_row(indptr, indices, values, mine[q + AHEAD])
             i, slot = mine[q], slots[q]
             t = first + stride * np.float64(done + slot + 1)
-            phi, step = visit(SHARED, indptr, indices, values, i, y[i], c[i], w, b, t, a)
+            phi, step = visit(
+                SHARED, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, sums
+            )
             phis[done + slot] = phi
             steps_b[e % 2, slot] = step
             q += 1
@@ -68,7 +71,7 @@ def _core(
             for slot in range(sizes[e]):
                 step = steps_b[e % 2, slot]
                 b += step
-                late += lateness(first + stride * np.float64(done + slot + 1), a.numbers) * step
+                late += lateness(first + stride * np.float64(done + slot + 1), a) * step
         done += sizes[e]
     return b, late
 
@@ -98,17 +101,18 @@ class Cyclades(Stochastic):
         return int(state["batch"][0])
 
     def epoch(
-        self, problem: Problem, w: Array, bias: Array, state: State, arguments: Arguments
-    ) -> float:
+        self, problem: Problem, w: Array, bias: Array, state: State, a: Arguments,
+        arrays: EpochArrays,
+    ) -> float:  # fmt: skip
         total, first = 0.0, float(state["t"][0])
         for rows, at in problem.blocks():
-            total += self._block(problem, rows, at, w, bias, state, arguments, first)
+            total += self._block(problem, rows, at, w, bias, state, a, arrays, first)
             first += rows.count * problem.group.size
         return total
 
     def _block(
         self, problem: Problem, rows: Rows, at: slice, w: Array, bias: Array, state: State,
-        arguments: Arguments, first: float,
+        a: Arguments, arrays: EpochArrays, first: float,
     ) -> float:  # fmt: skip
         plan, sequence = planned(problem, rows, state, self.keep, self.shuffle)
         sizes, stride = plan.sizes(sequence), float(problem.group.size)
@@ -122,7 +126,7 @@ class Cyclades(Stochastic):
             mine, slots, ends = plan.rows_of(k, sequence)
             found: tuple[float, float] = _core(
                 arrived, plan.cores, sizes, mine, slots, ends, steps_b, phis, *rows.csr, y, c, w,
-                bias, first, stride, arguments,
+                bias, first, stride, a, *arrays,
             )  # fmt: skip
             return found
 

@@ -32,6 +32,7 @@ from manyhands.linear.stochastic.sgd_steps import (
     LOCKED,
     SHARED,
     Arguments,
+    EpochArrays,
     lateness,
     prefetch_bounds,
     prefetch_row,
@@ -46,8 +47,9 @@ WRITES = {"shared": SHARED, "locked": LOCKED, "atomic": ATOMIC}
 
 @compiled
 def _part(
-    mode, alone, indptr, indices, values, lo, hi, order, y, c, w, bias, first, stride, a, lock
-):
+    mode, alone, indptr, indices, values, lo, hi, order, y, c, w, bias, first, stride, a, rare,
+    shrink, sums, lock,
+):  # fmt: skip
     """The steps of rows order[lo:hi], numbered first + stride, first + 2 stride, ..."""
     total, b, moved, late = 0.0, bias[0], 0.0, 0.0
     for p in range(lo, hi):
@@ -60,10 +62,12 @@ def _part(
         if mode == LOCKED:
             acquire(lock)
             b = bias[0]
-        phi, step = visit(mode, indptr, indices, values, i, y[i], c[i], w, b, t, a)
+        phi, step = visit(
+            mode, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, sums
+        )
         total += phi
         b += step
-        late += lateness(t, a.numbers) * step
+        late += lateness(t, a) * step
         if mode == LOCKED:
             bias[0] = b
             release(lock)
@@ -94,17 +98,18 @@ class Hogwild(Stochastic):
         return 1 if threads == 1 or self.writes == "locked" else FLUSH * threads
 
     def epoch(
-        self, problem: Problem, w: Array, bias: Array, state: State, arguments: Arguments
-    ) -> float:
+        self, problem: Problem, w: Array, bias: Array, state: State, a: Arguments,
+        arrays: EpochArrays,
+    ) -> float:  # fmt: skip
         total, first = 0.0, float(state["t"][0])
         for rows, at in problem.blocks():
-            total += self._block(problem, rows, at, w, bias, state, arguments, first)
+            total += self._block(problem, rows, at, w, bias, state, a, arrays, first)
             first += rows.count * problem.group.size
         return total
 
     def _block(
         self, problem: Problem, rows: Rows, at: slice, w: Array, bias: Array, state: State,
-        arguments: Arguments, first: float,
+        a: Arguments, arrays: EpochArrays, first: float,
     ) -> float:  # fmt: skip
         threads, mode = problem.threads, WRITES[self.writes]
         parts, order = rows.parts(threads.count), np.arange(rows.count, dtype=np.int32)
@@ -118,7 +123,7 @@ class Hogwild(Stochastic):
                 shuffle(order, lo, hi, thread_seed(problem, visits, rows.start, thread))
             loss: float = _part(
                 mode, threads.count == 1, *rows.csr, lo, hi, order, y, c, w, bias, first, stride,
-                arguments, lock,
+                a, *arrays, lock,
             )  # fmt: skip
             return loss
 

@@ -5,8 +5,8 @@
 
 Both gradients of y are of the same batch B, so y is a difference along s and no sampling noise; lam
 keeps s'y positive where a batch is flat. With all rows in a batch, lam = 0 and H_0 of the newest
-pair this is L-BFGS with a fixed step. A round is an epoch; a gradient, two of them and three where
-anchored, travels for each batch.
+pair this is L-BFGS with a fixed step. A round is an epoch; two gradients travel for each batch, or
+three where they are anchored.
 
 Paper: Schraudolph, Yu & Guenter 2007 (AISTATS).
 """
@@ -20,8 +20,8 @@ import torch
 
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
-from manyhands.linear.stochastic.mini_batches import MiniBatch
 from manyhands.linear.stochastic.quasi_newton_epochs import (
+    BatchStep,
     EpochOptions,
     State,
     begin,
@@ -61,14 +61,13 @@ class OLBFGS:
         """One epoch; returns a bound or an estimate of P - P* at its end."""
         return run_epoch(self._options(), problem, theta, state, self._move)
 
-    def _move(self, batch: MiniBatch, history: History, u: Array, g: Array, eta: float) -> None:
+    def _move(self, step: BatchStep, history: History, u: Array) -> None:
         gamma = None
         if not len(history):
-            gamma = cauchy(batch, u, g)
+            gamma = cauchy(step, u)
         elif self.mean_gamma:
             gamma = sum(pair.sy / pair.yy for pair in history) / len(history)
-        s = eta * two_loop(torch.from_numpy(g), history, gamma)
-        here = batch.gradient(u)[0]
+        s = step.eta * two_loop(torch.from_numpy(step.g), history, gamma)
         u += s.numpy()
-        y = batch.gradient(u)[0] - here + self.lam * s.numpy()
+        y = step.batch.gradient(u)[0] - step.own + self.lam * s.numpy()
         history.add(s, torch.from_numpy(y))

@@ -23,6 +23,7 @@ from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
 from manyhands.linear.stochastic.mini_batches import MiniBatch, Scaling, mini_batches
 from manyhands.linear.stochastic.quasi_newton_epochs import (
+    BatchStep,
     EpochOptions,
     State,
     begin,
@@ -69,8 +70,8 @@ class SQN:
         size = self.batch_h or 4 * options.size(problem)
         others = mini_batches(problem, scaling, size, int(state["epoch"][0]), 1, again=True)
 
-        def move(batch: MiniBatch, history: History, u: Array, g: Array, eta: float) -> None:
-            self._move(state, others, batch, history, u, g, eta)
+        def move(step: BatchStep, history: History, u: Array) -> None:
+            self._move(state, others, step, history, u)
 
         return run_epoch(options, problem, theta, state, move)
 
@@ -78,16 +79,14 @@ class SQN:
         self,
         state: State,
         others: Iterator[MiniBatch],
-        batch: MiniBatch,
+        step: BatchStep,
         history: History,
         u: Array,
-        g: Array,
-        eta: float,
     ) -> None:
         if state["gamma"][0] == 0.0:
-            state["gamma"][0] = cauchy(batch, u, g)
+            state["gamma"][0] = cauchy(step, u)
         gamma = None if len(history) else float(state["gamma"][0])
-        u += eta * two_loop(torch.from_numpy(g), history, gamma).numpy()
+        u += step.eta * two_loop(torch.from_numpy(step.g), history, gamma).numpy()
         state["sum"] += u
         if int(state["steps"][0]) % self.every == 0:
             self._measure(state, others, history)

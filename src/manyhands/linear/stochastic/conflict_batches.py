@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import U32, U64, compiled, inlined
+from manyhands.kernels.compile import U32, U64, compiled
 from manyhands.kernels.instructions import prefetch
 from manyhands.linear.passes.rows import Array, Rows, Threads
 from manyhands.linear.problem import Problem
-from manyhands.linear.stochastic.sgd_steps import AHEAD, shuffle, thread_seed
+from manyhands.linear.stochastic.sgd_steps import AHEAD, shuffle, thread_seed, uncounted
 
 EPS = 0.1
 MOST_ROWS = 1024  # of a batch: more would not make barriers cheaper
@@ -136,7 +136,7 @@ def _own_rows(core, order, positions, cuts, batch, sequence, rows, slots, ends):
         ends[e] = count
 
 
-@inlined
+@uncounted
 def _root(parent, i):
     while parent[i] != i:
         parent[i] = parent[parent[i]]
@@ -144,7 +144,7 @@ def _root(parent, i):
     return i
 
 
-@inlined
+@uncounted
 def _join(indptr, indices, i, me, now, last, mask, parent):
     """Row `me` of the batch joins the components of the rows that it shares a column with."""
     parent[me] = me
@@ -162,7 +162,7 @@ def _join(indptr, indices, i, me, now, last, mask, parent):
                 parent[other] = root
 
 
-@inlined
+@uncounted
 def _deal(rows, parent, weight, cuts, size, first, sorted_, core, load):
     """The core of each component, by its root; `weight` and `size` are those of components."""
     for s in range(rows + 1):

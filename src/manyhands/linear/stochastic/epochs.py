@@ -25,7 +25,7 @@ from manyhands.linear.losses import HINGE, SMOOTHNESS
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import Problem
 from manyhands.linear.stochastic import sgd_steps as steps
-from manyhands.linear.stochastic.sgd_steps import Arguments
+from manyhands.linear.stochastic.sgd_steps import Arguments, EpochArrays
 
 State = dict[str, Array]
 SPARSE_STEP_B = 0.01  # of an intercept beside sparse columns: it is stepped in every row, they not
@@ -66,8 +66,9 @@ class Stochastic(ABC):
 
     @abstractmethod
     def epoch(
-        self, problem: Problem, w: Array, bias: Array, state: State, arguments: Arguments
-    ) -> float:
+        self, problem: Problem, w: Array, bias: Array, state: State, a: Arguments,
+        arrays: EpochArrays,
+    ) -> float:  # fmt: skip
         """One step for each row of this rank; returns the rows' losses before their steps."""
 
     @abstractmethod
@@ -115,8 +116,8 @@ class Stochastic(ABC):
         if problem.intercept:
             bias[0] = w[d]
         state["round"] += 1
-        arguments = self.arguments(problem, state)
-        loss = np.array([self.epoch(problem, w[:d], bias, state, arguments)])
+        a, arrays = self.arguments(problem, state)
+        loss = np.array([self.epoch(problem, w[:d], bias, state, a, arrays)])
         state["t"] += problem.total_rows
         if problem.intercept:
             w[d] = bias[0]
@@ -129,9 +130,9 @@ class Stochastic(ABC):
         objective = (float(problem.sum(loss, "loss")[0]) + problem.penalty(w)) / s
         return self.progress(problem, state, objective)
 
-    def arguments(self, problem: Problem, state: State) -> Arguments:
+    def arguments(self, problem: Problem, state: State) -> tuple[Arguments, EpochArrays]:
         """What the kernels need to know of this epoch."""
-        s, schedule = self.per(problem), steps.SCHEDULES[self.schedule]
+        s = self.per(problem)
         m, l1, l2 = problem.total_rows / s, problem.l1 / s, problem.l2 / s
         eta = float(state["eta"][0])
         if self.schedule == "epoch":
@@ -141,29 +142,32 @@ class Stochastic(ABC):
             raise ValueError(
                 "schedule='optimal' needs a penalty, or alpha: the rate is 1 / alpha t"
             )
-        numbers = np.zeros(12)
-        numbers[[steps.ETA, steps.ALPHA, steps.POWER]] = eta, alpha, self.power
-        numbers[[steps.L1, steps.L2, steps.M]] = l1, l2, m
-        numbers[steps.FLOOR] = 0.0 if problem.positive else -np.inf
-        numbers[steps.AVERAGE] = self.average
+        t0 = 0.0
         if self.schedule == "optimal":
-            numbers[steps.T0] = steps.first_time(alpha, problem.loss, problem.eps)
-        if problem.intercept:
-            cells = max(float(problem.total_rows) * problem.columns, 1.0)
-            numbers[steps.ETA_B] = max(problem.total_nonzeros / cells, SPARSE_STEP_B)
-            curve = SMOOTHNESS.get(problem.loss, 1.0) * m * problem.total_weight
-            curve *= self.lag(problem, state) / max(problem.total_rows, 1)
-            numbers[steps.MOST_B] = 1.0 / max(curve, 1e-300)
-            numbers[steps.L2_B] = problem.l2_intercept / s
+            t0 = steps.first_time(alpha, problem.loss, problem.eps)
+        eta_b, most_b = self._steps_of_intercept(problem, state, m)
         penalty, rare, shrink = steps.NO_PENALTY, np.zeros(1), np.zeros(1)
         if l1 or l2 or problem.positive:
             rare = float(state["seen"][0]) / np.maximum(state["counts"], 1.0)
             penalty = steps.ANY_PENALTY
-            if not l1 and not problem.positive and schedule not in (2, 3):
+            if not l1 and not problem.positive and self.schedule not in ("optimal", "invscaling"):
                 penalty, shrink = steps.STEADY_L2, 1.0 / (1.0 + eta * l2 * rare)
+        a = Arguments(
+            penalty, steps.SCHEDULES[self.schedule], problem.loss, float(problem.eps), m, l1, l2,
+            problem.l2_intercept / s, 0.0 if problem.positive else -math.inf, eta, alpha, t0,
+            self.power, eta_b, most_b, float(self.average),
+        )  # fmt: skip
         sums = state["sums"][: problem.columns] if self.average else np.zeros(1)
-        eps = float(problem.eps)
-        return Arguments(penalty, schedule, problem.loss, eps, numbers, rare, shrink, sums)
+        return a, (rare, shrink, sums)
+
+    def _steps_of_intercept(self, problem: Problem, state: State, m: float) -> tuple[float, float]:
+        """eta of the intercept over that of w, and the most that it may be."""
+        if not problem.intercept:
+            return 0.0, 0.0
+        rows = max(float(problem.total_rows), 1.0)
+        density = problem.total_nonzeros / max(rows * problem.columns, 1.0)
+        curve = SMOOTHNESS.get(problem.loss, 1.0) * m * problem.total_weight / rows
+        return max(density, SPARSE_STEP_B), 1.0 / max(curve * self.lag(problem, state), 1e-300)
 
     def _report(self, problem: Problem, theta: Array, state: State) -> None:
         """theta <- the mean of w since step `average`; before it, w."""

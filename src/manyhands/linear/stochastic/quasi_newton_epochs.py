@@ -29,8 +29,20 @@ from manyhands.linear.stochastic.mini_batches import (
 from manyhands.quasi_newton import History, two_loop
 
 State = dict[str, Array]
-Move = Callable[[MiniBatch, History, Array, Array, float], None]  # by batch: u, g, eta
 GROWTH = 1.3  # of eta after an epoch that went down, up to what was asked for
+
+
+@dataclass(frozen=True)
+class BatchStep:
+    """What a step is made of: `own` is the gradient of the batch, `g` the same anchored."""
+
+    batch: MiniBatch
+    own: Array
+    g: Array
+    eta: float
+
+
+Move = Callable[[BatchStep, History, Array], None]  # changes the last, u
 
 
 @dataclass(frozen=True)
@@ -86,12 +98,13 @@ def run_epoch(
         g, count = batch.gradient(u)
         if count == 0.0:
             break
+        own = g
         if options.anchored:
-            g += state["g"] - batch.gradient(state["u"])[0]
+            g = own - batch.gradient(state["u"])[0] + state["g"]
         epochs = float(state["steps"][0]) * size / max(problem.total_rows, 1.0)
         falling = 1.0 if math.isinf(options.decay) else options.decay / (options.decay + epochs)
         state["steps"] += 1.0
-        move(batch, history, u, g, falling * float(state["eta"][0]))
+        move(BatchStep(batch, own, g, falling * float(state["eta"][0])), history, u)
     theta[:] = scaling.theta(u)
     f, g = problem.value_and_gradient(theta)
     if not f <= before["f"][0]:
@@ -114,9 +127,10 @@ def run_epoch(
     return max(-0.5 * problem.total_weight * float(state["g"] @ d), float(before["f"][0]) - f)
 
 
-def cauchy(batch: MiniBatch, u: Array, g: Array) -> float:
+def cauchy(step: BatchStep, u: Array) -> float:
     """The step along -g to the minimum of the batch's quadratic model."""
-    curvature = float(g @ batch.curvature(u, g))
+    g = step.g
+    curvature = float(g @ step.batch.curvature(u, g))
     return float(g @ g) / curvature if curvature > 0.0 else 1.0
 
 

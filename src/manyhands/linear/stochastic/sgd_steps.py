@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from manyhands.kernels.atomics import atomic_add
-from manyhands.kernels.compile import U64, compiled, inlined
+from manyhands.kernels.compile import U64, compiled, compiling, inlined
 from manyhands.kernels.instructions import prefetch
 from manyhands.linear.losses import HINGE, LOGISTIC, SMOOTHNESS, SQUARED_HINGE, slope, value
 from manyhands.linear.passes import row_kernels as kernels
@@ -43,8 +43,37 @@ SCHEDULES = {
     "pa2": 6,
 }
 OPTIMAL, INVSCALING, PA1, PA2 = 2, 3, 5, 6
-# of `numbers`; FLOOR: the least that a weight may be; AVERAGE: the step from which on w is averaged
-ETA, ALPHA, T0, POWER, L1, L2, FLOOR, M, ETA_B, MOST_B, L2_B, AVERAGE = range(12)
+
+
+# A function with arrays as arguments that kernels call in each step. numba would count references
+# to the arrays, wherever the function branches, by atomic additions that all threads share.
+uncounted = compiling(error_model="numpy", boundscheck=False, forceinline=True, _nrt=False)
+
+
+class Arguments(NamedTuple):
+    """What a kernel needs to know of an epoch: numbers only, for the reason above."""
+
+    penalty: int
+    schedule: int
+    loss: int
+    eps: float
+    m: float
+    l1: float  # of the mean objective, as l2 and l2_b
+    l2: float
+    l2_b: float  # of the intercept
+    floor: float  # the least that a weight may be
+    eta: float
+    alpha: float
+    t0: float
+    power: float
+    eta_b: float  # of the intercept, over eta; 0: none
+    most_b: float  # eta of the intercept, at most
+    average: float  # the step from which on w is averaged; 0: never
+
+
+# Arrays that belong to an epoch: D_j; 1 / (1 + eta D_j l2), where eta is constant; and the sums of
+# late changes of w, where w is averaged.
+EpochArrays = tuple[Array, Array, Array]
 
 
 @inlined
@@ -66,7 +95,7 @@ def shuffle(order, lo, hi, seed):
         order[i], order[j] = order[j], order[i]
 
 
-@inlined
+@uncounted
 def dot(indices, values, start, end, w):
     """x_i'w with four sums side by side: an addition waits for the one before it."""
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
@@ -87,55 +116,49 @@ def shrunk(v, t1, t2, floor):
     return max((max(0.0, v - t1) + min(0.0, v + t1)) / (1.0 + t2), floor)
 
 
-@inlined
-def descend(mode, indices, values, start, end, w, step, eta, late, a):
+@uncounted
+def descend(mode, indices, values, start, end, w, step, eta, late, a, rare, shrink, sums):
     """The step on the support; `late` is the weight of this step's change in `sums`."""
-    penalty, rare, shrink, sums = a.penalty, a.rare, a.shrink, a.sums
-    if penalty == NO_PENALTY and late == 0.0:
-        if step == 0.0:
-            return
-        for k in range(start, end):
-            if mode == ATOMIC:
-                atomic_add(w, U64(indices[k]), -step * values[k])
-            else:
+    if a.penalty == NO_PENALTY and late == 0.0 and mode != ATOMIC:
+        if step != 0.0:
+            for k in range(start, end):
                 w[U64(indices[k])] -= step * values[k]
-        return
-    if penalty == STEADY_L2 and late == 0.0 and mode != ATOMIC:
+    elif a.penalty == STEADY_L2 and late == 0.0 and mode != ATOMIC:
         for k in range(start, end):
             j = U64(indices[k])
             w[j] = (w[j] - step * values[k]) * shrink[j]
-        return
-    t1, t2, floor = eta * a.numbers[L1], eta * a.numbers[L2], a.numbers[FLOOR]
-    for k in range(start, end):
-        j = U64(indices[k])
-        old = w[j]
-        new = old - step * values[k]
-        if penalty == STEADY_L2:
-            new *= shrink[j]
-        elif penalty == ANY_PENALTY:
-            new = shrunk(new, t1 * rare[j], t2 * rare[j], floor)
-        if mode == ATOMIC:
-            atomic_add(w, j, new - old)
-        else:
-            w[j] = new
-        if late != 0.0:
-            sums[j] += late * (new - old)
+    else:
+        t1, t2 = eta * a.l1, eta * a.l2
+        for k in range(start, end):
+            j = U64(indices[k])
+            old = w[j]
+            new = old - step * values[k]
+            if a.penalty == STEADY_L2:
+                new *= shrink[j]
+            elif a.penalty == ANY_PENALTY:
+                new = shrunk(new, t1 * rare[j], t2 * rare[j], a.floor)
+            if mode == ATOMIC:
+                atomic_add(w, j, new - old)
+            else:
+                w[j] = new
+            if late != 0.0:
+                sums[j] += late * (new - old)
 
 
 @inlined
-def rate(schedule, t, numbers):
+def rate(t, a):
     """eta of step t = 1, 2, ..."""
-    if schedule == OPTIMAL:
-        return 1.0 / (numbers[ALPHA] * (numbers[T0] + t - 1.0))
-    if schedule == INVSCALING:
-        return numbers[ETA] / t ** numbers[POWER]
-    return numbers[ETA]
+    if a.schedule == OPTIMAL:
+        return 1.0 / (a.alpha * (a.t0 + t - 1.0))
+    if a.schedule == INVSCALING:
+        return a.eta / t**a.power
+    return a.eta
 
 
 @inlined
-def lateness(t, numbers):
-    """How much less the change of step t counts in the mean of w from step AVERAGE on."""
-    return max(0.0, t - numbers[AVERAGE]) if numbers[AVERAGE] > 0.0 else 0.0
+def lateness(t, a):
+    """How much less the change of step t counts in the mean of w from step a.average on."""
+    return max(0.0, t - a.average) if a.average > 0.0 else 0.0
 
 
 @inlined
@@ -148,62 +171,48 @@ def loss_and_slope(loss, z, y, eps):
     return value(loss, z, y, eps), slope(loss, z, y, eps)
 
 
-@inlined
-def length_of(schedule, loss, phi, first, z, y, c, eta, values, start, end, numbers):
-    """eta g: the step along -x_i. pa1 and pa2 choose it so that the row's loss becomes small."""
-    if schedule < PA1:
-        return eta * (numbers[M] * c * first)
+@uncounted
+def passive_aggressive(phi, z, y, values, start, end, a):
+    """eta phi' of pa1 and pa2: so much that the row's loss becomes small."""
     square = 0.0
     for k in range(start, end):
         square += values[k] * values[k]
-    if schedule == PA1:
-        size = min(numbers[ETA], phi / square) if square > 0.0 else 0.0
+    if a.schedule == PA1:
+        size = min(a.eta, phi / square) if square > 0.0 else 0.0
     else:
-        size = phi / (square + 0.5 / numbers[ETA])
-    classifies = loss in (HINGE, SQUARED_HINGE)
-    toward = y if classifies else -1.0 if y < z else 1.0
-    return -size * toward * c * numbers[M]
+        size = phi / (square + 0.5 / a.eta)
+    if a.loss in (HINGE, SQUARED_HINGE):
+        return -size * y
+    return size if y < z else -size
 
 
-class Arguments(NamedTuple):
-    """Arguments of a kernel that are the same for all steps of an epoch."""
-
-    penalty: int
-    schedule: int
-    loss: int
-    eps: float
-    numbers: Array
-    rare: Array  # D_j
-    shrink: Array  # 1 / (1 + eta D_j l2), where eta is constant
-    sums: Array  # of late changes of w
-
-
-@inlined
-def visit(mode, indptr, indices, values, i, y, c, w, b, t, a):
+@uncounted
+def visit(mode, indptr, indices, values, i, y, c, w, b, t, a, rare, shrink, sums):
     """Step t, on row i: returns its weighted loss before the step, and the intercept's step."""
-    start, end, numbers = U64(indptr[i]), U64(indptr[i + 1]), a.numbers
+    start, end = U64(indptr[i]), U64(indptr[i + 1])
     z = b + dot(indices, values, start, end, w)
     phi, first = loss_and_slope(a.loss, z, y, a.eps)
-    eta = rate(a.schedule, t, numbers)
-    step = length_of(a.schedule, a.loss, phi, first, z, y, c, eta, values, start, end, numbers)
-    late = lateness(t, numbers)
-    descend(mode, indices, values, start, end, w, step, eta, late, a)
-    if numbers[ETA_B] == 0.0:
-        return c * phi, 0.0
-    if a.schedule >= PA1:
-        return c * phi, -step * numbers[ETA_B]
-    own = min(eta * numbers[ETA_B], numbers[MOST_B])
-    return c * phi, -own * (numbers[M] * c * first + numbers[L2_B] * b)
+    eta = rate(t, a)
+    if a.schedule < PA1:
+        step = eta * (a.m * c * first)
+    else:
+        step = a.m * c * passive_aggressive(phi, z, y, values, start, end, a)
+    descend(mode, indices, values, start, end, w, step, eta, lateness(t, a), a, rare, shrink, sums)
+    if a.schedule < PA1:
+        step_b = -min(eta * a.eta_b, a.most_b) * (a.m * c * first + a.l2_b * b)
+    else:
+        step_b = -step * a.eta_b
+    return c * phi, step_b
 
 
-@inlined
+@uncounted
 def prefetch_bounds(indptr, y, c, i):
     prefetch(indptr, np.int64(i), 0)
     prefetch(y, np.int64(i), 0)
     prefetch(c, np.int64(i), 0)
 
 
-@inlined
+@uncounted
 def prefetch_row(indptr, indices, values, i):
     start = indptr[i]
     for line in range(0, min(indptr[i + 1] - start, 128), 16):
