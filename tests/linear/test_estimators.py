@@ -17,7 +17,7 @@ from manyhands.linear import (
 
 ESTIMATORS = [
     LogisticRegression(),
-    LogisticRegression(solver="sdca"),
+    LogisticRegression(solver="sdca", tol=1e-9, max_iter=20_000),
     LinearRegression(),
     Ridge(),
     Lasso(),

@@ -100,7 +100,8 @@ class ColumnProblem:
 
         A free intercept must be at its best value, so that `r` sums to zero.
         """
-        objective = self.loss_at(0.0)[0] + self.penalty(theta)
+        loss = self.loss_at(0.0)[0]
+        objective = loss + self.penalty(theta)
         if self.loss not in WITH_GAP or not self.smooth:
             return Certificate(objective, -np.inf)
         a, v, scale = -r, -xr, 1.0
@@ -109,10 +110,12 @@ class ColumnProblem:
             most = self.most(float(reach.max(initial=0.0)))
             scale = min(1.0, self.l1 / most) if most > 0 else 1.0
             if self.loss == SQUARED and self.l1 > 0.0 and most > 0.0:
-                used = self.c > 0
-                best = float(a @ self.y) / max(float((a[used] ** 2 / self.c[used]).sum()), 1e-300)
+                best = float(a @ self.y) / max(2.0 * loss, 1e-300)
                 scale = float(np.clip(best, -self.l1 / most, self.l1 / most))
-        dual = -float(conjugates(a, self.y, self.c, self.loss, scale))
+        if self.loss == SQUARED:  # sum a^2 / c is twice the loss
+            dual = scale * float(a @ self.y) - scale * scale * loss
+        else:
+            dual = -float(conjugates(a, self.y, self.c, self.loss, scale))
         if self.l2 > 0.0:
             over = np.maximum(0.0, reach - self.l1)
             dual -= float(self.sum(np.array([over @ over]), "dual")[0]) / (2.0 * self.l2)

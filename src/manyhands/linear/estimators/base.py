@@ -202,8 +202,8 @@ def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
         )
     if spec.classes > 2 and not can.softmax:
         raise ValueError(
-            f"The '{name}' solver does not support multiclass classification (n_classes >= 3); "
-            f"{names_where(softmax=True)} do. Or wrap the estimator in OneVsRestClassifier."
+            f"Only binary classification is supported. The '{name}' solver does not support "
+            f"multiclass classification (n_classes >= 3); {names_where(softmax=True)} do. Or wrap the estimator in OneVsRestClassifier."
         )
     if spec.positive and not can.positive:
         raise ValueError(

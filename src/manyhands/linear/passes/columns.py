@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import compiled
+from manyhands.kernels.compile import U64, compiled
+from manyhands.linear.passes.row_kernels import add, ahead, dot
 from manyhands.linear.passes.rows import Array, Rows, Threads
 
 
@@ -49,10 +50,10 @@ class Columns:
         """out += X[:, which] w."""
         _add(*self.csc, which, w, out)
 
-    def moments(self, h: Array) -> tuple[Array, Array]:
-        """sum_i h_i x_ij and sum_i h_i x_ij^2 of each column."""
+    def moments(self, which: Array, h: Array) -> tuple[Array, Array]:
+        """sum_i h_i x_ij and sum_i h_i x_ij^2 of the columns `which`; of the others zero."""
         first, second = np.zeros(self.count), np.zeros(self.count)
-        _moments(*self.csc, h, first, second)
+        _moments(*self.csc, which, h, first, second)
         return first, second
 
 
@@ -77,26 +78,26 @@ def _fill(indptr, indices, values, first, last, at, to, out):
 @compiled
 def _products(indptr, indices, values, lo, hi, r, out):
     for j in range(lo, hi):
-        total = 0.0
-        for k in range(indptr[j], indptr[j + 1]):
-            total += values[k] * r[indices[k]]
-        out[j] = total
+        start, end = U64(indptr[j]), U64(indptr[j + 1])
+        ahead(indices, values, start, end)
+        out[j] = dot(indices, values, start, end, r)
 
 
 @compiled
 def _add(indptr, indices, values, which, w, out):
     for t in range(len(which)):
+        j = which[t]
         if w[t] != 0.0:
-            for k in range(indptr[which[t]], indptr[which[t] + 1]):
-                out[indices[k]] += w[t] * values[k]
+            add(indices, values, U64(indptr[j]), U64(indptr[j + 1]), w[t], out)
 
 
 @compiled
-def _moments(indptr, indices, values, h, first, second):
-    for j in range(len(indptr) - 1):
+def _moments(indptr, indices, values, which, h, first, second):
+    for t in range(len(which)):
+        j = which[t]
         a, b = 0.0, 0.0
         for k in range(indptr[j], indptr[j + 1]):
-            t = h[indices[k]] * values[k]
-            a += t
-            b += t * values[k]
+            hx = h[indices[k]] * values[k]
+            a += hx
+            b += hx * values[k]
         first[j], second[j] = a, b

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.compile import compiled
+from manyhands.kernels.compile import U64, compiled
 from manyhands.linear.certificate import Certificate
 from manyhands.linear.column_problem import ColumnProblem
 from manyhands.linear.losses import SQUARED
+from manyhands.linear.passes.row_kernels import add, dot
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.problem import best_shift
 
@@ -47,10 +48,8 @@ def _cycle(
         j = which[t]
         if lipschitz[j] <= 0.0:
             continue
-        start, end = indptr[j], indptr[j + 1]
-        g = shift[0] * sums[j]
-        for k in range(start, end):
-            g += values[k] * r[indices[k]]
+        start, end = U64(indptr[j]), U64(indptr[j + 1])
+        g = shift[0] * sums[j] + dot(indices, values, start, end, r)
         curve = sigma * lipschitz[j]
         v = curve * w[t] - g
         new = (max(0.0, v - l1) + (0.0 if positive else min(0.0, v + l1))) / (curve + l2)
@@ -60,13 +59,10 @@ def _cycle(
         w[t] = new
         step = sigma * change
         if uniform > 0.0:
-            step *= uniform
-            for k in range(start, end):
-                r[indices[k]] += step * values[k]
-            step /= uniform
+            add(indices, values, start, end, step * uniform, r)
         else:
             for k in range(start, end):
-                i = indices[k]
+                i = U64(indices[k])
                 r[i] += step * h[i] * values[k]
         shift[0] -= step * sums[j] * per_weight
         largest = max(largest, abs(change) * (curve + l2))
@@ -75,19 +71,16 @@ def _cycle(
 
 @dataclass(frozen=True)
 class SCD:
-    """Coordinate descent. `start`: columns of the first working set."""
+    """Coordinate descent. `start`: columns of the first working set; None: about a thirtieth."""
 
-    start: int = 32
+    start: int | None = None
     cycles: int = 50  # over a working set, at most, between two looks at all columns
     accelerate: bool = True
 
     def init(self, problem: ColumnProblem, theta: Array) -> State:
         problem.margins(theta)
-        state = {"z": problem.z.copy(), "size": np.array([float(self.start)])}
-        state["dw"] = np.zeros(problem.columns)
-        if problem.loss == SQUARED:
-            sums, squares = problem.columns_.moments(problem.c)
-            state.update(sums=sums, squares=squares)
+        start = max(32, problem.columns // 32) if self.start is None else self.start
+        state = {"z": problem.z.copy(), "size": np.array([float(start)])}
         self._look(problem, theta, state)
         return state
 
@@ -138,10 +131,7 @@ class SCD:
     ) -> Array:
         """Cycles of coordinate descent on Q over `which`; returns the change of w there."""
         columns = problem.columns_
-        if problem.loss == SQUARED:
-            sums, squares = state["sums"], state["squares"]
-        else:
-            sums, squares = _moments_of(problem, which, h)
+        sums, squares = columns.moments(which, h)
         weight = float(h.sum())
         centred = problem.intercept and problem.l2_intercept == 0.0 and weight > 0
         per_weight = 1.0 / weight if centred else 0.0
@@ -235,26 +225,6 @@ class SCD:
         state["r"] = r
         state["size"] = state["size"] * (2.0 if "xr" in state else 1.0)
         state["xr"] = xr
-
-
-def _moments_of(problem: ColumnProblem, which: Array, h: Array) -> tuple[Array, Array]:
-    """Weighted sums and squares of the columns of `which`; of the others zero."""
-    sums, squares = np.zeros(problem.columns), np.zeros(problem.columns)
-    columns = problem.columns_
-    _moments(*columns.csc, which, h, sums, squares)
-    return sums, squares
-
-
-@compiled
-def _moments(indptr, indices, values, which, h, first, second):
-    for t in range(len(which)):
-        j = which[t]
-        a, b = 0.0, 0.0
-        for k in range(indptr[j], indptr[j + 1]):
-            hx = h[indices[k]] * values[k]
-            a += hx
-            b += hx * values[k]
-        first[j], second[j] = a, b
 
 
 def _extrapolated(kept: list[Array]) -> Array | None:
