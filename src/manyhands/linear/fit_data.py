@@ -99,7 +99,7 @@ class SharedFitData:
             return FitData(RowShards.open(self.arrays["shards"][0]), y, c)
         a, b, v = (np.asarray(found[k]) for k in ("indptr", "indices", "values"))
         if self.kind == "columns":
-            return FitData(Columns(a, b, v, len(y)), y, c)
+            return FitData(Columns(a, b, v, len(c)), y, c)
         dense = v.reshape(-1, self.columns) if self.kind == "dense" else None
         return FitData(Rows(a, b, v, self.columns, 0, dense), y, c)
 

@@ -48,7 +48,7 @@ WRITES = {"shared": SHARED, "locked": LOCKED, "atomic": ATOMIC}
 @compiled
 def _part(
     mode, alone, indptr, indices, values, lo, hi, order, y, c, w, bias, first, stride, a, rare,
-    shrink, sums, lock,
+    shrink, paid, sums, lock,
 ):  # fmt: skip
     """The steps of rows order[lo:hi], numbered first + stride, first + 2 stride, ..."""
     total, b, moved, late = 0.0, bias[0], 0.0, 0.0
@@ -63,7 +63,7 @@ def _part(
             acquire(lock)
             b = bias[0]
         phi, step = visit(
-            mode, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, sums
+            mode, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, paid, sums
         )
         total += phi
         b += step
