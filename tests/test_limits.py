@@ -25,6 +25,7 @@ IMPORTS_LATE = {"cli/main.py"}
 SAME_STEM = {
     ("checkpoint", "checkpointing"): "the files, and when a run writes and reads them",
     ("core", "cores"): "the types of the package, and the doctor's count of processor cores",
+    ("loss", "losses"): "a loss over sharded classes, and the losses of linear models",
     ("module", "modules"): "one replica's nn.Module, and the embedding modules of a model",
     ("observe", "observed"): "the room of recording, and the group that is recorded",
     ("server", "servers"): "the parameter server, and the server processes of a run",

@@ -17,7 +17,7 @@ from manyhands.linear import (
 
 ESTIMATORS = [
     LogisticRegression(),
-    LogisticRegression(solver="sdca", tol=1e-9, max_iter=20_000),
+    LogisticRegression(solver="newton"),
     LinearRegression(),
     Ridge(),
     Lasso(),

@@ -51,7 +51,7 @@ WHERE = {
     "Cyclades": f"{SOLVER_FILES}.cyclades",
     "DFP": f"{SOLVER_FILES}.dfp",
     "FTRL": f"{SOLVER_FILES}.ftrl",
-    "Hogwild": f"{SOLVER_FILES}.hogwild",
+    "LinearHogwild": f"{SOLVER_FILES}.hogwild",
     "LinearADMM": f"{SOLVER_FILES}.admm",
     "LinearLBFGS": f"{SOLVER_FILES}.lbfgs",
     "Newton": f"{SOLVER_FILES}.newton",

@@ -18,7 +18,7 @@ from manyhands.linear.solvers.bfgs import BFGS
 from manyhands.linear.solvers.cyclades import Cyclades
 from manyhands.linear.solvers.dfp import DFP
 from manyhands.linear.solvers.ftrl import FTRL
-from manyhands.linear.solvers.hogwild import Hogwild
+from manyhands.linear.solvers.hogwild import LinearHogwild
 from manyhands.linear.solvers.lbfgs import LinearLBFGS
 from manyhands.linear.solvers.newton import Newton
 from manyhands.linear.solvers.newton_cg import NewtonCG
@@ -62,7 +62,7 @@ SOLVERS = {
     "sqn": Abilities(SQN),
     "ftrl": Abilities(FTRL, tuple(NAMES.values()), l1=True),
     "saga": Abilities(SAGA, SMOOTH, l1=True, ranks=False, positive=True),
-    "hogwild": Abilities(Hogwild, ANY, l1=True, positive=True),
+    "hogwild": Abilities(LinearHogwild, ANY, l1=True, positive=True),
     "cyclades": Abilities(Cyclades, ANY, l1=True, positive=True),
 }
 NARROW = 1500  # columns up to which a whole Hessian is cheap

@@ -26,7 +26,7 @@ from manyhands.errors import CheckpointError, PlanError
 from manyhands.linear.certificate import Certificate
 from manyhands.linear.data.shards import RowShards
 from manyhands.linear.fit_data import FitData
-from manyhands.linear.minimise import RoundRecord, Standing, State
+from manyhands.linear.minimise import FitRound, Standing, State
 from manyhands.linear.passes.rows import Array
 from manyhands.linear.spec import FitSpec
 from manyhands.recover.checkpoint import find
@@ -173,7 +173,7 @@ def restore(context: RankContext, identity: FitIdentity) -> Standing:
         told["nbytes"],
         Certificate(told["objective"], told["dual"]),
         told["estimate"],
-        history=[RoundRecord(*record) for record in told["history"]],
+        history=[FitRound(*record) for record in told["history"]],
     )
 
 

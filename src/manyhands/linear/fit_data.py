@@ -17,7 +17,7 @@ import numpy as np
 
 from manyhands.linear.data.shards import RowShards
 from manyhands.linear.passes.columns import Columns
-from manyhands.linear.passes.rows import Array, InMemory, Rows, RowSource
+from manyhands.linear.passes.rows import Array, BlockSource, InMemory, Rows
 from manyhands.linear.shard_source import OnDisk
 from manyhands.linear.spec import InColumns
 from manyhands.split.data import rank_range
@@ -49,7 +49,7 @@ class FitData:
     def in_memory(self) -> bool:
         return not isinstance(self.source, RowShards)
 
-    def part(self, rank: int, size: int, by_column: bool) -> tuple[RowSource, Array, Array]:
+    def part(self, rank: int, size: int, by_column: bool) -> tuple[BlockSource, Array, Array]:
         """Rows, labels and weights of one rank; all rows where columns are split."""
         source = self.source
         if isinstance(source, Columns):

@@ -16,7 +16,7 @@ from manyhands.core import Event
 from manyhands.launch.signals import Stop
 from manyhands.linear import fit_checkpoint
 from manyhands.linear.fit_checkpoint import FitIdentity
-from manyhands.linear.minimise import RoundRecord, Solution, Standing
+from manyhands.linear.minimise import FitRound, Solution, Standing
 from manyhands.observe.progress import open_screen
 from manyhands.observe.text import number, took
 from manyhands.plan import words as plan_words
@@ -37,7 +37,7 @@ class RoundLines:
     def begin(self, text: str) -> None:
         self._screen.line("fit", text, "bold")
 
-    def round(self, record: RoundRecord) -> None:
+    def round(self, record: FitRound) -> None:
         now = time.monotonic()
         if now - self._shown_s < LINE_EVERY_S:
             return
@@ -116,7 +116,7 @@ class FitWatch:
         if self.lines is not None:
             self.lines.begin(text)
 
-    def __call__(self, record: RoundRecord, at: Standing) -> bool:
+    def __call__(self, record: FitRound, at: Standing) -> bool:
         self._tell(record, at)
         asked = torch.tensor([float(self.stop.requested), float(self._due(record))])
         # of the group that is not observed: no part of what the solver sends
@@ -129,7 +129,7 @@ class FitWatch:
         self.context.group.round = record.round + 1
         return self.stopped > 0
 
-    def _due(self, record: RoundRecord) -> bool:
+    def _due(self, record: FitRound) -> bool:
         if not self.saves:
             return False
         if self.every is None:
@@ -143,7 +143,7 @@ class FitWatch:
         fit_checkpoint.save(self.context, self.identity, at, state)
         self.saved_round, self._saved_s = at.rounds, time.monotonic()
 
-    def _tell(self, record: RoundRecord, at: Standing) -> None:
+    def _tell(self, record: FitRound, at: Standing) -> None:
         """The round's events; the certificate's share of it is an evaluation."""
         context, now = self.context, time.time()
         rank, emit = context.group.rank, context.recorder.emit
@@ -185,7 +185,7 @@ class FitWatch:
             self.lines.end(found)
 
 
-def _gaps(record: RoundRecord, at: Standing) -> dict[str, float]:
+def _gaps(record: FitRound, at: Standing) -> dict[str, float]:
     if not math.isfinite(record.gap):
         return {}
     return {"gap": record.gap, "relative_gap": record.gap / at.null}

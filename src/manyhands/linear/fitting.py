@@ -42,7 +42,7 @@ from manyhands.linear.fit_plan import (
     parsed,
 )
 from manyhands.linear.fit_watch import FitWatch, RoundLines, describe
-from manyhands.linear.minimise import RoundRecord, Solution, Standing, minimise, start_at
+from manyhands.linear.minimise import FitRound, Solution, Standing, minimise, start_at
 from manyhands.linear.passes.rows import Array, threads_of
 from manyhands.linear.spec import FitSpec
 from manyhands.observe import convergence
@@ -113,7 +113,7 @@ def _fit_here(
     source, y, c = data.part(0, 1, by_column)
     lines = None if quiet else RoundLines(sys.stdout)
 
-    def show(record: RoundRecord, at: Standing) -> bool:
+    def show(record: FitRound, at: Standing) -> bool:
         assert lines is not None
         lines.round(record)
         return False
@@ -187,7 +187,7 @@ class Report:
         told = self.told()
         with np.load(self.file) as written:
             theta = written["theta"]
-        history = [RoundRecord(*record) for record in told["history"]]
+        history = [FitRound(*record) for record in told["history"]]
         certificate = Certificate(*told["certificate"])
         found = Solution(theta, told["rounds"], told["converged"], certificate, history)
         return found, told

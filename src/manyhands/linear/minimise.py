@@ -33,7 +33,7 @@ class LinearSolver(Protocol):
 
 
 @dataclass(frozen=True)
-class RoundRecord:
+class FitRound:
     """One round: when it ended, and how far from the minimum it can be at most. Where the round
     was not certified, objective and gap are NaN."""
 
@@ -58,7 +58,7 @@ class Standing:
     certificate: Certificate = field(default_factory=lambda: Certificate(math.inf, -math.inf))
     estimate: float = math.inf
     null: float = math.nan  # P(0)
-    history: list[RoundRecord] = field(default_factory=list)  # certified rounds
+    history: list[FitRound] = field(default_factory=list)  # certified rounds
 
     def is_enough(self, enough: float) -> bool:
         unknown = self.certificate.dual == -math.inf and math.isfinite(self.certificate.objective)
@@ -71,7 +71,7 @@ class Solution:
     rounds: int
     converged: bool
     certificate: Certificate
-    history: list[RoundRecord] = field(default_factory=list)
+    history: list[FitRound] = field(default_factory=list)
     state: State = field(default_factory=dict)
     directory: str = ""  # of the run, where it has one
 
@@ -98,7 +98,7 @@ def null_objective(problem: Any) -> float:
     return float(problem.loss_at(shift)[0])
 
 
-Watch = Callable[[RoundRecord, Standing], bool]
+Watch = Callable[[FitRound, Standing], bool]
 
 
 def minimise(
@@ -143,11 +143,11 @@ def _certify_round(problem: Any, solver: Any, at: Standing) -> float:
     return time.perf_counter() - start
 
 
-def _record(at: Standing, spent: float) -> RoundRecord:
+def _record(at: Standing, spent: float) -> FitRound:
     found = at.certificate if not math.isnan(spent) else Certificate(math.nan, math.nan)
     certify_s = 0.0 if math.isnan(spent) else spent
     figures = (found.objective, found.gap, at.nbytes, certify_s, at.estimate)
-    return RoundRecord(at.rounds, at.seconds, *figures)
+    return FitRound(at.rounds, at.seconds, *figures)
 
 
 def _null(problem: Any) -> float:

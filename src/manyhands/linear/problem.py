@@ -18,14 +18,14 @@ from manyhands.core import Group
 from manyhands.exchange.solo import SoloGroup
 from manyhands.linear.losses import SMOOTHNESS
 from manyhands.linear.passes import row_kernels as kernels
-from manyhands.linear.passes.rows import Array, Rows, RowSource, Threads
+from manyhands.linear.passes.rows import Array, BlockSource, Rows, Threads
 
 
 @dataclass
 class Problem:
     """What is minimised; `y` and `c` are labels and weights of this rank's rows."""
 
-    source: RowSource
+    source: BlockSource
     y: Array
     c: Array
     loss: int

@@ -197,7 +197,7 @@ class ReducedColumns:
         return self.problem.transposed(r)
 
     def moments(self, at: MarginPoint) -> Array:
-        first, squares = self.problem.columns_.moments(at.h)
+        first, squares = self.problem.columns_.moments(np.arange(self.problem.columns), at.h)
         if not self.problem.intercept:
             return squares
         return centred(squares, first, float(at.h.sum()) + self.problem.l2_intercept)

@@ -24,12 +24,12 @@ from manyhands.exchange.solo import SoloGroup
 from manyhands.linear.certificate import Certificate
 from manyhands.linear.margin_losses import ClassLoss
 from manyhands.linear.passes import softmax
-from manyhands.linear.passes.rows import Array, Rows, RowSource, Threads
+from manyhands.linear.passes.rows import Array, BlockSource, Rows, Threads
 
 
 @dataclass
 class SoftmaxProblem:
-    source: RowSource
+    source: BlockSource
     y: Array  # int32: the number of each row's class
     c: Array
     classes: int

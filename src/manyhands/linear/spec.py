@@ -12,7 +12,7 @@ from manyhands.exchange.solo import SoloGroup
 from manyhands.linear.column_problem import ColumnProblem
 from manyhands.linear.minimise import Stopping
 from manyhands.linear.passes.columns import Columns
-from manyhands.linear.passes.rows import Array, InMemory, Rows, RowSource, Threads
+from manyhands.linear.passes.rows import Array, BlockSource, InMemory, Rows, Threads
 from manyhands.linear.problem import Problem
 from manyhands.linear.softmax_problem import SoftmaxProblem
 from manyhands.split.data import rank_range
@@ -37,7 +37,7 @@ class FitSpec:
 
     def problem(
         self,
-        source: RowSource,
+        source: BlockSource,
         y: Array,
         c: Array,
         threads: Threads,
@@ -56,18 +56,21 @@ class FitSpec:
                 source, y.astype(np.int32), c, self.classes, l2=self.l2, intercept=self.intercept,
                 threads=threads, group=group, seed=self.seed,
             )  # fmt: skip
-        common = dict(
-            l1=self.l1, l2=self.l2, intercept=self.intercept, l2_intercept=self.l2_intercept,
-            eps=self.eps, threads=threads, group=group, seed=self.seed, positive=self.positive,
+        make: Any = Problem
+        held: Any = source
+        if by_column:
+            if not isinstance(source, InMemory | InColumns):
+                raise ValueError(
+                    "coordinate descent goes through the columns of all rows, which must be in "
+                    "memory; these rows are read from shards: choose solver='sdca', 'lbfgs' or "
+                    "'saga'"
+                )
+            make, held = ColumnProblem, own_columns(source, group)
+        return make(
+            held, y, c, self.loss, l1=self.l1, l2=self.l2, intercept=self.intercept,
+            l2_intercept=self.l2_intercept, eps=self.eps, threads=threads, group=group,
+            seed=self.seed, positive=self.positive,
         )  # fmt: skip
-        if not by_column:
-            return Problem(source, y, c, self.loss, **common)
-        if not isinstance(source, InMemory | InColumns):
-            raise ValueError(
-                "coordinate descent goes through the columns of all rows, which must be in memory; "
-                "these rows are read from shards: choose solver='sdca', 'lbfgs' or 'saga'"
-            )
-        return ColumnProblem(own_columns(source, group), y, c, self.loss, **common)
 
 
 class InColumns:

@@ -203,11 +203,17 @@ def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
     if spec.classes > 2 and not can.softmax:
         raise ValueError(
             f"Only binary classification is supported. The '{name}' solver does not support "
-            f"multiclass classification (n_classes >= 3); {names_where(softmax=True)} do. Or wrap the estimator in OneVsRestClassifier."
+            f"multiclass classification (n_classes >= 3); {names_where(softmax=True)} do. "
+            "Or wrap the estimator in OneVsRestClassifier."
         )
     if spec.positive and not can.positive:
         raise ValueError(
             f"Solver {name} does not support positive=True; {names_where(positive=True)} does."
+        )
+    if shape.by_feature and spec.classes > 2:
+        raise ValueError(
+            f"split=by_feature with {spec.classes} classes: a softmax needs the margins of all "
+            "classes; split rows (plan='data=K'), or wrap the estimator in OneVsRestClassifier"
         )
     if shape.by_feature and not can.by_feature:
         raise ValueError(

@@ -210,7 +210,7 @@ def _collect(out: Array, sums: list[Array]) -> None:
         out += more
 
 
-class RowSource(Protocol):
+class BlockSource(Protocol):
     """A rank's rows, block by block; in memory there is one block."""
 
     count: int

@@ -85,7 +85,7 @@ def _part(
 
 
 @dataclass(frozen=True)
-class Hogwild(Stochastic):
+class LinearHogwild(Stochastic):
     writes: str = "shared"
 
     def __post_init__(self) -> None:
