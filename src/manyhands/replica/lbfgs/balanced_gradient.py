@@ -13,11 +13,13 @@ shard, and puts its own ones back.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -102,14 +104,12 @@ class BalancedGradient:
         for p in self._parameters:
             p.grad = None
         state.seed_everything(self._seed + self._batches.position.steps, shard)
-        before = None if self._drew else state.rng_state(device)
+        before = None if self._drew else _positions(device)
         loss, count = self._loss.forward(*self._batches.micro(shard))
         scaled(loss, count).backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # else the host claims faster than the GPU computes
-        if before is not None:
-            after = state.rng_state(device)
-            self._drew = any(not torch.equal(after[k], v) for k, v in before.items())
+        self._drew = before is None or before != _positions(device)
         return loss.detach(), count
 
     @contextmanager
@@ -138,6 +138,15 @@ class BalancedGradient:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _positions(device: torch.device) -> tuple[Any, ...]:
+    """How far the random generators are since they were seeded; `state.rng_state` takes longer than
+    a small shard may."""
+    _, _, pos, has_gauss, _ = np.random.get_state(legacy=True)
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    bits = (torch.get_rng_state().numpy().tobytes(), on_gpu.numpy().tobytes())
+    return (random.getstate(), pos, has_gauss, *bits)
 
 
 class _FinishedElsewhere(Exception):
