@@ -265,6 +265,58 @@ objective("resumed", plan="servers=1", directory="one", resume=True)
     np.testing.assert_allclose(resumed, here, rtol=1e-8, atol=1e-10)
 
 
+SEARCH = f"""{DATA}
+from manyhands.linear import GridSearch, cross_validate
+"""
+
+
+def test_processes_share_out_the_folds_of_a_cross_validation(tmp_path: Path) -> None:
+    script = f"""{SEARCH}
+labels = np.where(y, "yes", "no")
+model = LogisticRegression(solver="newton", tol=1e-9)
+search = lambda plan: GridSearch(model, {{"C": [0.1, 1.0, 10.0]}}, plan=plan).fit(X, labels)
+one, two = search(""), search("data=2 timeout_s=60")
+for name, value in one.cv_results_.items():
+    if "time" not in name:
+        np.testing.assert_array_equal(two.cv_results_[name], value)
+print("equal", two.best_params_)
+try:
+    cross_validate(LogisticRegression(solver="newton", l1_ratio=1.0), X, y, plan="data=2")
+except Exception as e:
+    print("refused:", e)
+"""
+    job = run(tmp_path, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    assert "equal {'C'" in job.out and "supports only 'l2'" in job.out
+    assert set(os.listdir(tmp_path)) == {"stdin", "stdout", "stderr"}
+    assert not left_in_shared_memory([job.process.pid])
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_cross_validation_that_is_ended_says_how(tmp_path: Path, how: str) -> None:
+    script = f"""{SEARCH}
+class Slow(LogisticRegression):
+    def fit(self, *given, **options):
+        open(f"{{os.environ['RANK']}}.pid", "w").write(str(os.getpid()))
+        return super().fit(*given, **options)
+Slow.__init__ = LogisticRegression.__init__
+slow = Slow(solver="sdca", C=1e6, tol=1e-13, max_iter=300)
+GridSearch(slow, {{"C": np.logspace(5, 6, 100)}}, plan="data=2").fit(X, y)
+"""
+    with command(tmp_path, PYTHON, script) as job:
+        pids = job.pids(2)
+        if how == "killed":
+            os.kill(pids[1], signal.SIGKILL)
+        else:
+            job.process.send_signal(signal.SIGINT)
+        assert job.end() != 0
+    if how == "killed":
+        assert f"rank 1 (pid {pids[1]}) was killed by SIGKILL" in job.err
+    else:
+        assert "stopped by SIGINT: nothing of a cross-validation is kept" in job.err
+    assert_nothing_left(pids)
+
+
 def test_the_data_is_not_copied_by_ranks(tmp_path: Path) -> None:
     """Ranks map what the calling process holds: their own memory does not grow with the data."""
     script = (
