@@ -63,6 +63,8 @@ class StochasticEstimator(SparseCoefMixin, LinearEstimator):
         "average": [Interval(Integral, 0, None, closed="neither"), "boolean"],
         "n_jobs": [Integral, None],
     }
+    n_iter_: int
+    _streams: list[State]
     passive_aggressive = ""  # the loss that learning_rate="pa1" and "pa2" are for
 
     def __sklearn_tags__(self) -> Any:
@@ -136,7 +138,9 @@ class StochasticEstimator(SparseCoefMixin, LinearEstimator):
             self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], reset=reset,
             accept_large_sparse=True, **checks,
         )  # fmt: skip
-        return as_source(X), np.asarray(y)
+        source = as_source(X)
+        assert isinstance(source, Rows)
+        return source, np.asarray(y)
 
     # -- fit --
 
@@ -146,7 +150,11 @@ class StochasticEstimator(SparseCoefMixin, LinearEstimator):
         """theta of one binary problem or one target; adds to n_iter_ and history_."""
         if held is not None:
             return self._fit_held(source, y, c, theta, held)
-        spec, data, plan = self._spec(len(y)), FitData(source, y, c), parsed(self.plan)
+        spec, plan = self._spec(len(y)), parsed(self.plan)
+        if plan.layout.size > 1 and self.shuffle and isinstance(source, Rows):
+            order = np.random.default_rng(spec.seed).permutation(len(y))  # ranks get alike rows
+            source, y, c = source.take(order), y[order], c[order]
+        data = FitData(source, y, c)
         shape = Shape(
             len(y), data.columns, data.nonzeros, plan.layout.size, by_feature(plan), data.in_memory
         )
@@ -176,7 +184,8 @@ class StochasticEstimator(SparseCoefMixin, LinearEstimator):
             while not done and rounds < self.max_iter:
                 self.objective_ = solver.pass_over(problem, theta, state) * solver.per(problem)
                 rounds += 1
-                test.margins(threads, *problem.unpack(theta), z)
+                w, b = problem.unpack(theta)
+                test.margins(threads, w, b, z)
                 score = self._score_of(z, y[out], self._held_weights[out])
                 done = solver.progress(problem, state, -score) == 0.0
         self.history_, self.run_directory_ = [], ""

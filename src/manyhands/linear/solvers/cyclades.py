@@ -45,7 +45,7 @@ from manyhands.linear.stochastic.sgd_steps import (
 @compiled
 def _core(
     arrived, cores, sizes, mine, slots, ends, steps_b, phis, indptr, indices, values, y, c, w, bias,
-    first, stride, a, rare, shrink, sums,
+    first, stride, a, rare, shrink, paid, sums,
 ):  # fmt: skip
     """One core's steps of all batches. steps_b[e % 2] are the intercept's steps of batch e: a core
     may be one batch ahead of one that still sums them."""
@@ -59,7 +59,7 @@ def _core(
             i, slot = mine[q], slots[q]
             t = first + stride * np.float64(done + slot + 1)
             phi, step = visit(
-                SHARED, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, sums
+                SHARED, indptr, indices, values, i, y[i], c[i], w, b, t, a, rare, shrink, paid, sums
             )
             phis[done + slot] = phi
             steps_b[e % 2, slot] = step

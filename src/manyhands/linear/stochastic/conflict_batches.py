@@ -105,23 +105,33 @@ def planned(
     """
     epoch, batch, start = int(state["round"][0]), int(state["batch"][0]), rows.start
     draw = (epoch - 1) // keep
-    names = [f"{name}/{start}" for name in ("order", "positions", "cuts")]
-    drawn, order = state.get(f"draw/{start}"), state.get(names[0])
-    # after a resume the state has floats, and maybe another number of threads: plan again
-    if drawn is not None and drawn[0] == draw and order is not None and order.dtype == np.int32:
-        plan = ConflictFree(*(state[name] for name in names), batch)
-    else:
+    plan = _kept(state, start, draw, batch, problem.threads.count)
+    if plan is None:
         order = np.arange(rows.count, dtype=np.int32)
         if shuffled:
             shuffle(order, 0, rows.count, thread_seed(problem, draw, start, 0))
         csr, columns = (rows.indptr, rows.indices), rows.columns
         plan = conflict_free(problem.threads, *csr, columns, order, batch)
-        state[f"draw/{start}"] = np.array([draw])
-        state.update(zip(names, (plan.order, plan.positions, plan.cuts), strict=True))
+        kept = {"draw": np.array([draw]), "order": order}
+        kept |= {"positions": plan.positions, "cuts": plan.cuts}
+        state.update({f"{name}/{start}": array for name, array in kept.items()})
     sequence = np.arange(plan.batches, dtype=np.int32)
     if shuffled:
         shuffle(sequence, 0, plan.batches, thread_seed(problem, epoch, start, 1))
     return plan, sequence
+
+
+def _kept(
+    state: dict[str, Array], start: int, draw: int, batch: int, threads: int
+) -> ConflictFree | None:
+    """The plan of the last epoch, if it is still good. After a resume the state may have floats,
+    and the run fewer threads: the plan is then made again."""
+    if f"draw/{start}" not in state or state[f"draw/{start}"][0] != draw:
+        return None
+    order, positions, cuts = (state[f"{name}/{start}"] for name in ("order", "positions", "cuts"))
+    if order.dtype != np.int32 or cuts.shape[1] - 1 > threads:
+        return None
+    return ConflictFree(order, positions, cuts, batch)
 
 
 @compiled

@@ -9,7 +9,8 @@
     pa1, pa2     passive-aggressive                           (Crammer et al. 2006)
 
 Over ranks: local SGD. Each rank makes an epoch of steps on its own rows; then weights are averaged
-by numbers of rows: one vector of d + 1 numbers a round, two where w is averaged over steps.
+by numbers of rows: one vector of d + 1 numbers a round, two where w is averaged over steps. Rows of
+all ranks should be alike: the mean of weights that fit one class each fits none.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ class Stochastic(ABC):
             "recent": np.full(self.patience + 1, np.inf),
             "counts": np.zeros(problem.columns),
             "seen": one.copy(),
+            "owed": one.copy(),
+            "paid": np.zeros(problem.columns if problem.l1 else 1),
         }
         self.see(problem, state)
         m = problem.total_rows / self.per(problem)
@@ -116,7 +119,7 @@ class Stochastic(ABC):
         return self.progress(problem, state, objective)
 
     def pass_over(self, problem: Problem, theta: Array, state: State) -> float:
-        """An epoch, and the mean objective that was seen meanwhile."""
+        """An epoch; returns the mean objective: as seen meanwhile, or with ranks at its end."""
         w = state["w"] if self.average else theta
         d, s = problem.columns, self.per(problem)
         bias = np.zeros(16)  # b and the sum of its late changes, a cache line apart
@@ -126,6 +129,7 @@ class Stochastic(ABC):
         a, arrays = self.arguments(problem, state)
         loss = np.array([self.epoch(problem, w[:d], bias, state, a, arrays)])
         state["t"] += problem.total_rows
+        state["owed"] = np.array([steps.owed_at(float(state["t"][0]), a)])
         if problem.intercept:
             w[d] = bias[0]
         steps.average_ranks(problem, w)
@@ -134,7 +138,11 @@ class Stochastic(ABC):
             if problem.intercept:
                 state["sums"][d] += bias[8]
             self._report(problem, theta, state)
-        objective = (float(problem.sum(loss, "loss")[0]) + problem.penalty(w)) / s
+        if problem.group.size > 1:  # losses of own rows under own weights tell nothing of the mean
+            objective = problem.objective(theta) / s
+        else:
+            with np.errstate(over="ignore"):
+                objective = (float(loss[0]) + problem.penalty(w)) / s
         state["objective"] = np.array([objective])
         return objective
 
@@ -164,9 +172,10 @@ class Stochastic(ABC):
             penalty, steps.SCHEDULES[self.schedule], problem.loss, float(problem.eps), m, l1, l2,
             problem.l2_intercept / s, 0.0 if problem.positive else -math.inf, eta, alpha, t0,
             self.power, eta_b, most_b, float(state["since"][0]),
+            float(state["t"][0]), float(state["owed"][0]), 1.0 / problem.group.size,
         )  # fmt: skip
         sums = state["sums"][: problem.columns] if self.average else np.zeros(1)
-        return a, (rare, shrink, sums)
+        return a, (rare, shrink, state["paid"], sums)
 
     def _steps_of_intercept(self, problem: Problem, state: State, m: float) -> tuple[float, float]:
         """eta of the intercept over that of w, and the most that it may be."""

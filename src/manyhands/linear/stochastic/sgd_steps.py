@@ -1,12 +1,15 @@
 """Stochastic gradient steps on the support of one row: what Hogwild!, Cyclades and SAGA share.
 
     z = x_i'w + b;   g = m c_i phi'(z);   D_j = n / (rows with column j)
-    w_j <- S(w_j - eta g x_ij, eta D_j l1) / (1 + eta D_j l2)         for j in the support of x_i
+    v = (w_j - eta g x_ij) / (1 + eta D_j l2)                         for j in the support of x_i
+    w_j <- v moved towards 0 by u_t + q_j, at most to 0;   q_j <- q_j + (w_j - v)
 
-A column is visited once in D_j steps on average, so with weight D_j the penalty's expected share
-of a step is the whole penalty (Recht et al. 2011, arXiv:1106.5730, section 2; as a proximal step:
-Pedregosa et al. 2017, arXiv:1707.06468). The step is implicit in the penalty: it never changes the
-sign of a weight, however rare its column is.
+l2: a column is visited once in D_j steps on average, so with weight D_j the penalty's expected
+share of a step is the whole penalty (Recht et al. 2011, arXiv:1106.5730, section 2). The step is
+implicit in the penalty: it never changes the sign of a weight, however rare its column is.
+
+l1, the cumulative penalty (Tsuruoka et al. 2009, ACL): u_t = sum_s eta_s l1 is what any weight owes
+by step t, and q_j what w_j has paid, so that noise of single steps leaves no weight behind.
 
 Steps are those of the mean objective P / s: m = n / s, and l1, l2 here are those of P over s.
 """
@@ -69,11 +72,14 @@ class Arguments(NamedTuple):
     eta_b: float  # of the intercept, over eta; 0: none
     most_b: float  # eta of the intercept, at most
     average: float  # the step from which on w is averaged; 0: never
+    done: float  # steps before this epoch
+    owed: float  # u before this epoch
+    pace: float  # a rank's steps over those of all ranks
 
 
-# Arrays that belong to an epoch: D_j; 1 / (1 + eta D_j l2), where eta is constant; and the sums of
-# late changes of w, where w is averaged.
-EpochArrays = tuple[Array, Array, Array]
+# Arrays that belong to an epoch: D_j; 1 / (1 + eta D_j l2), where eta is constant; q; and the sums
+# of late changes of w, where w is averaged.
+EpochArrays = tuple[Array, Array, Array, Array]
 
 
 @inlined
@@ -117,7 +123,7 @@ def shrunk(v, t1, t2, floor):
 
 
 @uncounted
-def descend(mode, indices, values, start, end, w, step, eta, late, a, rare, shrink, sums):
+def descend(mode, indices, values, start, end, w, step, eta, u, late, a, rare, shrink, paid, sums):
     """The step on the support; `late` is the weight of this step's change in `sums`."""
     if a.penalty == NO_PENALTY and late == 0.0 and mode != ATOMIC:
         if step != 0.0:
@@ -128,7 +134,7 @@ def descend(mode, indices, values, start, end, w, step, eta, late, a, rare, shri
             j = U64(indices[k])
             w[j] = (w[j] - step * values[k]) * shrink[j]
     else:
-        t1, t2 = eta * a.l1, eta * a.l2
+        t2 = eta * a.l2
         for k in range(start, end):
             j = U64(indices[k])
             old = w[j]
@@ -136,7 +142,12 @@ def descend(mode, indices, values, start, end, w, step, eta, late, a, rare, shri
             if a.penalty == STEADY_L2:
                 new *= shrink[j]
             elif a.penalty == ANY_PENALTY:
-                new = shrunk(new, t1 * rare[j], t2 * rare[j], a.floor)
+                new /= 1.0 + t2 * rare[j]
+                if u > 0.0:
+                    v = new
+                    new = max(0.0, v - (u + paid[j])) if v > 0.0 else min(0.0, v + (u - paid[j]))
+                    paid[j] += new - v
+                new = max(new, a.floor)
             if mode == ATOMIC:
                 atomic_add(w, j, new - old)
             else:
@@ -153,6 +164,28 @@ def rate(t, a):
     if a.schedule == INVSCALING:
         return a.eta / t**a.power
     return a.eta
+
+
+@inlined
+def owed(t, a):
+    """u_t, with the sum over steps as an integral where eta falls."""
+    if a.l1 == 0.0:
+        return 0.0
+    if a.schedule == OPTIMAL:
+        grown = math.log((a.t0 + t - 0.5) / (a.t0 + a.done - 0.5)) / a.alpha
+    elif a.schedule == INVSCALING and a.power == 1.0:
+        grown = a.eta * math.log((t + 0.5) / (a.done + 0.5))
+    elif a.schedule == INVSCALING:
+        rest = 1.0 - a.power
+        grown = a.eta * ((t + 0.5) ** rest - (a.done + 0.5) ** rest) / rest
+    else:
+        grown = a.eta * (t - a.done)
+    return a.owed + a.l1 * a.pace * grown
+
+
+@compiled
+def owed_at(t, a):
+    return owed(t, a)
 
 
 @inlined
@@ -187,7 +220,7 @@ def passive_aggressive(phi, z, y, values, start, end, a):
 
 
 @uncounted
-def visit(mode, indptr, indices, values, i, y, c, w, b, t, a, rare, shrink, sums):
+def visit(mode, indptr, indices, values, i, y, c, w, b, t, a, rare, shrink, paid, sums):
     """Step t, on row i: returns its weighted loss before the step, and the intercept's step."""
     start, end = U64(indptr[i]), U64(indptr[i + 1])
     z = b + dot(indices, values, start, end, w)
@@ -197,7 +230,10 @@ def visit(mode, indptr, indices, values, i, y, c, w, b, t, a, rare, shrink, sums
         step = eta * (a.m * c * first)
     else:
         step = a.m * c * passive_aggressive(phi, z, y, values, start, end, a)
-    descend(mode, indices, values, start, end, w, step, eta, lateness(t, a), a, rare, shrink, sums)
+    u, late = owed(t, a), lateness(t, a)
+    descend(
+        mode, indices, values, start, end, w, step, eta, u, late, a, rare, shrink, paid, sums
+    )  # fmt: skip
     if a.schedule < PA1:
         step_b = -min(eta * a.eta_b, a.most_b) * (a.m * c * first + a.l2_b * b)
     else:
