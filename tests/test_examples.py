@@ -75,6 +75,7 @@ def test_the_example_over_servers_runs_with_the_words_it_has(here: Path) -> None
     [
         pytest.param("transformer", "data=2", marks=pytest.mark.slow),
         ("uneven_mlp", "data=3 batch=153"),
+        ("lbfgs", "data=2"),
     ],
 )
 def test_several_processes_equal_one(

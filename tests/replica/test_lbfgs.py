@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.plan.static_memory import optimizer_bytes
 from manyhands.replica import state
 
 Loss = Callable[[Tensor], Tensor]
@@ -227,6 +228,10 @@ def test_the_state_holds_at_most_the_vectors_that_are_forecast() -> None:
     held = found.optimizer.state[found.x]
     assert set(held) == set(found.optimizer.per_element)
     assert len(held) + 1 == found.optimizer.state_vectors == 8
+    module = nn.Module()
+    module.x = found.x
+    kept, work, notes = optimizer_bytes(module, found.optimizer)
+    assert (kept, work, notes) == ({"x": 8 * found.x.nbytes}, 3 * found.x.nbytes, ())
 
 
 # -- refusals --

@@ -32,7 +32,7 @@ def check_lbfgs(
     _check_plan(plan)
     _check_model(module, optimizer)
     _check_data(context, plan, spec.train)
-    if optimizer.param_groups[0]["balance"] and context.process.size > 1:
+    if optimizer.balance and context.process.size > 1:
         _check_balance(context, plan, spec)
 
 

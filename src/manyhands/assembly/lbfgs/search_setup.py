@@ -35,8 +35,7 @@ from manyhands.replica.update import SliceUpdate
 
 def claims_shards(context: RankContext, optimizer: Optimizer) -> bool:
     """Whether ranks claim the micro-batches of a step, so that each knows all of them."""
-    balances = isinstance(optimizer, LBFGS) and optimizer.param_groups[0]["balance"]
-    return balances and context.process.size > 1
+    return isinstance(optimizer, LBFGS) and optimizer.balance and context.process.size > 1
 
 
 def balanced_gradient(

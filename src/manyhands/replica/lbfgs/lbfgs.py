@@ -68,7 +68,6 @@ class LBFGS(Optimizer):
             "c1": c1,
             "c2": c2,
             "max_evaluations": max_evaluations,
-            "balance": balance,
             # of the history: [slot, s . y, y . y] of each pair, oldest first; the vectors are in
             # `state`, by slot
             "pairs": [],
@@ -86,6 +85,7 @@ class LBFGS(Optimizer):
                 f"LBFGS got parameters of {len(kinds)} dtypes ({', '.join(map(str, kinds))}), but "
                 "dot products over all of them need one; convert the model: model.float()"
             )
+        self.balance = balance  # of this run: a checkpoint says nothing about it
         self._begin()
 
     # -- what is saved --
@@ -112,6 +112,9 @@ class LBFGS(Optimizer):
         self.dot: quasi_newton.Dot = quasi_newton.dot
         self._empty = torch.empty(0, dtype=first.dtype, device=first.device)
         self._recall()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "balance": self.balance}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
