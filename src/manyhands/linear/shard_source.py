@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,17 @@ def _converted(given: Path, files: list[Path]) -> RowShards:
         ) from e
     try:
         write_shards(str(given), partial)
+        _give_back_memory()
         (partial / SOURCE).write_text(json.dumps(made_of))
         return _put_in_place(partial, folder, made_of)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _give_back_memory() -> None:
+    """What pyarrow keeps for its next column, once all are read."""
+    if (arrow := sys.modules.get("pyarrow")) is not None:
+        arrow.default_memory_pool().release_unused()
 
 
 def _file_id(file: Path) -> list[Any]:

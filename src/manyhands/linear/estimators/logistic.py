@@ -170,13 +170,8 @@ class LogisticRegression(
         """Fit to rows X with labels y; to files and shards with their own labels."""
         self._check_parameters()
         C, l1, l2 = self._penalties()
-        source, y = self._stored(X, y) if is_stored(X) else self._given(X, y)
-        weights = self._weights(sample_weight, len(y))
-        self.classes_, codes = encoded(self, y)
-        weights = class_weights(self, self.classes_, codes, weights)
+        data = self._weighted(X, y, sample_weight, C)
         count = len(self.classes_)
-        labels = codes if count > 2 else np.where(codes == 1, 1.0, -1.0)
-        data = FitData(source, np.asarray(labels, np.float64), C * weights)
         spec = FitSpec(
             LOGISTIC, l1, l2, bool(self.fit_intercept), None, Stopping(),
             seed=seed_of(self.random_state), classes=count,
@@ -188,6 +183,16 @@ class LogisticRegression(
         self.intercept_ = theta[:, -1].copy() if self.fit_intercept else np.zeros(rows)
         self.n_iter_ = np.array([found.rounds], dtype=np.int32)
         return self
+
+    def _weighted(self, X: Any, y: Any, sample_weight: Any, C: float) -> FitData:
+        """The rows with labels as numbers and weights. What leads there is not kept: a vector of
+        all rows is as large as a shard."""
+        source, y = self._stored(X, y) if is_stored(X) else self._given(X, y)
+        weights = self._weights(sample_weight, len(y))
+        self.classes_, codes = encoded(self, y)
+        weights = class_weights(self, self.classes_, codes, weights)
+        labels = codes if len(self.classes_) > 2 else np.where(codes == 1, 1.0, -1.0)
+        return FitData(source, np.asarray(labels, np.float64), C * weights)
 
     def _start(self, rows: int, columns: int) -> Array | None:
         """Where the last fit ended, with warm_start."""
