@@ -22,6 +22,7 @@ from manyhands.linear import LinearSVC, LogisticRegression, Ridge
 from manyhands.linear.catalogue import SOLVERS
 from manyhands.linear.estimators.base import as_source
 from manyhands.linear.fit_data import FitData, shared
+from manyhands.linear.solvers.ftrl import FTRL
 from manyhands.observe import convergence
 from manyhands.observe.events import read
 from manyhands.recover.checkpoint import Checkpoints
@@ -160,7 +161,8 @@ def able(name: str) -> bool:
 def test_a_resumed_run_does_to_the_last_bit_what_it_would_have_done(
     tmp_path: Path, name: str
 ) -> None:
-    options: dict[str, Any] = {"solver": name, "record": True, "tol": 1e-300}
+    solver = FTRL(passes=9) if name == "ftrl" else name  # max_iter would change its penalties
+    options: dict[str, Any] = {"solver": solver, "record": True, "tol": 1e-300}
     whole = logistic(tmp_path / "whole", max_iter=9, **options).fit(X, Y)
     logistic(tmp_path / "two", max_iter=4, **options).fit(X, Y)
     second = logistic(tmp_path / "two", max_iter=9, resume=True, **options).fit(X, Y)
