@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manyhands.kernels.atomics import atomic_add, wait_for
 from manyhands.kernels.compile import U32, U64, compiled
 from manyhands.kernels.instructions import prefetch
 from manyhands.linear.passes.rows import Array, Rows, Threads
@@ -138,12 +139,26 @@ def _kept(
 def _own_rows(core, order, positions, cuts, batch, sequence, rows, slots, ends):
     count = 0
     for e in range(len(sequence)):
-        b = sequence[e]
+        if e + 2 * AHEAD < len(sequence):
+            b = np.int64(sequence[e + 2 * AHEAD])
+            prefetch(cuts, b * cuts.shape[1], 0)
+            for line in range(0, min(batch, 64), 16):
+                prefetch(positions, b * batch + line, 0)
+                prefetch(order, b * batch + line, 0)
+        b = np.int64(sequence[e])
         for q in range(cuts[b, core], cuts[b, core + 1]):
             rows[count] = order[positions[q]]
             slots[count] = positions[q] - b * batch
             count += 1
         ends[e] = count
+
+
+@uncounted
+def barrier(arrived, cores, batches):
+    """Wait until all cores have done so many batches; arrived[0] counts what all have done."""
+    if cores > 1:
+        atomic_add(arrived, 0, 1)
+        wait_for(arrived, 0, cores * batches)
 
 
 @uncounted
