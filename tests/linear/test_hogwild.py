@@ -1,5 +1,7 @@
 """Hogwild!: one thread is serial SGD to the last bit, many threads reach the same optimum."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -141,14 +143,26 @@ def test_the_average_is_the_mean_of_all_later_iterates() -> None:
         np.testing.assert_allclose(state["w"], np.append(w, b), rtol=1e-12)
 
 
+def test_weights_of_columns_without_rows_fade_like_the_others() -> None:
+    rows = Rows(ROWS.indptr, ROWS.indices, ROWS.values, ROWS.columns + 2)
+    with problem_of(rows, 1, l2=0.5) as problem:
+        theta = start_at(problem, None)
+        theta[-3:-1] = 4.0, -4.0
+        solver = LinearHogwild()
+        state = solver.init(problem, theta)
+        solver.round(problem, theta, state)
+        total = float(state["eta"][0]) * rows.count * problem.l2 / problem.total_weight
+        np.testing.assert_allclose(theta[-3:-1], np.array([4.0, -4.0]) / (1.0 + total), rtol=1e-12)
+
+
 def test_ranks_average_their_weights_by_rows() -> None:
     """One epoch of two ranks: the mean of what each would have found by itself."""
     data = FitData(ROWS, np.ones(ROWS.count), np.ones(ROWS.count))
     solver = LinearHogwild(eta0=0.3, schedule="constant", shuffle=False)
 
-    def main(group: object) -> tuple[np.ndarray, np.ndarray, int]:
-        source, y, c = data.part(group.rank, group.size, False)  # type: ignore[attr-defined]
-        problem = Problem(source, y, c, LOGISTIC, intercept=False, group=group)  # type: ignore[arg-type]
+    def main(group: Any) -> tuple[np.ndarray, np.ndarray, int]:
+        source, y, c = data.part(group.rank, group.size, False)
+        problem = Problem(source, y, c, LOGISTIC, intercept=False, group=group)
         theta = start_at(problem, None)
         solver.round(problem, theta, solver.init(problem, theta))
         alone = Problem(source, y, c, LOGISTIC, intercept=False)

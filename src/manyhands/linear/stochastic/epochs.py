@@ -129,6 +129,8 @@ class Stochastic(ABC):
         a, arrays = self.arguments(problem, state)
         loss = np.array([self.epoch(problem, w[:d], bias, state, a, arrays)])
         state["t"] += problem.total_rows
+        if problem.l1 or problem.l2:
+            steps.fade(w, state["counts"], float(state["t"][0]), a)
         state["owed"] = np.array([steps.owed_at(float(state["t"][0]), a)])
         if problem.intercept:
             w[d] = bias[0]
@@ -207,7 +209,8 @@ class Stochastic(ABC):
         """
         if self.tol is None:
             recent = state["recent"] = np.append(state["recent"][1:], objective * self.per(problem))
-            if problem.loss in WITH_GAP and problem.loss != HINGE:
+            bounded = problem.loss in WITH_GAP and problem.loss != HINGE
+            if bounded and (problem.l1 or problem.l2):  # the gap is computed before it ends
                 gain = float(recent[-2] - recent[-1])
             else:
                 gain = float(recent[0] - recent[1:].min())

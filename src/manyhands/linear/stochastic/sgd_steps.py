@@ -167,25 +167,36 @@ def rate(t, a):
 
 
 @inlined
-def owed(t, a):
-    """u_t, with the sum over steps as an integral where eta falls."""
-    if a.l1 == 0.0:
-        return 0.0
+def sum_of_rates(t, a):
+    """The sum of eta over this epoch's steps up to t, as an integral where eta falls."""
     if a.schedule == OPTIMAL:
-        grown = math.log((a.t0 + t - 0.5) / (a.t0 + a.done - 0.5)) / a.alpha
-    elif a.schedule == INVSCALING and a.power == 1.0:
-        grown = a.eta * math.log((t + 0.5) / (a.done + 0.5))
-    elif a.schedule == INVSCALING:
+        return math.log((a.t0 + t - 0.5) / (a.t0 + a.done - 0.5)) / a.alpha
+    if a.schedule == INVSCALING and a.power == 1.0:
+        return a.eta * math.log((t + 0.5) / (a.done + 0.5))
+    if a.schedule == INVSCALING:
         rest = 1.0 - a.power
-        grown = a.eta * ((t + 0.5) ** rest - (a.done + 0.5) ** rest) / rest
-    else:
-        grown = a.eta * (t - a.done)
-    return a.owed + a.l1 * a.pace * grown
+        return a.eta * ((t + 0.5) ** rest - (a.done + 0.5) ** rest) / rest
+    return a.eta * (t - a.done)
+
+
+@inlined
+def owed(t, a):
+    """u_t; a rank takes its share of the steps."""
+    return a.owed + a.l1 * a.pace * sum_of_rates(t, a) if a.l1 > 0.0 else 0.0
 
 
 @compiled
 def owed_at(t, a):
     return owed(t, a)
+
+
+@compiled
+def fade(w, counts, t, a):
+    """The penalties of an epoch on weights whose columns no row has."""
+    total = sum_of_rates(t, a)
+    for j in range(len(counts)):
+        if counts[j] == 0.0 and w[j] != 0.0:
+            w[j] = shrunk(w[j], total * a.l1, total * a.l2, a.floor)
 
 
 @inlined
