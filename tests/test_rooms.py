@@ -41,7 +41,7 @@ INSIDE_A_REPLICA = ("tensor", "fsdp", "pipelining", "device_mesh", "_composable"
 # for users of scikit-learn, which changes environment and generators when it is imported, and
 # brings rich
 ESTIMATORS = tuple(
-    f"manyhands.linear.{name}" for name in ("estimators", "solver_race", "cross_validation")
+    f"manyhands.linear.{name}" for name in ("estimators", "selection")
 )
 HEAVY = {"matplotlib", "rich", "typer", "sklearn", "tensorboard"}
 

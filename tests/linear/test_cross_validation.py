@@ -33,8 +33,8 @@ from manyhands.linear import (
     Ridge,
     cross_validate,
 )
-from manyhands.linear.cross_validation import paths
 from manyhands.linear.data import write_shards
+from manyhands.linear.selection.cross_validation import paths
 
 RNG = np.random.default_rng(9)
 X = sparse.random_array((300, 15), density=0.5, rng=RNG, format="csr")

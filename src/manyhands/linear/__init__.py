@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands.linear.catalogue import SOLVERS
-    from manyhands.linear.cross_validation import cross_validate
     from manyhands.linear.estimators.logistic import LogisticRegression
     from manyhands.linear.estimators.regression import ElasticNet, Lasso, LinearRegression, Ridge
     from manyhands.linear.estimators.sgd import SGDClassifier, SGDRegressor
     from manyhands.linear.estimators.svc import LinearSVC
-    from manyhands.linear.grid_search import GridSearch
-    from manyhands.linear.solver_race import race
+    from manyhands.linear.selection.cross_validation import cross_validate
+    from manyhands.linear.selection.grid_search import GridSearch
+    from manyhands.linear.selection.solver_race import race
 
 __all__ = [
     "SOLVERS",
@@ -42,7 +42,7 @@ SOLVER_FILES = "manyhands.linear.solvers"
 WHERE = {
     "SOLVERS": "manyhands.linear.catalogue",
     "ElasticNet": f"{ESTIMATORS}.regression",
-    "GridSearch": "manyhands.linear.grid_search",
+    "GridSearch": "manyhands.linear.selection.grid_search",
     "Lasso": f"{ESTIMATORS}.regression",
     "LinearRegression": f"{ESTIMATORS}.regression",
     "LinearSVC": f"{ESTIMATORS}.svc",
@@ -50,8 +50,8 @@ WHERE = {
     "Ridge": f"{ESTIMATORS}.regression",
     "SGDClassifier": f"{ESTIMATORS}.sgd",
     "SGDRegressor": f"{ESTIMATORS}.sgd",
-    "cross_validate": "manyhands.linear.cross_validation",
-    "race": "manyhands.linear.solver_race",
+    "cross_validate": "manyhands.linear.selection.cross_validation",
+    "race": "manyhands.linear.selection.solver_race",
     # solvers with options
     "BFGS": f"{SOLVER_FILES}.bfgs",
     "Cyclades": f"{SOLVER_FILES}.cyclades",

@@ -13,9 +13,9 @@ from sklearn.model_selection import check_cv
 
 from manyhands.linear.estimators.base import LinearEstimator, is_stored
 from manyhands.linear.fit_data import FitData, SharedFitData, shared
-from manyhands.linear.fold_scores import Source
 from manyhands.linear.passes.columns import Columns
 from manyhands.linear.passes.rows import Array, Rows
+from manyhands.linear.selection.fold_scores import Source
 from manyhands.linear.solvers.scd import SCD
 from manyhands.linear.spec import InColumns
 
@@ -131,8 +131,9 @@ def _forms(source: Any, models: Sequence[Any]) -> dict[str, Source]:
         if kind == "columns":
             found[kind] = source if isinstance(source, Columns) else Columns.from_rows(source)
         else:
-            turned = isinstance(source, Columns)
-            found[kind] = next(InColumns(source).blocks()) if turned else source  # type: ignore[arg-type]
+            found[kind] = source
+            if isinstance(source, Columns):
+                found[kind] = next(InColumns(source).blocks())
     return found
 
 

@@ -33,7 +33,8 @@ from manyhands.entry import run_store, start
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
 from manyhands.linear.estimators.base import LinearEstimator
-from manyhands.linear.fold_data import (
+from manyhands.linear.passes.rows import Array, threads_of
+from manyhands.linear.selection.fold_data import (
     Fold,
     HandedData,
     Params,
@@ -41,8 +42,7 @@ from manyhands.linear.fold_data import (
     make_folds,
     split_data,
 )
-from manyhands.linear.fold_scores import of_all_rows, score_rows
-from manyhands.linear.passes.rows import Array, threads_of
+from manyhands.linear.selection.fold_scores import of_all_rows, score_rows
 from manyhands.plan import words as plan_words
 
 WORDS = ("data", "timeout_s", "grace_s", "stall_s")
@@ -66,7 +66,7 @@ class FoldResult:
 
 
 @dataclass(frozen=True)
-class Work:
+class FoldFits:
     """All fits of a cross-validation, without the data."""
 
     estimator: LinearEstimator
@@ -148,30 +148,30 @@ def paths(candidates: Sequence[Params]) -> list[list[int]]:
 # -- the fits --
 
 
-def run(work: Work, data: SplitData, words: str) -> list[FoldResult]:
+def run(fits: FoldFits, data: SplitData, words: str) -> list[FoldResult]:
     """All fits, in the order of candidates and folds; on processes where the plan says so."""
-    plan = parsed(words, work)
+    plan = parsed(words, fits)
     began = environment.process_info()
     if plan.layout.size == 1:
-        found = [r for fold, path in work.items for r in work.item(data, fold, path)]
+        found = [r for fold, path in fits.items for r in fits.item(data, fold, path)]
     elif began.started_by != "alone":
         raise PlanError(
             f"plan={words!r}: cross-validation starts its own processes, which {began.started_by} "
             "has done already; leave the plan out, and each of them does all folds"
         )
     else:
-        found = _on_processes(work, data, words)
-    _warn(work, found)
+        found = _on_processes(fits, data, words)
+    _warn(fits, found)
     return sorted(found, key=lambda r: (r.candidate, r.fold))
 
 
-def parsed(words: str, work: Work) -> Plan:
+def parsed(words: str, fits: FoldFits) -> Plan:
     given = plan_words.overlay(words)
     for word in sorted(set(given) - set(WORDS)):
         raise PlanError(
             f"{word}={given[word]} has no effect on cross-validation; {', '.join(WORDS)} have"
         )
-    model: Any = work.estimator
+    model: Any = fits.estimator
     if model.directory is not None or model.resume:
         raise PlanError("directory= and resume= are for one fit: leave them out of the estimator")
     plan = plan_words.parse(words)
@@ -183,24 +183,24 @@ def parsed(words: str, work: Work) -> Plan:
     return plan
 
 
-def _warn(work: Work, found: Sequence[FoldResult]) -> None:
+def _warn(fits: FoldFits, found: Sequence[FoldResult]) -> None:
     unfinished = [r for r in found if not r.converged]
     if unfinished:
         first = unfinished[0]
         warnings.warn(
             f"{len(unfinished)} of {len(found)} fits failed to converge within max_iter, the first "
-            f"in fold {first.fold} with {work.candidates[first.candidate] or 'no parameters'}; "
+            f"in fold {first.fold} with {fits.candidates[first.candidate] or 'no parameters'}; "
             "increase max_iter, or tol",
             ConvergenceWarning,
             stacklevel=4,
         )
 
 
-def _on_processes(work: Work, data: SplitData, words: str) -> list[FoldResult]:
+def _on_processes(fits: FoldFits, data: SplitData, words: str) -> list[FoldResult]:
     made = tempfile.TemporaryDirectory(prefix="manyhands-cv-", ignore_cleanup_errors=True)
     with made as folder, data.handed() as handed:
         try:
-            start(FoldProcess(work, handed, folder), words, Options("linear-cv", quiet=True))
+            start(FoldProcess(fits, handed, folder), words, Options("linear-cv", quiet=True))
         except LaunchError as e:
             said = str(e).partition(";")[0]
             if not said.startswith("stopped by"):
@@ -215,16 +215,16 @@ def _on_processes(work: Work, data: SplitData, words: str) -> list[FoldResult]:
 class FoldProcess:
     """One process of a cross-validation: it claims folds and paths until none is left."""
 
-    work: Work
+    fits: FoldFits
     handed: HandedData
     folder: str
 
     def __call__(self, plan: Plan, options: Options) -> dict[str, Any]:
         here, found = environment.process_info(), list[FoldResult]()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save first
-        store, data, items = run_store(here, plan.timeout_s), self.handed.open(), self.work.items
+        store, data, items = run_store(here, plan.timeout_s), self.handed.open(), self.fits.items
         while (claimed := store.add("claimed", 1) - 1) < len(items):
-            found += self.work.item(data, *items[claimed])
+            found += self.fits.item(data, *items[claimed])
         Path(self.folder, f"rank-{here.rank}").write_bytes(pickle.dumps(found))
         return {}
 
@@ -265,8 +265,8 @@ def cross_validate(
     data, classes = split_data(estimator, X, y, sample_weight, [{}])
     folds = make_folds(cv, estimator, X, data.y, groups)
     scorers = named_scorers(scoring, estimator)
-    work = Work(estimator, [{}], folds, scorers, classes, return_train_score, return_estimator)
-    found = run(work, data, plan)
+    fits = FoldFits(estimator, [{}], folds, scorers, classes, return_train_score, return_estimator)
+    found = run(fits, data, plan)
     results: dict[str, Any] = {
         "fit_time": np.array([r.fit_s for r in found]),
         "score_time": np.array([r.score_s for r in found]),

@@ -20,16 +20,16 @@ from sklearn.utils import get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
-from manyhands.linear.cross_validation import (
+from manyhands.linear.estimators.base import LinearEstimator
+from manyhands.linear.passes.rows import Array
+from manyhands.linear.selection.cross_validation import (
+    FoldFits,
     FoldResult,
-    Work,
     make_folds,
     named_scorers,
     run,
     split_data,
 )
-from manyhands.linear.estimators.base import LinearEstimator
-from manyhands.linear.passes.rows import Array
 
 
 def _best_has(name: str) -> Any:
@@ -81,9 +81,11 @@ class GridSearch(MetaEstimatorMixin, BaseEstimator):
         chosen = self._chosen(list(scorers))
         data, classes = split_data(self.estimator, X, y, sample_weight, candidates)
         folds = make_folds(self.cv, self.estimator, X, data.y, groups)
-        work = Work(self.estimator, candidates, folds, scorers, classes, self.return_train_score)
-        found = run(work, data, self.plan)
-        self.cv_results_ = cv_results(work, found)
+        fits = FoldFits(
+            self.estimator, candidates, folds, scorers, classes, self.return_train_score
+        )
+        found = run(fits, data, self.plan)
+        self.cv_results_ = cv_results(fits, found)
         self.n_splits_, self.scorer_ = len(folds), scorers
         if chosen is None:
             return self
@@ -145,24 +147,24 @@ class GridSearch(MetaEstimatorMixin, BaseEstimator):
         return np.asarray(self._best().predict_log_proba(X))
 
 
-def cv_results(work: Work, found: Sequence[FoldResult]) -> dict[str, Any]:
+def cv_results(fits: FoldFits, found: Sequence[FoldResult]) -> dict[str, Any]:
     """Results as GridSearchCV names them; `mean_n_iter` besides: rounds of a fit."""
-    folds, count = len(work.folds), len(work.candidates)
+    folds, count = len(fits.folds), len(fits.candidates)
     table = lambda of: np.array([of(r) for r in found], np.float64).reshape(count, folds)
     results: dict[str, Any] = {}
     for name, of in (("fit_time", lambda r: r.fit_s), ("score_time", lambda r: r.score_s)):
         each = table(of)
         results[f"mean_{name}"], results[f"std_{name}"] = each.mean(axis=1), each.std(axis=1)
     results["mean_n_iter"] = table(lambda r: r.rounds).mean(axis=1)
-    for param in sorted({name for params in work.candidates for name in params}):
+    for param in sorted({name for params in fits.candidates for name in params}):
         values = np.ma.masked_all(count, dtype=object)
-        for i, params in enumerate(work.candidates):
+        for i, params in enumerate(fits.candidates):
             if param in params:
                 values[i] = params[param]
         results[f"param_{param}"] = values
-    results["params"] = list(work.candidates)
-    for kind in ("test", "train") if work.train_scores else ("test",):
-        for name in work.scorers:
+    results["params"] = list(fits.candidates)
+    for kind in ("test", "train") if fits.train_scores else ("test",):
+        for name in fits.scorers:
             each = table(lambda r, kind=kind, name=name: getattr(r, kind)[name])
             for k in range(folds):
                 results[f"split{k}_{kind}_{name}"] = each[:, k]
