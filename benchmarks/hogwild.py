@@ -18,6 +18,7 @@ Cyclades must give one and the same weights on all numbers of threads, or the be
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from common import Claim, alternate, cores, median
 from manyhands.linear.data.blocks import concatenate
 from manyhands.linear.data.synthetic import SyntheticRows
 from manyhands.linear.losses import LOGISTIC
-from manyhands.linear.passes.rows import InMemory, Rows, Threads
+from manyhands.linear.passes.rows import InMemory, Rows, threads_of
 from manyhands.linear.problem import Problem
 from manyhands.linear.solvers.cyclades import Cyclades
 from manyhands.linear.solvers.hogwild import LinearHogwild
@@ -44,7 +45,8 @@ class Fit:
 
     def __init__(self, solver: Stochastic, data: tuple[Rows, np.ndarray], threads: int):
         rows, y = data
-        self.pool = Threads(threads)
+        self.stack = contextlib.ExitStack()
+        self.pool = self.stack.enter_context(threads_of(threads))
         c = np.ones(rows.count)
         self.problem = Problem(
             InMemory(rows), y, c, LOGISTIC, l2=1.0, intercept=False, threads=self.pool
@@ -63,7 +65,7 @@ class Fit:
         return self.problem.objective(self.theta) / self.problem.total_weight
 
     def close(self) -> None:
-        self.pool.close()
+        self.stack.close()
 
 
 def synthetic(rows: int, columns: int) -> tuple[Rows, np.ndarray]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse as sparse
 
 from manyhands.exchange.inproc import World
 from manyhands.linear.fit_data import FitData
@@ -14,6 +15,8 @@ from manyhands.linear.problem import Problem
 from manyhands.linear.solvers.hogwild import LinearHogwild
 from manyhands.linear.solvers.sdca import SDCA
 from manyhands.linear.stochastic.sgd_steps import shuffle, thread_seed
+from support.linear_runs import problem_of as whole_problem
+from support.linear_runs import spec_of
 from support.serial_sgd import problem_of, serial_sgd, sparse_rows
 
 ROWS = sparse_rows()
@@ -194,3 +197,47 @@ def test_weights_that_overflow_are_an_error() -> None:
         problem.y[:] = 1e200
         with pytest.raises(ValueError, match=r"Floating-point under-/overflow .* smaller eta0"):
             minimise(problem, LinearHogwild(eta0=1e150), start_at(problem, None), Stopping(1e-3, 9))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_copies_of_threads_whose_rows_share_no_column_have_the_bits_of_serial_steps(
+    threads: int,
+) -> None:
+    n, each = 60, 4
+    x = sparse.csr_matrix(
+        (
+            np.random.default_rng(0).normal(size=n * each),
+            np.arange(n * each, dtype=np.int32),
+            np.arange(0, n * each + 1, each),
+        )
+    )
+    y = np.where(np.arange(n) % 2 == 0, 1.0, -1.0)
+    spec = spec_of(l2=0.1, intercept=False)
+    found = []
+    for solver, count in (
+        (LinearHogwild(shuffle=False), 1),
+        (LinearHogwild(shuffle=False, copies=threads > 1), threads),
+    ):
+        problem = whole_problem(spec, x, y, threads=count)
+        theta = np.zeros(problem.size)
+        state = solver.init(problem, theta)
+        for _ in range(3):
+            solver.round(problem, theta, state)
+        found.append(theta)
+        problem.threads.close()
+    assert found[0].tobytes() == found[1].tobytes()
+
+
+def test_copies_lose_no_change() -> None:
+    """Every row steps every weight by a constant; the changes of all threads add up."""
+    n, d = 4000, 40
+    x = sparse.csr_matrix(np.ones((n, d)))
+    problem = whole_problem(
+        spec_of(SQUARED, l2=0.0, intercept=False), x, np.full(n, 1e9), threads=3
+    )
+    eta = 2.0**-40  # so small that a slope of -1e9 hardly changes
+    solver = LinearHogwild(eta0=eta, schedule="constant", copies=True)
+    theta = np.zeros(problem.size)
+    solver.round(problem, theta, solver.init(problem, theta))
+    problem.threads.close()
+    np.testing.assert_allclose(theta, n * eta * 1e9, rtol=1e-2)

@@ -54,9 +54,11 @@ def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) 
     """Minimise; on several ranks where the plan says so, with a run directory where one is asked
     for."""
     here = environment.process_info()
-    where = _whole_words(where, here)
+    where = _launched_words(where, here)
+    given = plan_words.overlay(where.plan)
+    where = _continued_words(where, here)
     plan = parsed(where.plan)
-    check_words(where, plan, here)
+    check_words(given, where, plan, here)
     if hasattr(spec.solver, "prepared"):
         solver = spec.solver.prepared(spec.stopping.max_iter)
         spec = dataclasses.replace(spec, solver=solver)
@@ -89,21 +91,24 @@ def fit(spec: FitSpec, data: FitData, where: Where, theta: Array | None = None) 
     return found
 
 
-def _whole_words(where: Where, here: ProcessInfo) -> Where:
+def _launched_words(where: Where, here: ProcessInfo) -> Where:
     """With the words and the directory that `manyhands run` was given, which win over those of the
-    estimator, and with those of the run to go on with, where none are given in their place."""
-    if here.started_by == "manyhands" and where.plan.strip():
-        asked = Options(directory=where.directory, resume=where.resume)
-        asked = asked.overlaid(environment.options())
-        words = plan_words.line(plan_words.overlay(where.plan, environment.words()))
-        where = dataclasses.replace(
-            where, plan=words, directory=asked.directory, resume=asked.resume
-        )
-    if where.resume and where.directory is not None:
-        size = None if here.started_by == "alone" else here.size
-        known, _ = with_saved_words(where.plan, Options("linear", where.directory, True), size)
-        where = dataclasses.replace(where, plan=plan_words.line(known))
-    return where
+    estimator."""
+    if here.started_by != "manyhands" or not where.plan.strip():
+        return where
+    asked = Options(directory=where.directory, resume=where.resume)
+    asked = asked.overlaid(environment.options())
+    words = plan_words.line(plan_words.overlay(where.plan, environment.words()))
+    return dataclasses.replace(where, plan=words, directory=asked.directory, resume=asked.resume)
+
+
+def _continued_words(where: Where, here: ProcessInfo) -> Where:
+    """With the words of the run to go on with, where none are given in their place."""
+    if not where.resume or where.directory is None:
+        return where
+    size = None if here.started_by == "alone" else here.size
+    known, _ = with_saved_words(where.plan, Options("linear", where.directory, True), size)
+    return dataclasses.replace(where, plan=plan_words.line(known))
 
 
 def _fit_here(
@@ -118,7 +123,7 @@ def _fit_here(
         lines.round(record)
         return False
 
-    with threads_of(plan.threads or spec.threads) as threads:
+    with threads_of(plan.threads or spec.threads, source) as threads:
         problem = spec.problem(source, y, c, threads, None, by_column)
         begun = start_at(problem, theta)
         if lines is None:
@@ -229,7 +234,7 @@ class RankFit:
         source, y, c = data.part(group.rank, group.size, columns)
         stopping = dataclasses.replace(spec.stopping, spaced=self.keeps)
         every = plan_words.overlay(context.options.words).get("save")
-        with threads_of(plan.threads or spec.threads) as threads:
+        with threads_of(plan.threads or spec.threads, source) as threads:
             problem = spec.problem(source, y, c, threads, group, columns)
             if plan.servers:
                 problem.store, _ = connect_store(context, plan)

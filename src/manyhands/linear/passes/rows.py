@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -232,9 +233,28 @@ class InMemory:
 
 
 @contextlib.contextmanager
-def threads_of(count: int) -> Iterator[Threads]:
+def threads_of(count: int, source: BlockSource | None = None) -> Iterator[Threads]:
+    """Threads for the time of the block. Unless rows are dense, BLAS gets one thread meanwhile: it
+    would use the others for products of vectors, and spin on their cores for milliseconds after."""
+    dense = isinstance(source, InMemory) and source.rows.dense is not None
     threads = Threads(count)
     try:
-        yield threads
+        with contextlib.nullcontext() if dense else _one_blas_thread():
+            yield threads
     finally:
         threads.close()
+
+
+def _one_blas_thread() -> Any:
+    controller = _blas_controller()
+    return contextlib.nullcontext() if controller is None else controller.limit(limits=1)
+
+
+@functools.cache
+def _blas_controller() -> Any:
+    """None without threadpoolctl, which scikit-learn brings; it is slow to look for libraries."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return None
+    return ThreadpoolController().select(user_api="blas")
