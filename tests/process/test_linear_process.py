@@ -84,12 +84,17 @@ fit("rows", solver="newton", plan="data=2")
 fit("dual", solver="sdca", plan="data=2", tol=1e-7)
 fit("l1", solver="scd", l1_ratio=1.0)
 fit("columns", solver="scd", l1_ratio=1.0, plan="tensor=2 split=by_feature")
+from manyhands.linear.data import write_shards
+write_shards(X, "shards", shard_bytes=20_000, labels=y * 1.0)
+model = LogisticRegression(solver="newton", plan="data=2", tol=1e-9).fit("shards")
+np.save("shards.npy", np.append(model.coef_, model.intercept_))
 print("directories", os.listdir())
 """
     job = run(tmp_path, PYTHON, script)
     assert job.process.returncode == 0, job.err
     one, l1 = coefficients(tmp_path, "one"), coefficients(tmp_path, "l1")
-    np.testing.assert_allclose(coefficients(tmp_path, "rows"), one, rtol=1e-6, atol=1e-9)
+    for name in ("rows", "shards"):
+        np.testing.assert_allclose(coefficients(tmp_path, name), one, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(coefficients(tmp_path, "dual"), one, rtol=1e-2, atol=1e-3)
     np.testing.assert_allclose(coefficients(tmp_path, "columns"), l1, rtol=1e-3, atol=1e-4)
     assert "runs" not in job.out  # without directory= none is made
@@ -199,6 +204,19 @@ def test_ctrl_c_saves_a_checkpoint_from_which_a_fit_goes_on_exactly(tmp_path: Pa
     assert_nothing_left(pids)
     limit = done + 7
     np.testing.assert_array_equal(resumed(tmp_path, limit), straight(tmp_path, limit))
+
+
+def test_a_run_goes_on_with_other_ranks_from_its_coefficients(tmp_path: Path) -> None:
+    script = f"""{DATA}
+fit("two", solver="sdca", max_iter=5, tol=1e-300, plan="data=2 link=gloo", directory="run")
+fit("one", solver="sdca", plan="data=1", directory="run", resume=True)
+fit("alone", solver="sdca")
+"""
+    job = run(tmp_path, PYTHON, script)
+    assert job.process.returncode == 0, job.err
+    assert "saved by 2 ranks, and these are 1: coefficients go on" in job.err
+    one, alone = coefficients(tmp_path, "one"), coefficients(tmp_path, "alone")
+    np.testing.assert_allclose(one, alone, rtol=1e-3, atol=1e-4)
 
 
 def test_a_killed_rank_is_named_and_ends_the_fit(tmp_path: Path) -> None:

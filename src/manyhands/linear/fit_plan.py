@@ -14,15 +14,15 @@ from manyhands.linear.spec import FitSpec
 from manyhands.plan import words as plan_words
 
 # words that a linear model honours; every other one is refused
-OF_RANKS = ("link", "timeout_s", "stall_s")  # need more than one rank
+OF_RANKS = ("link", "stall_s")  # need more than one rank
 OF_RUNS = ("grace_s", "preempt_file")  # need a run: ranks, or a directory
 OF_DIRECTORIES = ("save", "keep", "restarts", "restart_window_s")
 OF_SERVERS = (
     "servers", "shards", "server_memory", "replicas", "ack", "membership", "lease_s", "compress",
 )  # fmt: skip
 KNOWN = {
-    "data", "tensor", "threads", "split", "device", *OF_RANKS, *OF_RUNS, *OF_DIRECTORIES,
-    *OF_SERVERS,
+    "data", "tensor", "threads", "split", "device", "timeout_s", *OF_RANKS, *OF_RUNS,
+    *OF_DIRECTORIES, *OF_SERVERS,
 }  # fmt: skip
 INSTEAD = {
     "seed": "give the estimator random_state",
@@ -121,21 +121,23 @@ def check_servers(spec: FitSpec, plan: Plan) -> None:
         )
 
 
-def check_words(where: Where, plan: Plan, here: ProcessInfo) -> None:
-    """Refuse words that have no effect on this fit."""
+def check_words(given: dict[str, Any], where: Where, plan: Plan, here: ProcessInfo) -> None:
+    """Refuse words that have no effect on this fit. Those of a run that goes on are not `given`:
+    it may have had other ranks."""
     if where.directory is not None and here.started_by != "alone" and not where.plan.strip():
         raise PlanError(
             f"directory={where.directory} in one of {here.size} processes of {here.started_by}, "
             f"each of which fits for itself; let them fit together with plan='data={here.size}', "
             "or leave the directory out"
         )
-    given = plan_words.overlay(where.plan)
     ranks = plan.layout.size
     if where.resume and where.directory is None:
         raise PlanError("resume=True without a directory; give that of the run to go on with")
+    runs = ranks > 1 or plan.servers > 0
     needed = [
         (OF_RANKS, ranks > 1, "is about several ranks; add data=2, say"),
-        (OF_RUNS, ranks > 1 or where.directory is not None, "is about a run; give directory="),
+        (("timeout_s",), runs, "is about several processes; add data=2, say"),
+        (OF_RUNS, runs or where.directory is not None, "is about a run; give directory="),
         (OF_DIRECTORIES, where.directory is not None, "is about checkpoints; give directory="),
     ]
     for words, fits, why in needed:
