@@ -1,5 +1,6 @@
 """Cyclades: serial SGD in the sampled order to the last bit, on any number of threads."""
 
+import runpy
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from manyhands.linear.stochastic.conflict_batches import (
     conflict_free,
     planned,
 )
+from support.paths import EXAMPLES
 from support.serial_sgd import problem_of, serial_sgd, sparse_rows
 
 ROWS = sparse_rows(500, 2000, 4)
@@ -61,11 +63,11 @@ def test_any_number_of_threads_takes_serial_steps_in_the_sampled_order(
         state = solver.init(problem, theta)
         for _ in range(4):
             before = {k: v.copy() for k, v in state.items()} | {"round": state["round"] + 1.0}
-            a, (rare, *_) = solver.arguments(problem, before)
+            a, arrays = solver.arguments(problem, before)
             solver.round(problem, theta, state)
             plan, sequence = planned(problem, ROWS, state, solver.keep, True)
             batches = [plan.order[k * plan.batch : (k + 1) * plan.batch] for k in sequence]
-            b, _ = serial_sgd(problem, batches, w, b, a, rare, paid)
+            b, _ = serial_sgd(problem, batches, w, b, a, arrays, paid)
     np.testing.assert_array_equal(found[0][0][: ROWS.columns], w)
     if intercept:
         assert found[0][0][-1] == b
@@ -190,3 +192,19 @@ def test_batches_without_rows_are_refused() -> None:
     for options in ({"batch": 0}, {"keep": 0}):
         with pytest.raises(ValueError, match="1 or more is needed"):
             Cyclades(**options)
+
+
+# -- the example --
+
+
+def test_the_example_factorises_alike_on_one_and_two_threads() -> None:
+    names = runpy.run_path(str(EXAMPLES / "cyclades.py"))
+    data, found = names["known"](20_000), []
+    for count in (1, 2):
+        with threads_of(count) as threads:
+            found.append(names["factorise"](*data, threads, epochs=3))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+    assert found[1][2] == pytest.approx(found[0][2], rel=1e-12)
+    with threads_of(2) as threads:
+        assert names["factorise"](*data, threads, epochs=6)[2] < found[1][2]

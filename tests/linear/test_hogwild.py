@@ -42,12 +42,12 @@ def test_one_thread_is_serial_sgd_to_the_last_bit(case: str, intercept: bool) ->
         w, b, paid = np.zeros(ROWS.columns), 0.0, np.zeros(ROWS.columns)
         for epoch in range(3):
             before = {k: v.copy() for k, v in state.items()} | {"round": state["round"] + 1.0}
-            a, (rare, *_) = solver.arguments(problem, before)
+            a, arrays = solver.arguments(problem, before)
             solver.round(problem, theta, state)
             order = np.arange(ROWS.count, dtype=np.int32)
             shuffle(order, 0, ROWS.count, thread_seed(problem, epoch + 1, 0, 0))
             one_by_one = [np.array([i]) for i in order]
-            b, seen = serial_sgd(problem, one_by_one, w, b, a, rare, paid)
+            b, seen = serial_sgd(problem, one_by_one, w, b, a, arrays, paid)
             np.testing.assert_array_equal(theta[: ROWS.columns], w)
             assert problem.unpack(theta)[1] == b
             objective = (seen + problem.penalty(theta)) / problem.total_weight
@@ -134,12 +134,12 @@ def test_the_average_is_the_mean_of_all_later_iterates() -> None:
     with problem_of(ROWS, 1, l2=0.5) as problem:
         theta = start_at(problem, None)
         state = solver.init(problem, theta)
-        a, (rare, *_) = solver.arguments(problem, state | {"round": np.ones(1)})
+        a, arrays = solver.arguments(problem, state | {"round": np.ones(1)})
         solver.round(problem, theta, state)
         w, b, sums = np.zeros(ROWS.columns), 0.0, np.zeros(ROWS.columns + 1)
         for t in range(ROWS.count):
             one = [np.array([t])]
-            b, _ = serial_sgd(problem, one, w, b, a._replace(done=float(t)), rare, np.zeros(1))
+            b, _ = serial_sgd(problem, one, w, b, a._replace(done=float(t)), arrays, np.zeros(1))
             if t + 1 >= since:
                 sums += np.append(w, b)
         np.testing.assert_allclose(theta, sums / (ROWS.count - since + 1), rtol=1e-9, atol=1e-15)

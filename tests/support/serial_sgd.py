@@ -47,13 +47,14 @@ def dot(values: list[float], w: list[float]) -> float:
 
 
 def serial_sgd(
-    problem: Problem, batches: list[Array], w: Array, b: float, a: Any, rare: Array, paid: Array
+    problem: Problem, batches: list[Array], w: Array, b: float, a: Any, arrays: Any, paid: Array
 ) -> tuple[float, float]:
     """Steps on the rows of `batches`, in that order; b is constant within a batch.
 
     w and paid are changed in place; returns b and the sum of the losses before the steps.
     """
     rows: Rows = problem.source.rows  # type: ignore[attr-defined]
+    rare, shrink, *_ = arrays
     t, loss = a.done, 0.0
     for batch in batches:
         moves = []
@@ -70,8 +71,12 @@ def serial_sgd(
                 eta = 1.0 / (a.alpha * (a.t0 + t - 1.0))
             step, u = eta * (a.m * c * slope), float(steps.owed_at(t, a))
             for j, x in zip(columns.tolist(), values, strict=True):
-                often = float(rare[min(j, len(rare) - 1)])
-                v = w[j] = _shrunk(float(w[j]) - step * x, eta, often, a)
+                v = float(w[j]) - step * x
+                if a.penalty == steps.STEADY_L2:
+                    v *= float(shrink[j])
+                elif a.penalty == steps.ANY_PENALTY:
+                    v /= 1.0 + eta * a.l2 * float(rare[j])
+                w[j] = v
                 if u > 0.0:
                     w[j] = max(0.0, v - (u + paid[j])) if v > 0.0 else min(0.0, v + (u - paid[j]))
                     paid[j] += w[j] - v
@@ -81,11 +86,3 @@ def serial_sgd(
         for move in moves:
             b += move
     return b, loss
-
-
-def _shrunk(v: float, eta: float, rare: float, a: Any) -> float:
-    if a.penalty == steps.NO_PENALTY:
-        return v
-    if a.penalty == steps.STEADY_L2:
-        return v * (1.0 / (1.0 + eta * a.l2 * rare))
-    return v / (1.0 + eta * a.l2 * rare)

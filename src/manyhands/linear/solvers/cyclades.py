@@ -23,21 +23,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyhands.kernels.atomics import atomic_add, wait_for
 from manyhands.kernels.compile import compiled
 from manyhands.linear.passes.rows import Array, Rows
 from manyhands.linear.problem import Problem
-from manyhands.linear.stochastic.conflict_batches import batch_size, planned
+from manyhands.linear.stochastic.conflict_batches import barrier, batch_size, planned
 from manyhands.linear.stochastic.epochs import State, Stochastic
 from manyhands.linear.stochastic.sgd_steps import (
-    AHEAD,
     SHARED,
     Arguments,
     EpochArrays,
     column_counts,
     lateness,
-    prefetch_bounds,
-    prefetch_row,
+    prefetch_ahead,
     visit,
 )
 
@@ -52,10 +49,7 @@ def _core(
     b, late, q, done, count = bias[0], 0.0, 0, 0, len(mine)
     for e in range(len(ends)):
         while q < ends[e]:
-            if q + 2 * AHEAD < count:
-                prefetch_bounds(indptr, y, c, mine[q + 2 * AHEAD])
-            if q + AHEAD < count:
-                prefetch_row(indptr, indices, values, mine[q + AHEAD])
+            prefetch_ahead(indptr, indices, values, y, c, mine, q, count, w, a, rare, shrink)
             i, slot = mine[q], slots[q]
             t = first + stride * np.float64(done + slot + 1)
             phi, step = visit(
@@ -64,9 +58,7 @@ def _core(
             phis[done + slot] = phi
             steps_b[e % 2, slot] = step
             q += 1
-        if cores > 1:
-            atomic_add(arrived, 0, 1)
-            wait_for(arrived, 0, cores * (e + 1))
+        barrier(arrived, cores, e + 1)
         if bias[1] != 0.0:
             for slot in range(sizes[e]):
                 step = steps_b[e % 2, slot]

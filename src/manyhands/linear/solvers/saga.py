@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyhands.kernels.atomics import atomic_add, wait_for
 from manyhands.kernels.compile import U64, compiled
 from manyhands.kernels.instructions import prefetch
 from manyhands.linear.certificate import WITH_GAP, Certificate, certify
@@ -32,15 +31,17 @@ from manyhands.linear.losses import SMOOTHNESS, slope
 from manyhands.linear.passes import row_kernels as kernels
 from manyhands.linear.passes.rows import Array, Rows, Threads
 from manyhands.linear.problem import Problem
-from manyhands.linear.stochastic.conflict_batches import batch_size, planned
+from manyhands.linear.stochastic.conflict_batches import barrier, batch_size, planned
 from manyhands.linear.stochastic.sgd_steps import (
     AHEAD,
-    check_finite,
+    FAR,
     dot,
     largest_curvature,
+    overflow,
     own_counts,
     prefetch_bounds,
     prefetch_row,
+    prefetch_weights,
     shrunk,
 )
 
@@ -71,7 +72,7 @@ def _core(
     """One core's steps of all batches. changes[e % 2] are the changes of slopes in batch e: a core
     may be one batch ahead of one that still sums them. bias: b and its mean slope."""
     b, mean_b, q, count = bias[0], bias[1], 0, len(mine)
-    t1, t2 = a.eta * a.l1 * a.rows, a.eta * a.l2 * a.rows
+    t1, t2, far = a.eta * a.l1 * a.rows, a.eta * a.l2 * a.rows, w.size * 8 > FAR
     for e in range(len(ends)):
         while q < ends[e]:
             if q + 2 * AHEAD < count:
@@ -79,6 +80,9 @@ def _core(
                 prefetch(slopes, np.int64(mine[q + 2 * AHEAD]), 0)
             if q + AHEAD < count:
                 prefetch_row(indptr, indices, values, mine[q + AHEAD])
+            if far and q + 1 < count:
+                prefetch_weights(indptr, indices, mine[q + 1], w, H)
+                prefetch_weights(indptr, indices, mine[q + 1], share, share)
             i = mine[q]
             start, end = U64(indptr[i]), U64(indptr[i + 1])
             z = b + dot(indices, values, start, end, w)
@@ -93,9 +97,7 @@ def _core(
                 w[j] = shrunk(v, t1 * share[j], t2 * share[j], a.floor)
                 H[j] += move * share[j]
             q += 1
-        if cores > 1:
-            atomic_add(arrived, 0, 1)
-            wait_for(arrived, 0, cores * (e + 1))
+        barrier(arrived, cores, e + 1)
         if a.eta_b > 0.0:
             for slot in range(sizes[e]):
                 change = changes[e % 2, slot]
@@ -170,7 +172,8 @@ class SAGA:
             b, H[d] = self._block(problem, rows, at, theta[:d], bias, state, a)
             if problem.intercept:
                 theta[d] = b
-        check_finite(theta, f"epoch {int(state['round'][0])} of SAGA")
+        if not np.isfinite(theta).all():
+            raise overflow(f"epoch {int(state['round'][0])} of SAGA")
         return self._estimate(problem, theta, state)
 
     def _block(

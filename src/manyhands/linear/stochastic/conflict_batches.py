@@ -69,7 +69,7 @@ class ConflictFree:
 
 def batch_size(counts: Array, rows: float) -> int:
     """The rows of a batch, from the numbers of rows with each column."""
-    conflicts = float(counts @ np.maximum(counts - 1.0, 0.0)) / max(rows, 1.0)
+    conflicts = float((counts * np.maximum(counts - 1.0, 0.0)).sum()) / max(rows, 1.0)
     most = min(MOST_ROWS, max(int(rows) // LEAST_BATCHES, 1))
     return int(min((1.0 - EPS) * rows / max(conflicts, 1e-300), most)) or 1
 

@@ -29,6 +29,7 @@ from manyhands.linear.stochastic import sgd_steps as steps
 from manyhands.linear.stochastic.sgd_steps import Arguments, EpochArrays
 
 State = dict[str, Array]
+FALLING = ("optimal", "invscaling")  # schedules that change eta with every step
 SPARSE_STEP_B = 0.01  # of an intercept beside sparse columns: it is stepped in every row, they not
 
 
@@ -96,6 +97,8 @@ class Stochastic(ABC):
             "paid": np.zeros(problem.columns if problem.l1 else 1),
         }
         self.see(problem, state)
+        absent = state["counts"] == 0.0
+        state["fading"] = np.array([float(theta[: problem.columns][absent].any())])
         m = problem.total_rows / self.per(problem)
         eta0 = self.eta0
         if eta0 is None and self.schedule in ("pa1", "pa2"):
@@ -129,13 +132,15 @@ class Stochastic(ABC):
         a, arrays = self.arguments(problem, state)
         loss = np.array([self.epoch(problem, w[:d], bias, state, a, arrays)])
         state["t"] += problem.total_rows
-        if problem.l1 or problem.l2:
+        if state["fading"][0] and (problem.l1 or problem.l2):
             steps.fade(w, state["counts"], float(state["t"][0]), a)
         state["owed"] = np.array([steps.owed_at(float(state["t"][0]), a)])
         if problem.intercept:
             w[d] = bias[0]
         steps.average_ranks(problem, w)
-        steps.check_finite(w, f"epoch {int(state['round'][0])}")
+        absolute, square = steps.sums_of(w[:d])
+        if not math.isfinite(absolute + abs(bias[0])):
+            raise steps.overflow(f"epoch {int(state['round'][0])}")
         if self.average:
             if problem.intercept:
                 state["sums"][d] += bias[8]
@@ -143,8 +148,8 @@ class Stochastic(ABC):
         if problem.group.size > 1:  # losses of own rows under own weights tell nothing of the mean
             objective = problem.objective(theta) / s
         else:
-            with np.errstate(over="ignore"):
-                objective = (float(loss[0]) + problem.penalty(w)) / s
+            penalty = problem.l1 * absolute + 0.5 * problem.l2 * square
+            objective = (float(loss[0]) + penalty + 0.5 * problem.l2_intercept * bias[0] ** 2) / s
         state["objective"] = np.array([objective])
         return objective
 
@@ -165,16 +170,24 @@ class Stochastic(ABC):
             t0 = steps.first_time(alpha, problem.loss, problem.eps)
         eta_b, most_b = self._steps_of_intercept(problem, state, m)
         penalty, rare, shrink = steps.NO_PENALTY, np.zeros(1), np.zeros(1)
-        if l1 or l2 or problem.positive:
-            rare = float(state["seen"][0]) / np.maximum(state["counts"], 1.0)
-            penalty = steps.ANY_PENALTY
-            if not l1 and not problem.positive and self.schedule not in ("optimal", "invscaling"):
-                penalty, shrink = steps.STEADY_L2, 1.0 / (1.0 + eta * l2 * rare)
+        counts, seen = state["counts"], float(state["seen"][0])
+        if l2 and not l1 and not problem.positive and self.schedule not in FALLING:
+            penalty, shrink = steps.STEADY_L2, np.empty_like(counts)
+            problem.threads.over(
+                len(counts),
+                lambda lo, hi: steps.shrinkage(counts, lo, hi, seen, eta * l2, shrink),
+            )
+        elif l1 or l2 or problem.positive:
+            penalty, rare = steps.ANY_PENALTY, np.empty_like(counts)
+            problem.threads.over(
+                len(counts), lambda lo, hi: steps.rareness(counts, lo, hi, seen, rare)
+            )
         a = Arguments(
-            penalty, steps.SCHEDULES[self.schedule], problem.loss, float(problem.eps), m, l1, l2,
-            problem.l2_intercept / s, 0.0 if problem.positive else -math.inf, eta, alpha, t0,
-            self.power, eta_b, most_b, float(state["since"][0]),
-            float(state["t"][0]), float(state["owed"][0]), 1.0 / problem.group.size,
+            penalty, problem.columns * 8 > steps.FAR, steps.SCHEDULES[self.schedule],
+            problem.loss, float(problem.eps), m, l1, l2, problem.l2_intercept / s,
+            0.0 if problem.positive else -math.inf, eta, alpha, t0, self.power, eta_b, most_b,
+            float(state["since"][0]), float(state["t"][0]), float(state["owed"][0]),
+            1.0 / problem.group.size,
         )  # fmt: skip
         sums = state["sums"][: problem.columns] if self.average else np.zeros(1)
         return a, (rare, shrink, state["paid"], sums)

@@ -33,6 +33,8 @@ from manyhands.linear.problem import Problem
 # Rows ahead of the one in work whose entries are prefetched; twice as far their bounds, labels and
 # weights. Rows come in random order, so the processor cannot guess them.
 AHEAD = 4
+FAR = 6 << 20  # bytes of w from which on the next row's weights are prefetched: no cache holds them
+LONGEST = 128  # entries of a row that are prefetched
 SHARED, LOCKED, ATOMIC = range(3)  # how threads write w
 NO_PENALTY, STEADY_L2, ANY_PENALTY = range(3)  # STEADY_L2: l2 alone, and eta is constant
 
@@ -57,6 +59,7 @@ class Arguments(NamedTuple):
     """What a kernel needs to know of an epoch: numbers only, for the reason above."""
 
     penalty: int
+    far: bool  # w is larger than FAR
     schedule: int
     loss: int
     eps: float
@@ -262,10 +265,35 @@ def prefetch_bounds(indptr, y, c, i):
 @uncounted
 def prefetch_row(indptr, indices, values, i):
     start = indptr[i]
-    for line in range(0, min(indptr[i + 1] - start, 128), 16):
+    for line in range(0, min(indptr[i + 1] - start, LONGEST), 16):
         prefetch(indices, start + line, 0)
         prefetch(values, start + line, 0)
         prefetch(values, start + line, 1)
+
+
+@uncounted
+def prefetch_weights(indptr, indices, i, w, beside):
+    """w and what is read beside it, in the columns of row i."""
+    start = indptr[i]
+    for k in range(start, min(indptr[i + 1], start + LONGEST)):
+        prefetch(w, np.int64(indices[k]), 0)
+        prefetch(beside, np.int64(indices[k]), 0)
+
+
+@uncounted
+def prefetch_ahead(indptr, indices, values, y, c, order, p, hi, w, a, rare, shrink):
+    """What the rows order[p + 1], order[p + AHEAD] and order[p + 2 AHEAD] will need."""
+    if p + 2 * AHEAD < hi:
+        prefetch_bounds(indptr, y, c, order[p + 2 * AHEAD])
+    if p + AHEAD < hi:
+        prefetch_row(indptr, indices, values, order[p + AHEAD])
+    if a.far and p + 1 < hi:
+        if a.penalty == STEADY_L2:
+            prefetch_weights(indptr, indices, order[p + 1], w, shrink)
+        elif a.penalty == ANY_PENALTY:
+            prefetch_weights(indptr, indices, order[p + 1], w, rare)
+        else:
+            prefetch_weights(indptr, indices, order[p + 1], w, w)
 
 
 @compiled
@@ -320,6 +348,30 @@ def thread_seed(problem: Problem, round_: int, start: int, thread: int) -> Any:
     return (seed * 64 + thread) * 2_654_435_761 % (1 << 62)
 
 
+@compiled
+def sums_of(w):
+    """|w|_1 and |w|^2, without BLAS, whose threads take longer to wake than this loop."""
+    absolute, square = 0.0, 0.0
+    for j in range(len(w)):
+        absolute += abs(w[j])
+        square += w[j] * w[j]
+    return absolute, square
+
+
+@compiled
+def rareness(counts, lo, hi, seen, out):
+    """out_j = D_j."""
+    for j in range(lo, hi):
+        out[j] = seen / max(counts[j], 1.0)
+
+
+@compiled
+def shrinkage(counts, lo, hi, seen, strength, out):
+    """out_j = 1 / (1 + strength D_j)."""
+    for j in range(lo, hi):
+        out[j] = 1.0 / (1.0 + strength * seen / max(counts[j], 1.0))
+
+
 def average_ranks(problem: Problem, theta: Array) -> None:
     """theta <- the mean over ranks, weighted by their rows."""
     if problem.group.size > 1:
@@ -327,9 +379,8 @@ def average_ranks(problem: Problem, theta: Array) -> None:
         problem.sum(theta, "theta")
 
 
-def check_finite(theta: Array, name: str) -> None:
-    if not np.isfinite(theta).all():
-        raise ValueError(
-            f"Floating-point under-/overflow occurred in {name}: the weights are not finite. "
-            "Scale the columns, for example with StandardScaler, or give a smaller eta0"
-        )
+def overflow(when: str) -> ValueError:
+    return ValueError(
+        f"Floating-point under-/overflow occurred in {when}: the weights are not finite. Scale the "
+        "columns, for example with StandardScaler, or give a smaller eta0"
+    )
