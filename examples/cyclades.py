@@ -25,7 +25,9 @@ ETA, DECAY, EPOCHS = 0.05, 0.01, 8
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def steps(arrived, cores, mine, ends, users, items, ratings, p, q, eta):  # type: ignore[no-untyped-def]
+def steps(  # type: ignore[no-untyped-def]
+    arrived, cores, mine, ends, users, items, ratings, p, q, eta
+):
     """One thread's steps of an epoch; returns the sum of squared errors before them."""
     squares, k = 0.0, 0
     for e in range(len(ends)):
@@ -72,7 +74,11 @@ def factorise(
         plan = conflict_free(threads, indptr, columns, USERS + ITEMS, order, batch)
         arrived, sequence = np.zeros(16, np.int64), np.arange(plan.batches, dtype=np.int32)
 
-        def core(k: int, plan=plan, arrived=arrived, sequence=sequence, eta=ETA * 0.9**epoch):  # type: ignore[no-untyped-def]
+        eta = ETA * 0.9**epoch
+
+        def core(  # type: ignore[no-untyped-def]
+            k: int, plan=plan, arrived=arrived, sequence=sequence, eta=eta
+        ):
             if k >= plan.cores:
                 return 0.0
             mine, _, ends = plan.rows_of(k, sequence)

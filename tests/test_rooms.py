@@ -40,9 +40,7 @@ READS_ENVIRONMENT = {
 INSIDE_A_REPLICA = ("tensor", "fsdp", "pipelining", "device_mesh", "_composable")
 # for users of scikit-learn, which changes environment and generators when it is imported, and
 # brings rich
-ESTIMATORS = tuple(
-    f"manyhands.linear.{name}" for name in ("estimators", "selection")
-)
+ESTIMATORS = tuple(f"manyhands.linear.{name}" for name in ("estimators", "selection"))
 HEAVY = {"matplotlib", "rich", "typer", "sklearn", "tensorboard"}
 
 

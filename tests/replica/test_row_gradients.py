@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from manyhands.errors import TaskError
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.row_gradients import RowGradients, check_rows, leaves_rows
+from manyhands.replica.row_gradients import FEW, RowGradients, check_rows, leaves_rows
 
 Make = Callable[[Any], Optimizer]
 LEAVES: dict[str, Make] = {
@@ -36,8 +36,9 @@ MOVES: dict[str, Make] = {
 SHAPES = {
     "vector": (300,),
     "narrow": (10, 3),
-    "table": (64, 16),
+    "table": (200, 16),
     "images": (5, 6, 5, 5),
+    "transposed": (31, 7),
 }
 
 
@@ -51,6 +52,8 @@ class Table(nn.Module):
         table = torch.randn(*shape, generator=g).to(dtype)
         if table.ndim == 4:
             table = table.contiguous(memory_format=torch.channels_last)
+        if shape == SHAPES["transposed"]:
+            table = table.T.contiguous().T  # its rows do not lie together
         self.table = nn.Parameter(table)
         self.after = nn.Parameter(torch.randn(2000, generator=g).to(dtype))
 
@@ -84,7 +87,8 @@ def test_it_has_the_bits_of_a_whole_step_and_touches_nothing_beside_it(
     """One number alone in the gradient of a vector is where torch adds a sparse gradient to a view
     at twice the view's offset."""
     number = SHAPES[shape][0]
-    for few in ([], [2], [0, 3], list(range(1, number)), list(range(number))):
+    scattered = list(range(1, number, 2))  # of the large ones: more than FEW runs
+    for few in ([], [2], [0, 3, 4], scattered, list(range(1, number)), list(range(number))):
         whole, rows = Table(SHAPES[shape], dtype), Table(SHAPES[shape], dtype)
         plain, ours = LEAVES[name](whole.parameters()), LEAVES[name](rows.parameters())
         with stepped_by_rows(rows, ours) as flat:
@@ -99,26 +103,64 @@ def test_it_has_the_bits_of_a_whole_step_and_touches_nothing_beside_it(
             flat.take_back()  # nothing has left its place
 
 
-def looked_at(optimizer: Optimizer, p: nn.Parameter) -> list[tuple[str, int]]:
-    """How many rows of a parameter are there, just before its step and just after it."""
-    seen: list[tuple[str, int]] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(("inside", len(p))))
+def seen_by(optimizer: Optimizer) -> list[list[int]]:
+    """How many rows each parameter has that the optimizer steps, in each of its steps."""
+    seen: list[list[int]] = []
+    groups = optimizer.param_groups
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([len(p) for g in groups for p in g["params"] if p.grad is not None])
+    )
     return seen
 
 
-def test_while_the_optimizer_steps_only_rows_with_a_gradient_are_there() -> None:
-    model = Table((64, 16))
+@pytest.mark.parametrize(
+    ("rows", "inside"),
+    [
+        ([5, 9], [1, 1]),
+        ([5, 6, 7, 20], [3, 1]),
+        (list(range(0, 2 * FEW, 2)), [1] * FEW),
+        (list(range(0, 2 * FEW + 1, 2)), [FEW + 1]),  # many: one copy of them
+        ([], [0]),
+        (list(range(200)), [200]),
+    ],
+)
+def test_the_optimizer_sees_only_rows_with_a_gradient(rows: list[int], inside: list[int]) -> None:
+    model = Table((200, 16))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    after: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: after.append(len(model.table)))
+    after: list[Any] = []
+    optimizer.register_step_post_hook(lambda o, *_: after.append(o.param_groups[0]["params"]))
     with stepped_by_rows(model, optimizer):
-        inside = looked_at(optimizer, model.table)
-        model.table.grad = gradient(model.table, [5, 9], 0)
+        seen = seen_by(optimizer)
+        model.table.grad = gradient(model.table, rows, 0)
         optimizer.step()
-        assert inside == [("inside", 2)]
-        assert after == [64], "a hook of the user's sees the whole table"
-        assert model.table.grad.shape == (64, 16)
-        assert optimizer.state[model.table]["sum"].shape == (64, 16)
+    assert seen == [inside]
+    assert [id(p) for p in after[0]] == [id(p) for p in model.parameters()], (
+        "a hook of the user's after the step has whole parameters"
+    )
+    assert optimizer.state.keys() == set(model.parameters())
+    assert float(optimizer.state[model.table]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("rows", [[3, 4, 40], list(range(0, 160, 2))], ids=["views", "copy"])
+def test_what_another_rank_does_to_the_parameter_meanwhile_is_kept(rows: list[int]) -> None:
+    """In rows of this gradient and in others, just before the optimizer's kernel runs."""
+    model = Table((200, 16), torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = [1, 3, 4, 12, 63]
+    wanted = model.table.detach().clone()
+    grad = gradient(model.table, rows, 0)
+    wanted[others] += 1.0
+    wanted -= 0.1 * grad
+    with stepped_by_rows(model, optimizer):
+
+        def step_of_another(*_: Any) -> None:
+            model.table.data[others] += 1.0
+
+        hook = optimizer.register_step_pre_hook(step_of_another)
+        model.table.grad = grad
+        optimizer.step()
+        hook.remove()
+    torch.testing.assert_close(model.table.data, wanted, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -138,10 +180,10 @@ def test_a_rank_with_parameters_of_its_own_steps_them_whole() -> None:
     model = Table((10, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     flat = FlatParameters(model, private, 2**20)
-    hooks, inside = RowGradients(flat, optimizer), looked_at(optimizer, model.table)
+    hooks, seen = RowGradients(flat, optimizer), seen_by(optimizer)
     model.table.grad = gradient(model.table, [1], 0)
     optimizer.step()
-    assert inside == [("inside", 10)]
+    assert seen == [[10]]
     hooks.close()
 
 
@@ -159,7 +201,7 @@ def test_sparse_gradients_stay_sparse_and_write_their_rows_alone() -> None:
     assert bool((model.weight[others] == 1.0).all())
 
 
-def test_a_step_that_fails_gives_the_whole_parameter_back() -> None:
+def test_a_step_that_fails_leaves_the_optimizer_its_parameters() -> None:
     model = Table((10, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -174,6 +216,7 @@ def test_a_step_that_fails_gives_the_whole_parameter_back() -> None:
             optimizer.step()
         hook.remove()
     assert torch.equal(model.table, before)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
     optimizer.step()
     assert not torch.equal(model.table, before), "and the hooks are gone"
 

@@ -111,12 +111,13 @@ def choose(
     return "sdca", "rows on disk: dual coordinate ascent gets most out of a pass over them"
 
 
-def names_where(**needed: Any) -> str:
-    """The solvers that can do it, for error messages."""
+def names_where(l2: bool = True, **needed: Any) -> str:
+    """The solvers that can do it, for error messages. l2: whether there is an l2 penalty."""
     able = [
         name
         for name, can in SOLVERS.items()
-        if all(
+        if (l2 or not can.needs_l2)
+        and all(
             (value in can.losses) if key == "loss" else bool(getattr(can, key)) >= bool(value)
             for key, value in needed.items()
         )

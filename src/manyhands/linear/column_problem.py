@@ -102,7 +102,7 @@ class ColumnProblem:
         """
         loss = self.loss_at(0.0)[0]
         objective = loss + self.penalty(theta)
-        if self.loss not in WITH_GAP or not self.smooth:
+        if self.loss not in WITH_GAP or not self.smooth or not (self.l1 or self.l2):
             return Certificate(objective, -np.inf)
         a, v, scale = -r, -xr, 1.0
         reach = np.maximum(v, 0.0) if self.positive else np.abs(v)

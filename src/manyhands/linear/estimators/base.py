@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sparse  # type: ignore[import-untyped]
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils._param_validation import Interval
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from manyhands.launch.environment import cores
@@ -36,6 +38,17 @@ def is_stored(X: Any) -> bool:
 
 class LinearEstimator(BaseEstimator):
     """Base of the estimators; their parameters are scikit-learn's, with `plan` and `directory`."""
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        "fit_intercept": ["boolean"],
+        "positive": ["boolean"],
+        "warm_start": ["boolean"],
+        "verbose": ["verbose"],
+        "random_state": ["random_state"],
+        "tol": [Interval(Real, 0, None, closed="left")],
+        "max_iter": [Interval(Integral, 1, None, closed="left"), None],
+        "l1_ratio": [Interval(Real, 0, 1, closed="both"), None],
+    }
 
     # -- input --
 
@@ -168,6 +181,11 @@ def as_source(X: Any) -> Rows | Columns:
     if not X.has_canonical_format:
         X = X.copy()
         X.sum_duplicates()
+    if X.nnz and not 0 <= X.indices.min() <= X.indices.max() < X.shape[X.format == "csr"]:
+        raise ValueError(
+            f"Sparse X of shape {X.shape} has indices from {X.indices.min()} to {X.indices.max()}, "
+            "which are outside of it; X.check_format() says more"
+        )
     if X.format == "csr":
         return Rows.from_csr(X)
     if X.shape[0] > np.iinfo(np.int32).max:
@@ -184,16 +202,21 @@ def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
     penalty = "elasticnet" if spec.l1 and spec.l2 else "l1" if spec.l1 else "l2"
     split = {"ranks": shape.ranks > 1} if not shape.by_feature else {"by_feature": True}
     if spec.l1 and not can.l1:
-        able = names_where(l1=True, loss=spec.loss, **split)
+        if spec.classes > 2:
+            raise ValueError(
+                f"No solver supports {penalty!r} penalty with {spec.classes} classes at once, got "
+                f"solver {name}; wrap the estimator in OneVsRestClassifier"
+            )
+        able = names_where(bool(spec.l2), l1=True, loss=spec.loss, **split)
         raise ValueError(
             f"Solver {name} supports only 'l2' or None penalties, got {penalty!r} penalty; "
             f"{able} support it."
         )
     if can.needs_l2 and not spec.l2:
-        able = names_where(loss=spec.loss, l1=bool(spec.l1))
+        able = names_where(False, loss=spec.loss, l1=bool(spec.l1))
         raise ValueError(
-            f"Solver {name} needs an l2 penalty, got {'l1 alone' if spec.l1 else 'none'}; of those "
-            f"for this loss, {able} can do without, where they are not {name!r}."
+            f"Solver {name} needs an l2 penalty, got {'l1 alone' if spec.l1 else 'none'}; "
+            f"{able} can do without."
         )
     if spec.loss not in can.losses and spec.classes <= 2:
         raise ValueError(

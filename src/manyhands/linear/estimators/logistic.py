@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import numpy as np
+import scipy.sparse as sparse  # type: ignore[import-untyped]
 from sklearn.base import ClassifierMixin
 from sklearn.linear_model._base import LinearClassifierMixin, SparseCoefMixin
 from sklearn.preprocessing import LabelEncoder
 from sklearn.utils import check_random_state, compute_class_weight
+from sklearn.utils._param_validation import Interval
 from sklearn.utils.extmath import softmax
 from sklearn.utils.multiclass import check_classification_targets
 
@@ -50,6 +53,11 @@ def class_weights(estimator: Any, classes: Array, codes: Array, weights: Array) 
     each = compute_class_weight(
         estimator.class_weight, classes=classes, y=classes[codes], sample_weight=weights
     )
+    if not (np.isfinite(each).all() and (each >= 0).all() and each.any()):
+        raise ValueError(
+            f"class_weight={estimator.class_weight!r}: finite numbers of 0 or more are needed, and "
+            "one of them more than 0"
+        )
     return np.asarray(weights * each[codes])
 
 
@@ -73,6 +81,13 @@ class LogisticRegression(
 
     X may also be a libsvm file, a parquet file or `RowShards`, with y=None.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        **LinearEstimator._parameter_constraints,
+        "C": [Interval(Real, 0, None, closed="right")],
+        "tol": [Interval(Real, 0, None, closed="neither")],
+        "max_iter": [Interval(Integral, 1, None, closed="left")],
+    }
 
     def __init__(
         self,
@@ -124,11 +139,6 @@ class LogisticRegression(
 
     def _penalties(self) -> tuple[float, float, float]:
         """C, l1 and l2."""
-        if not isinstance(self.C, int | float | np.number) or not self.C > 0:
-            raise ValueError(
-                "The 'C' parameter of LogisticRegression must be a float in the range (0.0, inf]. "
-                f"Got {self.C!r} instead."
-            )
         ratio = 0.0 if self.l1_ratio is None else float(self.l1_ratio)
         if self.penalty not in ("deprecated", "elasticnet"):
             fixed = {"l1": 1.0, "l2": 0.0, None: 0.0}
@@ -142,28 +152,18 @@ class LogisticRegression(
                     f"penalty={self.penalty!r} with l1_ratio={ratio}: give l1_ratio alone"
                 )
             ratio = fixed[self.penalty]
-        if not 0.0 <= ratio <= 1.0:
-            raise ValueError(
-                "The 'l1_ratio' parameter of LogisticRegression must be a float in the range "
-                f"[0.0, 1.0]. Got {self.l1_ratio!r} instead."
-            )
         if np.isinf(self.C) or self.penalty is None:
             return 1.0, 0.0, 0.0
         return float(self.C), ratio, 1.0 - ratio
 
     def _check_parameters(self) -> None:
+        self._validate_params()
         if self.dual:
             raise ValueError("dual=True: choose solver='sdca', which works in the dual")
         if self.intercept_scaling != 1:
             raise ValueError(
                 f"intercept_scaling={self.intercept_scaling} has no effect: the intercept is not "
                 "penalised here; leave it out"
-            )
-        if not self.tol > 0:
-            raise ValueError(f"The 'tol' parameter must be a float > 0. Got {self.tol!r} instead.")
-        if not isinstance(self.max_iter, int | np.integer) or self.max_iter < 1:
-            raise ValueError(
-                f"The 'max_iter' parameter must be an int >= 1. Got {self.max_iter!r} instead."
             )
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LogisticRegression:
@@ -205,7 +205,9 @@ class LogisticRegression(
                 stacklevel=3,
             )
             return None
-        parts = [self.coef_, self.intercept_[:, None]] if self.fit_intercept else [self.coef_]
+        coef: Any = self.coef_  # sparse after sparsify()
+        coef = coef.toarray() if sparse.issparse(coef) else coef
+        parts = [coef, self.intercept_[:, None]] if self.fit_intercept else [coef]
         return np.hstack(parts).ravel()
 
     def predict_proba(self, X: Any) -> Array:

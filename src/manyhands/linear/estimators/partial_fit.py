@@ -43,6 +43,7 @@ class Streaming:
     def _begins(self) -> bool:
         """Whether nothing has been learnt yet; refuses what has no effect on a stream."""
         given: Any = self
+        given._validate_params()
         for name in ("plan", "directory", "resume", "record"):
             if value := getattr(given, name):
                 raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numbers import Real
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import MultiOutputMixin, RegressorMixin
+from sklearn.utils._param_validation import Interval
 
 from manyhands.linear.estimators.base import LinearEstimator, is_stored
 from manyhands.linear.estimators.logistic import seed_of
@@ -25,19 +27,13 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
         tags.input_tags.sparse = True
         return tags
 
-    def _penalties(self, weight: float, target: int) -> tuple[float, float]:
+    def _penalties(self, weight: float, target: int, targets: int = 1) -> tuple[float, float]:
         """l1 and l2 of the sum of squares / 2 of one target."""
         raise NotImplementedError
 
     def _limits(self) -> tuple[float, int]:
-        limit = getattr(self, "max_iter", None)
-        if limit is not None and (not isinstance(limit, int | np.integer) or limit < 1):
-            raise ValueError(
-                f"The 'max_iter' parameter must be an int >= 1. Got {limit!r} instead."
-            )
-        if not self.tol >= 0:
-            raise ValueError(f"The 'tol' parameter must be a float >= 0. Got {self.tol!r} instead.")
-        return max(float(self.tol), 1e-14), int(limit or 1000)
+        self._validate_params()
+        return max(float(self.tol), 1e-14), int(self.max_iter or 1000)
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> Any:
         """Fit to rows X with targets y; to files and shards with their own targets."""
@@ -50,7 +46,7 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
         coef, intercept, rounds = [], [], []
         for k in range(targets.shape[1]):
             data = FitData(source, np.ascontiguousarray(targets[:, k]), weights)
-            l1, l2 = self._penalties(float(weights.sum()), k)
+            l1, l2 = self._penalties(float(weights.sum()), k, targets.shape[1])
             spec = FitSpec(
                 SQUARED, l1, l2, bool(self.fit_intercept), None, Stopping(),
                 positive=bool(self.positive), seed=seed_of(getattr(self, "random_state", None)),
@@ -115,7 +111,7 @@ class LinearRegression(StreamingRegressor, LinearRegressor):
         self.resume = resume
         self.record = record
 
-    def _penalties(self, weight: float, target: int) -> tuple[float, float]:
+    def _penalties(self, weight: float, target: int, targets: int = 1) -> tuple[float, float]:
         return 0.0, 0.0
 
 
@@ -124,6 +120,11 @@ class Ridge(StreamingRegressor, LinearRegressor):
 
     min  1/2 sum_i s_i (x_i'w + b - y_i)^2 + alpha/2 |w|^2
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        **LinearEstimator._parameter_constraints,
+        "alpha": [Interval(Real, 0, None, closed="left"), "array-like"],
+    }
 
     def __init__(
         self,
@@ -156,10 +157,15 @@ class Ridge(StreamingRegressor, LinearRegressor):
         self.resume = resume
         self.record = record
 
-    def _penalties(self, weight: float, target: int) -> tuple[float, float]:
-        each = np.atleast_1d(np.asarray(self.alpha, np.float64))
+    def _penalties(self, weight: float, target: int, targets: int = 1) -> tuple[float, float]:
+        each = np.asarray(self.alpha, np.float64).ravel()
+        if len(each) not in (1, targets):
+            raise ValueError(
+                "Number of targets and number of penalties do not correspond: "
+                f"{targets} != {len(each)}"
+            )
         alpha = float(each[target if len(each) > 1 else 0])
-        if not alpha >= 0:
+        if not 0 <= alpha < np.inf:
             raise ValueError(f"The 'alpha' parameter of Ridge must be >= 0. Got {self.alpha!r}.")
         return 0.0, alpha
 
@@ -172,6 +178,12 @@ class ElasticNet(LinearRegressor):
 
     n is the sum of the weights s. `selection` is "cyclic": coordinates of a working set in turn.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        **LinearEstimator._parameter_constraints,
+        "alpha": [Interval(Real, 0, None, closed="left")],
+        "l1_ratio": [Interval(Real, 0, 1, closed="both")],
+    }
 
     def __init__(
         self,
@@ -212,7 +224,7 @@ class ElasticNet(LinearRegressor):
         self.resume = resume
         self.record = record
 
-    def _penalties(self, weight: float, target: int) -> tuple[float, float]:
+    def _penalties(self, weight: float, target: int, targets: int = 1) -> tuple[float, float]:
         if self.precompute is not False:
             raise ValueError(
                 f"precompute={self.precompute!r}: no Gram matrix is kept here; leave it out"
@@ -220,11 +232,6 @@ class ElasticNet(LinearRegressor):
         if self.selection != "cyclic":
             raise ValueError(
                 f"selection={self.selection!r}: coordinates are visited in turn; leave it out"
-            )
-        if not self.alpha >= 0 or not 0 <= self.l1_ratio <= 1:
-            raise ValueError(
-                f"alpha must be >= 0 and l1_ratio in [0, 1]. Got alpha={self.alpha!r}, "
-                f"l1_ratio={self.l1_ratio!r} instead."
             )
         scale = weight * float(self.alpha)
         return scale * float(self.l1_ratio), scale * (1.0 - float(self.l1_ratio))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse as sparse  # type: ignore[import-untyped]
 from sklearn.base import ClassifierMixin
 from sklearn.linear_model._base import LinearClassifierMixin, SparseCoefMixin
+from sklearn.utils._param_validation import Interval
 
 from manyhands.linear.data.shards import RowShards
 from manyhands.linear.estimators.base import LinearEstimator, as_source, is_stored
@@ -29,6 +31,14 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
     others. Parameters are those of scikit-learn's LinearSVC, and `solver`, `plan`, `directory`,
     `record`, `n_jobs` as for `LogisticRegression`.
     """
+
+    _parameter_constraints: ClassVar[dict[str, Any]] = {
+        **LinearEstimator._parameter_constraints,
+        "C": [Interval(Real, 0, None, closed="neither")],
+        "tol": [Interval(Real, 0, None, closed="neither")],
+        "max_iter": [Interval(Integral, 1, None, closed="left")],
+        "intercept_scaling": [Interval(Real, 0, None, closed="neither")],
+    }
 
     def __init__(
         self,
@@ -77,6 +87,7 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         return tags
 
     def _check_parameters(self) -> None:
+        self._validate_params()
         if self.penalty not in ("l1", "l2") or self.loss not in ("hinge", "squared_hinge"):
             raise ValueError(
                 f"penalty must be 'l1' or 'l2', loss 'hinge' or 'squared_hinge'. Got "
@@ -94,15 +105,6 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
             )
         if self.multi_class != "ovr":
             raise ValueError(f"multi_class={self.multi_class!r} is not supported; 'ovr' is")
-        if not self.C > 0:
-            raise ValueError(
-                f"The 'C' parameter of LinearSVC must be a float in the range (0.0, inf). "
-                f"Got {self.C!r} instead."
-            )
-        if not self.intercept_scaling > 0:
-            raise ValueError(
-                f"Intercept scaling is {self.intercept_scaling!r} but needs to be greater than 0."
-            )
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LinearSVC:
         """Fit to rows X with labels y; to files and shards with their own labels."""

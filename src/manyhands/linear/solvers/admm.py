@@ -96,7 +96,9 @@ class LinearADMM:
                 break
             at: dict[str, tuple[Array, float, Array]] = {}
 
-            def along(step: float, d: Array = d, at: dict[str, tuple[Array, float, Array]] = at) -> tuple[float, float]:
+            def along(
+                step: float, d: Array = d, at: dict[str, tuple[Array, float, Array]] = at
+            ) -> tuple[float, float]:
                 point = x + step * d
                 value, gradient = evaluate(point)
                 at["last"] = point, value, gradient

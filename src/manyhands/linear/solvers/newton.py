@@ -59,11 +59,13 @@ def _solve(problem: Problem, h: Array, g: Array) -> Array:
 
 
 def _positive_solve(h: Array, g: Array) -> Array:
+    scale = np.diag(h).copy()  # of columns, which must not decide whether H is singular
+    scale = 1.0 / np.sqrt(np.where(scale > 0.0, scale, 1.0))
     try:
-        factor = cho_factor(h, lower=True)
+        factor = cho_factor(scale[:, None] * h * scale, lower=True)
         diagonal = np.abs(np.diag(factor[0]))
         if diagonal.size == 0 or diagonal.min() > 1e-7 * diagonal.max():
-            return np.asarray(cho_solve(factor, g))
+            return np.asarray(scale * cho_solve(factor, scale * g))
     except LinAlgError:
         pass
     values, vectors = eigh(h)

@@ -99,13 +99,22 @@ class SCD:
         db = self._intercept_step(problem, theta, h, state["r"], dz) if problem.intercept else 0.0
         self._step(problem, theta, state, which, dw, dz + db, db)
         self._look(problem, theta, state)
-        return float(state["certificate"][0] - state["certificate"][1])
+        gap = float(state["certificate"][0] - state["certificate"][1])
+        return gap if problem.l1 or problem.l2 else self._estimate(problem, w, state)
 
     def certify(self, problem: ColumnProblem, theta: Array, state: State) -> Certificate:
         objective, dual = state["certificate"].tolist()
         return Certificate(objective, dual)
 
     # -- the parts of a round --
+
+    def _estimate(self, problem: ColumnProblem, w: Array, state: State) -> float:
+        """About the gap where no penalty bounds it: |g| |w|, g the gradient that is left."""
+        g = state["violation"]
+        squares = problem.sum(np.array([g @ g, w @ w]), "estimate")
+        if squares[0] == 0.0:
+            return 0.0
+        return float(np.sqrt(squares[0] * squares[1])) if squares[1] else np.inf
 
     def _intercept_step(
         self, problem: ColumnProblem, theta: Array, h: Array, r: Array, dz: Array
@@ -223,7 +232,8 @@ class SCD:
         best = state["certificate"][1] if "certificate" in state else -np.inf
         state["certificate"] = np.array([found.objective, max(found.dual, best)])
         state["r"] = r
-        state["size"] = state["size"] * (2.0 if "xr" in state else 1.0)
+        if "xr" in state:
+            state["size"] = np.minimum(2.0 * state["size"], max(problem.columns, 1))
         state["xr"] = xr
 
 
