@@ -21,6 +21,7 @@ lowest objective that our duality gap bounds to 1e-9.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import warnings
@@ -38,6 +39,7 @@ from threadpoolctl import threadpool_limits
 
 import manyhands.linear as ours
 from manyhands.linear.data import SyntheticRows, write_libsvm
+from manyhands.linear.data.blocks import RowBlock
 
 BARS = {
     "a9a_1": 1.0,
@@ -245,6 +247,19 @@ def ridge_claims(x: Any, times: int) -> list[Claim]:
 # -- Spark --
 
 
+def while_asleep(process: int, fit: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`fit` while a process is stopped: the threads of an idle Java machine take a tenth of ours."""
+
+    def alone(setting: Any) -> Any:
+        os.kill(process, signal.SIGSTOP)
+        try:
+            return fit(setting)
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+    return alone
+
+
 def spark_claims(x: Any, y: np.ndarray, times: int) -> list[Claim]:
     try:
         from pyspark.ml.classification import LogisticRegression
@@ -255,7 +270,9 @@ def spark_claims(x: Any, y: np.ndarray, times: int) -> list[Claim]:
     exact = ours.LogisticRegression(fit_intercept=False, tol=1e-9, max_iter=1000).fit(x, y)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.libsvm"
-        write_libsvm(path, x, (y > 0).astype(float))
+        labels = (y > 0).astype(float)  # Spark's classes are 0 and 1
+        block = RowBlock(x.indptr.astype(np.int64), x.indices, x.data, labels)
+        write_libsvm([block], path, digits=9)
         session = (
             SparkSession.builder.master("local[2]")
             .config("spark.driver.memory", "8g")
@@ -277,6 +294,7 @@ def spark_claims(x: Any, y: np.ndarray, times: int) -> list[Claim]:
                 return np.asarray(model.fit(rows).coefficients.toArray())
 
             own = logistic(x, y, threads)["manyhands"]
+            own.fit = while_asleep(session.sparkContext._gateway.proc.pid, own.fit)
             solvers = {"manyhands": own, "Spark MLlib": Solver(fit, ITERATIONS)}
             found = race(solvers, objective, exact.objective_, times)
         finally:
