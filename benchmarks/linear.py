@@ -248,7 +248,7 @@ def ridge_claims(x: Any, times: int) -> list[Claim]:
 
 
 def while_asleep(process: int, fit: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`fit` while a process is stopped: the threads of an idle Java machine take a tenth of ours."""
+    """`fit` while a process is stopped: an idle Java machine's threads take a tenth of ours."""
 
     def alone(setting: Any) -> Any:
         os.kill(process, signal.SIGSTOP)

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import manyhands as mh
 from manyhands.errors import TaskError
-from manyhands.loop_data import LoopData
 from manyhands.own_loop import Run
+from manyhands.own_loop.loop_data import LoopData
 from manyhands.replica.checks import step_guard
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -59,8 +59,7 @@ def joined(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
 
     yield join
     for run in opened:
-        run._loop = None
-        run._failed = True
+        run._abandon()
         run.close()
     assert not step_guard._installed
 

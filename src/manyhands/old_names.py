@@ -20,6 +20,7 @@ MOVED = {
     "exchange.wires": "manyhands.exchange.compression",
     "feeding": "manyhands.assembly",
     "forecasting": "manyhands.assembly",
+    "loop_data": "manyhands.own_loop",
     "rule": "manyhands.trainer_parts",
     "run": "manyhands.api",
     "serving": "manyhands.assembly",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhands as mh
-from manyhands.own_loop import _joined
+from manyhands.own_loop import joined_runs
 from manyhands.recover.checkpoint import Checkpoints
 from support.commands import CLI, command, run
 from support.compare import same_tensors
@@ -129,7 +129,7 @@ def test_a_loop_that_ended_in_mid_epoch_goes_on_from_there_exactly(
 def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_path: Path) -> None:
     run = own(tmp_path / "run")
     run.close()
-    assert run not in _joined
+    assert run not in joined_runs
     lines = [
         json.loads(line)
         for line in (tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()

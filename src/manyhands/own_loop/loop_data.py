@@ -47,7 +47,7 @@ class LoopData:
         said = False
         # to the end of this epoch; after a `break`, the rest of it
         while self._batches.position.epoch == epoch <= asked:
-            self._run._claim_step()
+            self._run._coroutine.claim_step()
             batch = self._batches.next()
             self._run._batch = batch
             if batch.values is None:  # no sample left for this rank, but the others wait for it

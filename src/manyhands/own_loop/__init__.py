@@ -1,0 +1,19 @@
+"""Own loop: a training loop that the user writes, with the trainer beside it as a coroutine.
+
+run.py            the handle: prepare, step, sum, merged, log, close
+coroutine.py      trainer and loop take turns: the one asks for a loss, the other hands it over
+loop_data.py      the data: an iteration is an epoch, and every batch wants a step
+step_checks.py    what a step is refused for: gradients, schedules and batches it would get wrong
+open_runs.py      runs of this process: opened by `join`, closed when the script ends
+"""
+
+from manyhands.own_loop.open_runs import (
+    close_joined,
+    draw_curves,
+    joined_runs,
+    opened,
+    script_text,
+)
+from manyhands.own_loop.run import Run
+
+__all__ = ["Run", "close_joined", "draw_curves", "joined_runs", "opened", "script_text"]
