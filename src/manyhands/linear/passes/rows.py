@@ -25,6 +25,7 @@ class Threads:
     def __init__(self, count: int = 1):
         self.count = count
         self._pool = ThreadPoolExecutor(count - 1, "linear") if count > 1 else None
+        self._kept: dict[str, Array] = {}
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """`work(t)` for t = 0 ... count - 1, one of them in this thread."""
@@ -38,6 +39,15 @@ class Threads:
         for error in filter(None, done):
             raise error
         return [first, *(other.result() for other in others)]
+
+    def memory(self, name: str, shape: int | tuple[int, ...], dtype: type = np.float64) -> Array:
+        """Memory for a pass, not cleared; the next pass gets the same. Fresh pages cost faults, for
+        which the threads of a process wait one after the other."""
+        wanted = (shape,) if isinstance(shape, int) else shape
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != wanted or kept.dtype != dtype:
+            kept = self._kept[name] = np.empty(wanted, dtype)
+        return kept
 
     def over(self, length: int, work: Callable[[int, int], Any]) -> list[Any]:
         """`work(lo, hi)` on as many parts of 0 ... length as there are threads."""

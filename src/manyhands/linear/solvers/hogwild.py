@@ -110,11 +110,27 @@ def _exchange(w, own, base, locks, thread):
 
 
 @compiled
+def _arrange(order, lo, hi, shuffled, seed):
+    """The rows of a part, in the order of this epoch."""
+    for p in range(lo, hi):
+        order[p] = p
+    if shuffled:
+        shuffle(order, lo, hi, seed)
+
+
+@compiled
+def _arranged_part(shuffled, seed, mode, alone, indptr, indices, values, lo, hi, order, *rest):
+    _arrange(order, lo, hi, shuffled, seed)
+    return _part(mode, alone, indptr, indices, values, lo, hi, order, *rest)
+
+
+@compiled
 def _part_by_copy(
-    every, thread, locks, own, base, indptr, indices, values, lo, hi, order, y, c, w, bias, first,
-    stride, a, rare, shrink, paid, sums, lock,
+    shuffled, seed, every, thread, locks, copies, indptr, indices, values, lo, hi, order, y, c, w,
+    bias, first, stride, a, rare, shrink, paid, sums, lock,
 ):  # fmt: skip
-    total = 0.0
+    _arrange(order, lo, hi, shuffled, seed)
+    total, own, base = 0.0, copies[thread, 0], copies[thread, 1]
     own[:] = w
     base[:] = own
     for at in range(lo, hi, every):
@@ -186,27 +202,22 @@ class LinearHogwild(Stochastic):
         a: Arguments, arrays: EpochArrays, first: float,
     ) -> float:  # fmt: skip
         threads, mode = problem.threads, WRITES[self.writes]
-        parts, order = rows.parts(threads.count), np.arange(rows.count, dtype=np.int32)
+        parts, order = rows.parts(threads.count), threads.memory("order", rows.count, np.int32)
         y, c, lock = problem.y[at], problem.c[at], np.zeros(16, dtype=np.int64)
         stride = float(threads.count * problem.group.size)
         visits, every = int(state["round"][0]), int(state["every"][0])
         locks = np.zeros(SEGMENTS * LINE, dtype=np.int64)
+        copies = threads.memory("copies", (threads.count, 2, len(w))) if every else None
 
         def part(thread: int) -> float:
             lo, hi = parts[thread]
-            if self.shuffle:
-                shuffle(order, lo, hi, thread_seed(problem, visits, rows.start, thread))
-            if every:
-                own = np.empty((2, len(w)))
-                copied: float = _part_by_copy(
-                    every, thread, locks, own[0], own[1], *rows.csr, lo, hi, order, y, c, w, bias,
-                    first, stride, a, *arrays, lock,
-                )  # fmt: skip
-                return copied
-            loss: float = _part(
-                mode, threads.count == 1, *rows.csr, lo, hi, order, y, c, w, bias, first, stride,
-                a, *arrays, lock,
-            )  # fmt: skip
+            arranged = self.shuffle, thread_seed(problem, visits, rows.start, thread)
+            each = *rows.csr, lo, hi, order, y, c, w, bias, first, stride, a, *arrays, lock
+            loss: float = (
+                _arranged_part(*arranged, mode, threads.count == 1, *each)
+                if copies is None
+                else _part_by_copy(*arranged, every, thread, locks, copies, *each)
+            )
             return loss
 
         return float(sum(threads.run(part)))
