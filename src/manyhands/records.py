@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # a command that only reads a plan does not wait for torch
+    from torch import Tensor
 
-Tensors = dict[str, Tensor]  # named, same order on every rank, updated in place
+Tensors = dict[str, "Tensor"]  # named, same order on every rank, updated in place
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from manyhands.core import Layout, Plan
 from manyhands.exchange import algorithms
 from manyhands.exchange.compression import CODECS
 from manyhands.merge import STRATEGIES
-from manyhands.plan import words
+from manyhands.plan import vocabulary, words
 from manyhands.split.data import SPLITS
 from support.docs import PAGES, code_blocks, name, rows
 from support.paths import REPOSITORY
@@ -64,7 +64,7 @@ def test_every_plan_word_is_on_its_page_with_its_values_and_default() -> None:
     defaults |= {
         f.name: f.default for f in dataclasses.fields(Plan) if f.name in (*words.PLAIN, *chosen)
     }
-    choices = {k: get_args(kind) for k, kind in words.PLAIN.items() if words._choices(kind)}
+    choices = {k: get_args(kind) for k, kind in words.PLAIN.items() if vocabulary.choices(kind)}
     choices |= {**chosen, "compile": ("true", "false")}
     assert sorted(table) == sorted(defaults)
     for word, (values, default, meaning) in table.items():

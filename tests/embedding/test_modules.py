@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from manyhands.embedding import modules, tables
+from manyhands.embedding import default_rows, tables
 from manyhands.embedding.distinct import distinct
 from manyhands.embedding.gather import bags_of
 from manyhands.embedding.modules import Embedding, EmbeddingBag
@@ -27,8 +27,8 @@ DIM = 5
 @pytest.fixture(autouse=True)
 def rows_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that nobody attaches find their rows in a store that no other test has seen."""
-    monkeypatch.setattr(modules, "_open", lambda: tables.script_tables(LocalStore(0, 1)))
-    monkeypatch.setattr(modules, "_default", None)
+    monkeypatch.setattr(default_rows, "_open", lambda: tables.script_tables(LocalStore(0, 1)))
+    monkeypatch.setattr(default_rows, "_default", None)
 
 
 def attached(model: nn.Module, **options: Any) -> EmbeddingTables:

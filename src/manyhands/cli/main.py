@@ -48,6 +48,7 @@ from manyhands.cli.options import (
 )
 from manyhands.cli.script_command import ScriptCommand, own
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
+from manyhands.plan.reading import check as check_words
 
 app = typer.Typer(
     add_completion=False,
@@ -102,6 +103,7 @@ def run(
     ] = 0,
 ) -> None:
     """Train a script's task under a plan. Arguments after -- go to the script."""
+    check_words(words or [])  # before torch is imported
     from manyhands.cli.run import run as verb
 
     verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway, own(context))
@@ -119,6 +121,7 @@ def verify(
 ) -> None:
     """Check that the plan computes what one process would compute, on your own task. Arguments
     after -- go to the script."""
+    check_words(words or [])
     from manyhands.cli.verify import verify as verb
 
     sys.argv = [str(script), *own(context)]
@@ -184,6 +187,7 @@ def chaos(
 ) -> None:
     """Break a run on purpose, its ranks or its servers, and prove that nothing was lost. Arguments
     after -- go to the script."""
+    check_words(words or [])
     from manyhands.cli.chaos.command import ChaosOptions
     from manyhands.cli.chaos.command import chaos as verb
 
@@ -287,6 +291,7 @@ def servers(
 @app.command()
 def scale(run: RunFolder, words: PlanWords = None) -> None:
     """Change the number of replicas of an elastic run while it trains: scale RUN data=6."""
+    check_words(words or [])
     from manyhands.cli.join import scale as verb
 
     raise typer.Exit(verb(run, words or []))
@@ -295,6 +300,7 @@ def scale(run: RunFolder, words: PlanWords = None) -> None:
 @app.command()
 def join(run: RunFolder, script: TaskFile = None, words: PlanWords = None) -> None:
     """Take part in an elastic run that trains, as another rank."""
+    check_words(words or [])
     from manyhands.cli.join import join as verb
 
     raise typer.Exit(verb(run, script, words or []))

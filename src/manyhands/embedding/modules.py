@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from manyhands.core import Table, Tensors
+from manyhands.embedding.default_rows import default_tables
 from manyhands.embedding.gather import bags_of, rows_of
 from manyhands.errors import TaskError
 
@@ -322,36 +323,6 @@ class EmbeddingBag(Embedding):
             torch.float64 if self._dtype == torch.float64 else torch.float32
         )
         return flat if self.padding_id is None else flat[ids.reshape(-1) != self.padding_id]
-
-
-# -- default tables: rows in this process, for modules that no run has attached --
-
-_open: Callable[[], RowSource] | None = None
-_default: RowSource | None = None
-
-
-def keep_rows_in(open_tables: Callable[[], RowSource]) -> None:
-    """Set the tables of modules that are not attached; they are opened on first use."""
-    global _open, _default
-    _open, _default = open_tables, None
-
-
-def default_tables() -> RowSource:
-    global _default
-    if _default is None:
-        _default = new_tables()
-    return _default
-
-
-def new_tables() -> RowSource:
-    """Tables that no module has yet, of the kind that default tables are."""
-    if _open is None:
-        raise TaskError(
-            "an Embedding is not attached to a store, and this process has no tables for such "
-            "modules; import manyhands, which sets them, or attach "
-            "embedding.tables.EmbeddingTables(model, store)"
-        )
-    return _open()
 
 
 def _check(name: str, dim: int, lr: float, init: str, dtype: torch.dtype) -> None:

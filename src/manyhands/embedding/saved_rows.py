@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from manyhands.core import Tensors
-from manyhands.embedding.modules import Embedding, new_tables
+from manyhands.embedding.default_rows import new_tables
+from manyhands.embedding.modules import Embedding
 from manyhands.errors import CheckpointError
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import PlanError
-from manyhands.plan.words import known_word, known_words
+from manyhands.plan import foreign_words
+from manyhands.plan.vocabulary import known_word, known_words
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,11 @@ class ScriptArguments:
         """What to say of words that look like a plan's; "": nothing."""
         texts = []
         for word in self.unknown:
-            key = word.partition("=")[0]
+            key, _, value = word.partition("=")
             near = difflib.get_close_matches(key, known_words(), 1, cutoff=0.75)
-            texts.append(f"{word} (did you mean {near[0]}=?)" if near else word)
+            own = foreign_words.of_word(key, value) if key in foreign_words.OURS else ""
+            do = own or (f"did you mean {near[0]}=?" if near else "")
+            texts.append(f"{word} ({do})" if do else word)
         for option in self.dashed:
             texts.append(f"{option} (a plan word has no dashes: {option.lstrip('-')}=...)")
         return f"no plan words, left to the script: {', '.join(texts)}" if texts else ""

@@ -7,14 +7,14 @@ import math
 import re
 from typing import Any
 
-from manyhands.core import Layout, Plan, Store, Strategy
+from manyhands.core import Plan, Store, Strategy
 from manyhands.errors import PlanError
 from manyhands.exchange import compression
 from manyhands.plan.common_parameter_checks import check_common_parameters
 from manyhands.plan.culprit_checks import check_culprits
+from manyhands.plan.vocabulary import AXES
 
 LEAST_MEMORY_BYTES = 1 << 20
-AXES = {f.name: int for f in dataclasses.fields(Layout)}
 # words that need more than 1 rank on an axis
 AXIS_WORDS = {"schedule": "pipe", "cut": "pipe", "sequence": "tensor", "zero": "shard"}
 SERVER_WORDS = (

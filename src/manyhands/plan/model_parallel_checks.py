@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from manyhands.core import Plan, Store
 from manyhands.errors import PlanError
-from manyhands.plan.checks import AXES, AXIS_WORDS, default
+from manyhands.plan.checks import AXIS_WORDS, default
+from manyhands.plan.vocabulary import AXES
 
 
 def check_model_parallel(plan: Plan) -> None:

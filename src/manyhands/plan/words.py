@@ -11,24 +11,20 @@ before anything starts.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import shlex
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import msgspec
+from typing import Any, get_type_hints
 
 from manyhands.core import Goal, Layout, Plan
 from manyhands.errors import PlanError
 from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
-from manyhands.plan import checks
-from manyhands.plan.checks import AXES, AXIS_WORDS, REPLICA_WORDS, SERVER_WORDS
+from manyhands.plan import checks, reading
+from manyhands.plan.checks import AXIS_WORDS, REPLICA_WORDS, SERVER_WORDS
 from manyhands.plan.model_parallel_checks import check_model_parallel
+from manyhands.plan.vocabulary import AXES, OBJECTS, PLAIN, SHORT
 from manyhands.split.data import SPLITS
 
 Words = str | Sequence[str] | Mapping[str, Any] | Plan
@@ -40,28 +36,17 @@ TABLES: dict[str, tuple[Mapping[str, Any], str | None]] = {
     "then": (STRATEGIES, None),
     "compress": (compression.CODECS, "none"),
 }
-OBJECTS = {"merge": "strategy", "then": "next_strategy", "compress": "codec"}
-APART = ("layout", "forecast", "reasons", "split", "algorithm", *TABLES, *OBJECTS.values())
-PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}
-# a word of one strategy over servers stands for that strategy too
-SHORT = {"staleness": "stale_sync", "quorum": "backup"}
-RENAMED = {"wire": "compress"}  # words of version 0.1
 
 
 def parse(words: Words = "", *, size: int | None = None) -> Plan:
     """The plan of some words. `size`: ranks that were started, where somebody else started them."""
     if isinstance(words, Plan):
         return checks.fit(words, size, given=True)
-    given = _spelt_out(_collect(words))
-    _refuse_renamed(given)
-    axes = {k: _convert(k, given.pop(k), int) for k in AXES if k in given}
+    given = _spelt_out(reading.collect(words))
+    reading.refuse_renamed(given)
+    axes = reading.read_axes(given)
     if given.get("elastic") is not None:
         axes = {"data": checks.elastic_bounds(str(given["elastic"]))[1]} | axes
-    for axis, n in axes.items():
-        if n < 1:
-            raise PlanError(
-                f"{axis}={n}, but at least 1 rank is needed on every axis; set {axis}=1 or more"
-            )
     chosen: dict[str, Any] = {}
     known = [*AXES, *TABLES, *SHORT, "split", "algorithm", *PLAIN]
     for key in TABLES:
@@ -72,15 +57,15 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
             else []
         )
     for key, table, default in (
-        ("split", {"auto": None, **SPLITS}, "auto"),
-        ("algorithm", dict.fromkeys(("native", *algorithms.NAMES)), "native"),
+        ("split", ("auto", *SPLITS), "auto"),
+        ("algorithm", ("native", *algorithms.NAMES), "native"),
     ):
         chosen[key] = str(given.pop(key, default))
-        _known(key, chosen[key], table)
-    for key in given:
+        reading.refuse_unknown(key, chosen[key], table)
+    for key, value in given.items():
         if key not in PLAIN:
-            _refuse("plan word", key, known)
-    fields = {k: _convert(k, v, PLAIN[k]) for k, v in given.items()}
+            reading.refuse_word(key, value, known)
+    fields = {k: reading.convert(k, v, PLAIN[k]) for k, v in given.items()}
     plan = Plan(Layout(**axes), **chosen, **fields)
     checks.check(plan)
     plan = checks.fit(plan, size, given="data" in axes)
@@ -91,17 +76,6 @@ def parse(words: Words = "", *, size: int | None = None) -> Plan:
     if plan.algorithm != "native":
         algorithms.check(plan.algorithm, plan.layout.data)
     return plan
-
-
-def known_words() -> list[str]:
-    """Every word that a plan may hold, without the options of strategies and codecs."""
-    return [*AXES, *TABLES, *SHORT, *RENAMED, "split", "algorithm", *PLAIN]
-
-
-def known_word(key: str) -> bool:
-    """Whether `key` is a plan word, or an option of one: `merge.period`."""
-    word, dot, _ = key.partition(".")
-    return word in TABLES or word in RENAMED if dot else key in known_words()
 
 
 def describe(plan: Plan) -> str:
@@ -140,7 +114,7 @@ def overlay(*given: Words) -> dict[str, Any]:
     """Words of several plans as one dictionary; later ones win."""
     flat: dict[str, Any] = {}
     for words in given:
-        flat |= to_dict(words) if isinstance(words, Plan) else _collect(words)
+        flat |= to_dict(words) if isinstance(words, Plan) else reading.collect(words)
     return flat
 
 
@@ -196,46 +170,7 @@ def to_toml(plan: Plan) -> str:
     return "".join(f"{_key(k)} = {_toml(v)}\n" for k, v in to_dict(plan).items())
 
 
-# -- reading --
-
-
-def _collect(words: str | Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(words, Mapping):
-        return _flatten(words)
-    given: dict[str, Any] = {}
-    for word in shlex.split(words) if isinstance(words, str) else words:
-        key, equals, value = word.partition("=")
-        if not equals and word.endswith(".toml"):
-            given.update(_flatten(_load(Path(word))))
-        elif not equals or not key:
-            near = difflib.get_close_matches(word, [*AXES, "merge", "split", *PLAIN], 1)
-            raise PlanError(
-                f"{word!r} is no plan word: key=value is needed, such as "
-                f"{near[0] if near else 'data'}=..., or a .toml file"
-            )
-        else:
-            given[key] = value
-    return given
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise PlanError(f"plan file {path} does not exist") from None
-    except tomllib.TOMLDecodeError as e:
-        raise PlanError(f"plan file {path} is not TOML: {e}") from e
-
-
-def _flatten(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A table `[merge]` with `name` is the words merge=name merge.key=value."""
-    flat: dict[str, Any] = {}
-    for key, value in given.items():
-        if isinstance(value, Mapping):
-            flat.update({key if k == "name" else f"{key}.{k}": v for k, v in value.items()})
-        else:
-            flat[key] = value
-    return flat
+# -- strategies and codecs --
 
 
 def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
@@ -256,41 +191,24 @@ def _spelt_out(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _refuse_renamed(given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        word, dot, option = key.partition(".")
-        if word in RENAMED:
-            new = f"{RENAMED[word]}{dot}{option}"
-            raise PlanError(f"{key}={value}: the word is now {new}; write {new}={value}")
-
-
 def _chosen(key: str, given: dict[str, Any]) -> dict[str, Any]:
     """The word `key` and its options, as the plan's name and object."""
     table, default = TABLES[key]
     name = given.pop(key, default)
     name = None if name is None else str(name)
-    options = {
-        k.removeprefix(f"{key}."): given.pop(k) for k in list(given) if k.startswith(f"{key}.")
-    }
+    options = reading.take_options(key, given)
     if name is None or name == "none":
-        if options:
-            raise PlanError(
-                f"{key}.{next(iter(options))} has no effect without {key}=; "
-                f"add {key}={next(iter(table))}, say"
-            )
+        reading.refuse_lone_option(key, options, table)
         return {key: name, OBJECTS[key]: None}
-    _known(key, name, table)
+    reading.refuse_unknown(key, name, table)
     kind = table[name]
     types = {
         k: v
         for k, v in get_type_hints(kind).items()
         if k in {f.name for f in dataclasses.fields(kind)}
     }
-    for option in options:
-        if option not in types:
-            has = f"has {', '.join(f'{key}.{t}' for t in types)}" if types else "has no options"
-            raise PlanError(f"{key}.{option} has no effect: {key}={name} {has}")
-    converted = {k: _convert(f"{key}.{k}", v, types[k]) for k, v in options.items()}
+    reading.refuse_option(key, name, options, list(types))
+    converted = {k: reading.convert(f"{key}.{k}", v, types[k]) for k, v in options.items()}
     return {key: name, OBJECTS[key]: _in_words_of(key, lambda: kind(**converted))}
 
 
@@ -304,48 +222,6 @@ def _in_words_of(key: str, make: Callable[[], Any]) -> Any:
             if key == "then"
             else str(e)
         ) from None
-
-
-def _convert(key: str, value: Any, kind: Any) -> Any:
-    if (
-        isinstance(value, str)
-        and value.lower() in ("none", "")
-        and type(None) in getattr(kind, "__args__", ())
-    ):
-        return None
-    if Goal in getattr(kind, "__args__", ()) or kind is Goal:
-        try:
-            return value if isinstance(value, Goal) else Goal.parse(str(value))
-        except ValueError as e:
-            reason = str(e) if "needed" in str(e) else "a number is needed after the colon"
-            raise PlanError(f"{key}={value}: {reason}") from None
-    if kind is str and isinstance(value, int):  # save = 10 in TOML is save=10 in words
-        value = str(value)
-    try:
-        return msgspec.convert(value, kind, strict=not isinstance(value, str))
-    except msgspec.ValidationError as e:
-        choices = _choices(kind)
-        needed = (
-            f"one of {', '.join(map(str, choices))}"
-            if choices
-            else str(e).split(", got")[0].removeprefix("Expected ").replace("`", "")
-        )
-        raise PlanError(f"{key}={value}: {needed} is needed") from None
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else ()
-
-
-def _known(key: str, value: str, table: Mapping[str, Any]) -> None:
-    if value not in table:
-        _refuse(f"{key}=", value, list(table))
-
-
-def _refuse(what: str, given: str, known: Sequence[str]) -> None:
-    near = difflib.get_close_matches(given, known, 1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(set(known)))}"
-    raise PlanError(f"unknown {what}{'' if what.endswith('=') else ' '}{given!r}; {hint}")
 
 
 # -- writing --
