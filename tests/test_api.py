@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import math
+import pickle
 import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import cloudpickle
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -965,3 +967,12 @@ def test_torchs_own_batch_sampler_gives_the_batch_size(tmp_path: Path) -> None:
     batches = BatchSampler(SequentialSampler(Rows()), 8, True)
     result = train(tmp_path, train=DataLoader(Rows(), batch_sampler=batches), batch=None)
     assert result.rounds == 3, "26 samples in complete batches of 8"
+
+
+def test_a_task_that_refers_to_the_package_can_be_sent_to_other_processes() -> None:
+    def task() -> Any:
+        return package.Task  # cloudpickle sends what a script's function refers to
+
+    package = mh
+    again = pickle.loads(cloudpickle.dumps(task))
+    assert again() is mh.Task

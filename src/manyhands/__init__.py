@@ -94,6 +94,10 @@ class _Package(ModuleType):
         if not (name in _LATER and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """By name: a task of a script refers to `mh`, and is sent to other processes."""
+        return importlib.import_module, (self.__name__,)
+
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of ours
 
