@@ -178,7 +178,7 @@ class LinearHogwild(Stochastic):
         curve = SMOOTHNESS.get(problem.loss, 1.0) * float(problem.squares()[:d].max(initial=0.0))
         pull = float(state["eta"][0]) * curve / self.per(problem)  # of a row, on w_j, on average
         most = 0.5 / max(problem.threads.count * pull, 1e-300)
-        every = int(min(32.0 * cost, most, problem.source.count / (4 * problem.threads.count)))
+        every = int(min(64.0 * cost, most, problem.source.count / (4 * problem.threads.count)))
         if self.copies:
             return max(every, 1)
         return every if every >= 4.0 * cost else 0
