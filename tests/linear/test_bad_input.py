@@ -139,6 +139,12 @@ def test_a_libsvm_line_that_does_not_parse_is_named(tmp_path, line):
         LogisticRegression().fit(path)
 
 
+def test_a_file_without_rows_is_refused(tmp_path):
+    (tmp_path / "empty.libsvm").write_text("")
+    with pytest.raises(ValueError, match="0 sample"):
+        LogisticRegression().fit(tmp_path / "empty.libsvm")
+
+
 @pytest.mark.parametrize("solver", ("auto", "scd", "newton", "newton_cg", "lbfgs", "admm"))
 def test_without_a_penalty_every_exact_solver_finds_the_minimum(solver):
     with warnings.catch_warnings():

@@ -58,6 +58,10 @@ class LinearEstimator(BaseEstimator):
             raise ValueError("files and shards hold their own labels: leave y out")
         source, labels = stored_rows(X)
         columns = source.columns if isinstance(source, Rows) else source.n_features
+        if not len(labels):
+            raise ValueError(
+                f"Found array with 0 sample(s) in {X} while a minimum of 1 is required."
+            )
         self.n_features_in_ = columns
         return source, labels
 
