@@ -24,6 +24,7 @@ ROOMS = (
     "exchange",
     "server",
     "merge",
+    "metrics",
     "kernels",
     "membership",
     "plan",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhands import Task, accuracy
+from manyhands import Task, accuracy, metrics
 from manyhands.assembly.data import with_task_defaults
 from manyhands.errors import TaskError
 from manyhands.plan import words
@@ -34,7 +34,7 @@ def make(**changed: Any) -> Task:
         ({"step": lambda m, b: m(b).mean()}, "got both"),
         (
             {"loss": None, "step": lambda m, b: m(b).mean(), "metrics": {"a": lambda o, t: o}},
-            "metrics compare model.* but the task has step=",
+            "metrics compare outputs with the target, and step= does not say what they are; give",
         ),
         ({"batch": 0}, "batch=0, but a batch holds at least 1 sample; set batch=1 or more"),
         ({"batch": -3}, "batch=-3"),
@@ -52,6 +52,8 @@ def make(**changed: Any) -> Task:
         ({"metrics": [accuracy]}, "metrics is a list, but a dict name -> function is needed"),
         ({"metrics": accuracy}, "metrics is a function, but a dict name -> function is needed"),
         ({"metrics": {"a": 3}}, r"metrics has 'a': 3, but a name and a function of \(outputs"),
+        ({"metrics": {"f1": metrics.F1}}, r"the class F1; .* is needed: give an instance, F1\("),
+        ({"predict": 3}, r"predict is a int, but a function \(model, batch\) -> \(outputs, target"),
         ({"seed": 42.0}, "seed=42.0, but a whole number is needed: seed=0"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"seed": None}, "seed=None"),

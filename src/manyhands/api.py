@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from manyhands.assembly.evaluation import RUN_VALUES
+from manyhands.assembly.evaluation.goals import RUN_VALUES
 from manyhands.assembly.rank_context import Options, open_rank_context
 from manyhands.assembly.tables import PREFIX, saved_readers
 from manyhands.core import Plan, Result, Snapshot, Tensors

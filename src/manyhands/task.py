@@ -23,7 +23,9 @@ from manyhands.errors import TaskError
 
 Loss = Callable[..., Tensor]
 Step = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, int]"]
-Metric = Callable[[Any, Any], Tensor]
+Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
+# a mean over the samples of a batch; or an object with update(outputs, target), compute(), reset()
+Metric = Callable[[Any, Any], Any] | Any
 
 
 class Callback:
@@ -62,7 +64,9 @@ class Task:
     step: Step | None = None
     reduction: Literal["mean", "sum"] = "mean"  # what loss= or step= do over a batch
     test: Any = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)  # means over the samples of a batch
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    # (outputs, target) of a batch: what metrics compare where step= is given
+    predict: Predict | None = None
     batch: int | None = None
     epochs: float | None = None  # how long to train: 1.0 where steps is not given either
     steps: int | None = None
@@ -118,15 +122,27 @@ class Task:
                 'needed: metrics={"accuracy": mh.accuracy}'
             )
         for name, metric in self.metrics.items():
-            if not isinstance(name, str) or not callable(metric):
+            if isinstance(metric, type):
+                raise TaskError(
+                    f"metrics has {name!r}: the class {metric.__name__}; a function or an object "
+                    f"is needed: give an instance, {metric.__name__}(...)"
+                )
+            accumulates = all(hasattr(metric, part) for part in ("update", "compute", "reset"))
+            if not isinstance(name, str) or not (callable(metric) or accumulates):
                 raise TaskError(
                     f"metrics has {name!r}: {metric!r}, but a name and a function of (outputs, "
-                    'target) are needed: metrics={"accuracy": mh.accuracy}'
+                    "target), or an object with update, compute and reset, are needed: "
+                    'metrics={"accuracy": mh.accuracy}'
                 )
-        if self.metrics and self.loss is None:
+        if self.predict is not None and not callable(self.predict):
             raise TaskError(
-                "metrics compare model(*inputs) with the target, but the task has step= "
-                "and no loss=; give loss= instead of step="
+                f"predict is a {type(self.predict).__name__}, but a function (model, batch) -> "
+                "(outputs, target) is needed"
+            )
+        if self.metrics and self.loss is None and self.predict is None:
+            raise TaskError(
+                "metrics compare outputs with the target, and step= does not say what they are; "
+                'give predict=lambda model, batch: (model(batch["x"]), batch["y"])'
             )
         if taken := {"loss", "train_loss", "samples_per_s", "epoch", "step"} & set(self.metrics):
             raise TaskError(

@@ -62,6 +62,19 @@ def normed() -> nn.Module:
     ).double()
 
 
+def in_order(y_true: Any, y_pred: Any) -> float:
+    """How far outputs and targets are in the order of the test data."""
+    return float((y_true == Y[: len(y_true)].numpy()).mean() + np.arange(len(y_pred)) @ y_pred)
+
+
+METRICS = {
+    "accuracy": mh.accuracy,
+    "f1": mh.metrics.F1(),
+    "perplexity": mh.metrics.Perplexity(),
+    "gathered": mh.metrics.Gathered(in_order, lambda outputs: outputs[:, 0]),
+}
+
+
 def counted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """Only targets other than 0 count, as padding does not."""
     kept = batch["y"] != 0
@@ -180,6 +193,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "sum": ("", {"loss": functools.partial(nn.functional.cross_entropy, reduction="sum"), **SUM}),
     "sum of a step": ("accumulate=2", {"loss": None, "metrics": {}, "step": summed, **SUM}),
+    "metrics": ("", {"metrics": METRICS}),
+    "metrics of a stream": ("", {"metrics": METRICS, "test": Stream()}),
+    "metrics of fewer samples than ranks": ("", {"metrics": METRICS, "test": (X[:2], Y[:2])}),
+    "metrics of a step": (
+        "link=gloo",
+        {
+            "loss": None,
+            "step": counted,
+            "predict": lambda model, batch: (model(batch["x"]), batch["y"]),
+            "train": {"x": X, "y": Y},
+            "test": {"x": X, "y": Y},
+            "metrics": METRICS,
+        },
+    ),
     "in order": ("", {"train": DataLoader(Rows(), BATCH, shuffle=False)}),
     "drop_last": ("", {"train": DataLoader(Rows(), BATCH, shuffle=True, drop_last=True)}),
     "drop_last stream": ("", {"train": DataLoader(Stream(), BATCH, drop_last=True)}),

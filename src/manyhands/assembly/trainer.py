@@ -28,7 +28,9 @@ from manyhands.assembly.data import (
     with_task_defaults,
 )
 from manyhands.assembly.elastic.notes import join_run, make_note
-from manyhands.assembly.evaluation import Evaluation, check_goals
+from manyhands.assembly.evaluation.evaluator import Evaluation
+from manyhands.assembly.evaluation.goals import check_goals
+from manyhands.assembly.evaluation.rehearsal import rehearse
 from manyhands.assembly.hogwild.claimed_parts import set_pace
 from manyhands.assembly.lbfgs.search_setup import claims_shards, set_line_search
 from manyhands.assembly.memory import MemoryWatch, example, watch
@@ -202,6 +204,7 @@ def assemble(
     active = activate(context, plan, replica.known, word, model.tables, begin.saved, checkpointing)
     set_pace(context, plan, active, feed, plain)
     notice_resumed(context, begin)
+    evaluation = _evaluation(context, plan, spec, model, module, synced)
     if spec.watch is not None:
         spec.watch.begin(model.module, model.optimizer, model.flat, active.state)
     trainer = Trainer(
@@ -209,7 +212,7 @@ def assemble(
         active,
         replica.replica,
         feed.limits,
-        _evaluation(context, plan, spec, model, module, synced),
+        evaluation,
         checkpointing,
         stop,
         plan.until,
@@ -321,10 +324,15 @@ def _evaluation(
     module: nn.Module,
     synced: bool,
 ) -> Evaluation:
-    computes = module if model.pipeline is None else nn.ModuleList(model.stages)
-    predict = None if model.pipeline is None else model.pipeline.infer
+    stages = None if model.pipeline is None else nn.ModuleList(model.stages)
+    infer = None if model.pipeline is None else model.pipeline.infer
     buffers = [] if synced else sync_batchnorm.running_buffers(model.module)
-    return Evaluation(context, plan, computes, spec.task, spec.test, predict, buffers)
+    computes = module if stages is None else stages
+    evaluation = Evaluation(context, plan, computes, spec.task, spec.test, infer, buffers)
+    regroups = context.regrouping is not None and context.regrouping.begin is not None
+    if not context.replaces and not regroups:  # else the run has begun
+        rehearse(evaluation, model.module if stages is None else stages)
+    return evaluation
 
 
 def _around_round(context: RankContext, spec: TrainingSpec) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,12 +108,14 @@ class DatasetSource:
             rows = [self.dataset[i] for i in wanted]
         return self.to_device(self.collate(rows))
 
-    def prefetch(self, wanted: Iterator[list[int]]) -> Iterator[Any]:
+    def prefetch(
+        self, wanted: Iterator[list[int]], loaders: int | None = None
+    ) -> Generator[Any, None, None]:
         """Batches of the `wanted` indices, which loader processes fetch early."""
         loader: DataLoader[Any] = DataLoader(
             self.dataset,
             batch_sampler=_EndlessSampler(wanted),
-            num_workers=self.loaders,
+            num_workers=loaders or self.loaders,
             collate_fn=self.collate,
             pin_memory=self.device.type == "cuda",
             **self._workers,

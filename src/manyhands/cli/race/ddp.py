@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.assembly.connect import choose_device
 from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
 from manyhands.assembly.rank_context import Options
+from manyhands.cli.race import ddp_evaluation
 from manyhands.cli.race.ddp_data import ddp_batches
 from manyhands.core import (
     Event,
@@ -39,6 +40,8 @@ from manyhands.entry import MakeTask
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
+from manyhands.metrics.evaluation_pass import EvaluatedModel
+from manyhands.metrics.metric_set import MetricSet
 from manyhands.observe.events import Recorder
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
@@ -140,6 +143,7 @@ class DDPRun:
         self.test = (
             None if task.test is None else source(task.test, device, "Task.test", plan.loaders)
         )
+        self.metric_set = MetricSet(task.metrics, device, self.size)
         self.ddp = self._ddp(given)
         computing: Any = torch.compile(self.ddp) if plan.compile else self.ddp
         self.losses = forward.TaskLoss(
@@ -325,23 +329,16 @@ class DDPRun:
         started, clock, task = time.time(), time.perf_counter(), self.task
         for buffer in self.module.buffers():  # as DDP itself does before a forward pass in training
             dist.broadcast(buffer, 0)
-        sums = forward.evaluate(
-            self.module,
+        objective, precision = self.losses.objective, self.plan.precision
+        self.metrics = ddp_evaluation.evaluate(
+            EvaluatedModel(self.module, objective, task.predict, precision),
             self.test,
+            self.metric_set,
             self.rank,
             self.size,
             self.test_batch,
-            self.losses.objective,
-            task.metrics,
-            self.plan.precision,
             self.device,
         )
-        dist.all_reduce(sums)
-        *totals, count = sums.tolist()
-        self.metrics = {
-            name: total / count
-            for name, total in zip(["loss", *task.metrics], totals, strict=False)
-        }
         where = {"epoch": self.epochs(), "step": float(self.batches.position.steps)}
         seconds = time.perf_counter() - clock
         self.recorder.emit(

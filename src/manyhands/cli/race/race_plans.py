@@ -17,6 +17,7 @@ from manyhands.core import Goal, Plan
 from manyhands.data.sources import source
 from manyhands.entry import load_task
 from manyhands.errors import ManyhandsError, PlanError, TaskError
+from manyhands.metrics.metric_set import accumulates
 from manyhands.plan import words as plan_words
 from manyhands.task import Task
 
@@ -122,7 +123,9 @@ def task_facts(script: Path, goal: Goal, arguments: Sequence[str] = ()) -> TaskF
     if not isinstance(task, Task):
         raise TaskError(f"task() returned a {type(task).__name__}, but a manyhands.Task is needed")
     metrics = () if task.test is None else ("loss", *task.metrics)
-    if goal.name not in metrics:
+    # an object may compute several values, f1/macro: their names are known when it has
+    several = {name for name in metrics if name in task.metrics and accumulates(task.metrics[name])}
+    if goal.name not in metrics and goal.name.partition("/")[0] not in several:
         known = (
             f"it has {', '.join(metrics)}"
             if metrics

@@ -16,7 +16,7 @@ def answer_elastic(members: ElasticMembers, worker: int, x: Any, number: int) ->
             lease = members.lease(worker, x.limit, x.done, x.note, number, x.timeout_s)
             return em.StepLeased(*lease, members.news[x.news :], members.running())
         case em.Gather():
-            return em.Gathered(
+            return em.GatherAnswer(
                 members.gather(worker, (x.sync, x.number), x.payload, timeout_s=x.timeout_s)
             )
         case em.GetNote():

@@ -41,7 +41,7 @@ class ElasticClient:
         """By worker: what each live one brings to this gathering; see `Gatherings`."""
         store, number = self._store, self._gathered
         self._gathered += 1
-        answer: em.Gathered = store.ask(
+        answer: em.GatherAnswer = store.ask(
             em.Gather(self._syncs, number, payload, store.timeout_s),
             "gathering",
             store.timeout_s + SLACK_S,

@@ -31,7 +31,7 @@ class Gather(Message):
     timeout_s: float
 
 
-class Gathered(Message):
+class GatherAnswer(Message):
     payloads: dict[int, bytes]  # by worker
 
 

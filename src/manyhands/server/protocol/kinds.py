@@ -21,7 +21,7 @@ _MESSAGES: list[type[m.Message]] = [
     *(r.Follow, r.Forward, r.ForwardTable, r.CopyState, r.Copied, r.Part, r.EraseRows, r.Loads),
     *(r.GetStatus, r.ServerStatusReply, r.Drain, r.Rebalance),
     *(t.ListTables, t.TableList, t.DeleteRows, t.DropTable, t.StartTable),
-    *(e.LeaseStep, e.StepLeased, e.Gather, e.Gathered, e.GetNote, e.Note, e.RequestLeaseSync),
+    *(e.LeaseStep, e.StepLeased, e.Gather, e.GatherAnswer, e.GetNote, e.Note, e.RequestLeaseSync),
     *(h.FetchHot, h.HotContent, h.ListHot, h.HotList),
 ]
 # The kind of a frame is the number of its message here: append, do not reorder.

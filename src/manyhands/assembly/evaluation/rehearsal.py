@@ -1,0 +1,149 @@
+"""Rehearsal of an evaluation: loss, predict and metrics on a few test samples before training.
+
+A slip in them shows before the first epoch, not after it. Every rank does the same, on the same
+samples. Nothing of the run changes: not random numbers, not statistics of BatchNorm, not the
+metrics (copies of them are asked), not rows of `mh.Embedding` (zeros take their place).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.assembly.evaluation.evaluator import Evaluation
+from manyhands.assembly.evaluation.goals import check_names
+from manyhands.core import Table, Tensors
+from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
+from manyhands.embedding.modules import Embedding
+from manyhands.embedding.tables import embeddings
+from manyhands.errors import ManyhandsError, TaskError
+from manyhands.metrics import evaluation_pass
+from manyhands.metrics.evaluation_pass import EvaluatedModel
+from manyhands.metrics.metric_set import MetricSet
+from manyhands.metrics.user_line import user_line
+from manyhands.replica import state
+
+
+def rehearse(evaluation: Evaluation, module: nn.Module) -> None:
+    """Evaluate `module`, which is not compiled, on a few samples; check what goals of the plan
+    name against the values that come out."""
+    context, task = evaluation.context, evaluation.task
+    if task is None or evaluation.test is None:
+        return
+    before = state.rng_state(context.device)
+    try:
+        most = context.micro_batch(evaluation.plan.batch or 1)
+        few = _few(evaluation.test, most)
+        if few is not None:
+            metrics = MetricSet(task.metrics, context.device)
+            with _zero_rows(module):
+                _ask(evaluation, evaluation.model(module), metrics, *few)
+    finally:
+        state.load_rng(before, context.device)
+
+
+def _ask(
+    evaluation: Evaluation, model: EvaluatedModel, metrics: MetricSet, values: Any, samples: int
+) -> None:
+    context, batch = evaluation.context, f"a batch of {samples} test samples, before training"
+    counts = context.has_output
+    try:
+        sums = evaluation_pass.evaluate(
+            model, iter([(values, samples)]), metrics, context.device, counts=counts
+        )
+    except TaskError as e:
+        raise TaskError(f"{e} (on {batch})") from e.__cause__
+    except ManyhandsError:
+        raise
+    except Exception as e:
+        raise TaskError(f"evaluating {batch}, failed: {type(e).__name__}: {e}{user_line(e)}") from e
+    if not counts or not float(sums[-2]):
+        return
+    try:
+        found = metrics.compute(dict.fromkeys(metrics.functions, 0.0))
+    except TaskError as e:
+        if isinstance(e.__cause__, ValueError) and not _sure(evaluation, model, values, samples):
+            context.warn(f"{e} (on {batch}: if it needs more samples, all is well)")
+            return
+        raise TaskError(f"{e} (on {batch})") from e.__cause__
+    check_names(evaluation.plan, ["loss", *found])
+
+
+def _sure(evaluation: Evaluation, model: EvaluatedModel, values: Any, samples: int) -> bool:
+    """Whether what fails on these samples fails on all: they are all, or have every class. Some
+    functions are not defined for a few samples (the area under a curve of one class)."""
+    assert evaluation.test is not None
+    if samples == evaluation.test.samples:
+        return True
+    if evaluation.context.splits_model:  # to ask again would need the other ranks
+        return False
+    with model.evaluating(evaluation.context.device):
+        outputs, target = model.outputs(model.answers(values), values)
+    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+        return False
+    if target.is_floating_point():
+        return samples > 1
+    classes = outputs.shape[1] if outputs.ndim == 2 else 2
+    return len(target.unique()) >= max(2, classes)
+
+
+def _few(data: Source, most: int) -> tuple[Any, int] | None:
+    """A few samples from all over the data; None: there is no way to see some without effect."""
+    if isinstance(data, StreamSource):
+        if hasattr(data.dataset, "__next__"):  # what is read of an iterator is gone
+            return None
+        rows = list(itertools.islice(data.items(0), most))
+        return (data.to_device(rows), len(rows)) if rows else None
+    if not data.samples:
+        return None
+    indices = torch.linspace(0, data.samples - 1, min(most, data.samples)).round().long()
+    try:
+        return _fetched(data, indices), len(indices)
+    except Exception:
+        if data.sampling.own is not None:  # which may leave out samples that cannot be read
+            return None
+        raise
+
+
+def _fetched(data: TensorSource | DatasetSource, indices: Tensor) -> Any:
+    if isinstance(data, DatasetSource) and data.loaders:
+        # in a process of its own, as later: what samples open must not be open here
+        batches = data.prefetch(iter([indices.tolist()]), loaders=1)
+        try:
+            return next(iter(batches))
+        finally:
+            batches.close()
+    where = data.device if isinstance(data, TensorSource) else torch.device("cpu")
+    return data.fetch(indices.to(where))
+
+
+@contextmanager
+def _zero_rows(module: nn.Module) -> Iterator[None]:
+    """Zeros in place of the rows of embeddings: no store sees a request."""
+    found = [(e, e.tables if e.attached else None) for e in embeddings(module)]
+    for embedding, _ in found:
+        embedding.attach(_ZeroRows())
+    try:
+        yield
+    finally:
+        for embedding, tables in found:
+            embedding.attach(tables)
+
+
+class _ZeroRows:
+    """The rows of every table are zeros (a `RowSource`)."""
+
+    of_run = False
+
+    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+        distinct, inverse = module.wanted(ids).unique(return_inverse=True)
+        dtype = getattr(torch, module.table.dtype)
+        return torch.zeros(len(distinct), module.table.dim, dtype=dtype).to(ids.device), inverse
+
+    def replace_rows(self, table: Table, content: Tensors) -> None: ...
+    def replace_pieces(self, table: Table, contents: Any) -> None: ...
