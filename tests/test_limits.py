@@ -20,7 +20,7 @@ COLUMNS = 100
 # one merge strategy a file: the folder grows with every strategy
 CATALOGUES = {"merge"}
 # every command imports what it needs when it is called, so that `manyhands --help` is fast
-IMPORTS_LATE = {"cli/main.py"}
+IMPORTS_LATE = {"cli/main.py", "cli/run_verbs.py"}
 # pairs of module names that share a stem, and why both names are right
 SAME_STEM = {
     ("checkpoint", "checkpointing"): "the files, and when a run writes and reads them",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 import manyhands as mh
@@ -63,6 +64,8 @@ def test_train_is_the_function_also_after_its_module_is_loaded() -> None:
 
 def test_a_room_is_an_attribute_and_public_names_can_be_pickled() -> None:
     assert run("import manyhands as mh; print(mh.datasets.__name__)") == "manyhands.datasets"
+    assert pickle.loads(pickle.dumps(mh)) is mh
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: mh.train))() is mh.train
     for name in mh.__all__:
         assert pickle.loads(pickle.dumps(getattr(mh, name))) is getattr(mh, name)
 

@@ -42,7 +42,8 @@ from manyhands.recover.checkpoint import NOTHING, find, read_manifest
 from manyhands.recover.table_files import TABLES
 from manyhands.replica.state import load_model
 from manyhands.server.snapshots.table_reader import ChangedRows, TableReader
-from manyhands.task import Callback, Task, check_callbacks
+from manyhands.task import Callback, Task, check_callbacks, check_function
+from manyhands.user_traceback import trim
 
 SEEDED = 1 << 32  # torch seeds itself with 64 random bits; people give smaller numbers
 
@@ -73,6 +74,8 @@ def train(
             f"{script} calls train() while its task() is loaded; put that call under: "
             "if __name__ == '__main__':"
         )
+    check_function(task)
+    check_callbacks(callbacks)
     options = Options(
         name or script_name(),
         None if directory is None else str(directory),
@@ -86,7 +89,12 @@ def train(
     if not options.resume:
         _warn_of_new_rows(task)
     _warn_of_seed(task, words)
-    result = start(functools.partial(work, task), words, options, port)
+    try:
+        result = start(functools.partial(work, task), words, options, port)
+    except Exception as e:
+        if not environment.full_traceback():
+            trim(e)
+        raise
     _bring_back(task, result)
     if options.callbacks and result.launched and not quiet:
         print(

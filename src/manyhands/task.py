@@ -5,6 +5,7 @@ A task knows nothing about other processes; the plan says how many there are.
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,13 +185,16 @@ def check_callbacks(callbacks: Any) -> None:
     """Refuse callbacks that would never be called."""
     if not isinstance(callbacks, Sequence):
         raise TaskError(
-            f"callbacks is a {type(callbacks).__name__}, but a list of mh.Callbacks is needed"
+            f"callbacks is a {_named(callbacks)}, but a list of mh.Callbacks is needed: "
+            f"callbacks=[{_made(callbacks)}]"
         )
     known = {name for name in vars(Callback) if name.startswith("on_")}
     for callback in callbacks:
         if not isinstance(callback, Callback):
+            do = f"; give an instance, {_made(callback)}" if isinstance(callback, type) else ""
             raise TaskError(
                 f"a callback is {callback!r}, but an object of a subclass of mh.Callback is needed"
+                f"{do}"
             )
         unknown = {name for name in dir(callback) if name.startswith("on_")} - known
         if unknown:
@@ -198,6 +202,15 @@ def check_callbacks(callbacks: Any) -> None:
                 f"{type(callback).__name__}.{min(unknown)} would never be called; "
                 f"known: {', '.join(sorted(known))}"
             )
+
+
+def _named(given: Any) -> str:
+    return given.__name__ if isinstance(given, type) else type(given).__name__
+
+
+def _made(given: Any) -> str:
+    """How an object of the given class, or of that of the given object, is made."""
+    return f"{_named(given)}()" if isinstance(given, type | Callback) else "..."
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
@@ -276,12 +289,37 @@ def seed_alike(seed: int) -> None:
 
 
 def _make(make: Task | Callable[[], Task], seed: int) -> Task:
+    check_function(make)
     seed_alike(seed)
     with one_thread():
         task = make if isinstance(make, Task) else make()
     if not isinstance(task, Task):
-        raise TaskError(f"task() returned a {type(task).__name__}, but a manyhands.Task is needed")
+        do = "; end it with return mh.Task(...)" if task is None else ""
+        raise TaskError(
+            f"task() returned a {type(task).__name__}, but a manyhands.Task is needed{do}"
+        )
     return task
+
+
+def check_function(make: Any) -> None:
+    """Refuse what is neither a task nor a function that makes one."""
+    if isinstance(make, Task):
+        return
+    if isinstance(make, nn.Module) or not callable(make):
+        raise TaskError(
+            f"the task is a {type(make).__name__}, but a manyhands.Task, or a function that "
+            "returns one, is needed: def task(): return mh.Task(model=..., loss=..., train=...)"
+        )
+    try:
+        needed = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return
+    for p in needed:
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            raise TaskError(
+                f"task() is called without arguments, but needs {p.name!r}; give it a default, or "
+                "functools.partial"
+            )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "numpy",
-    "manyhands",
+    "manyhands.api",
     "manyhands.parallel.trace.trace_model",
     "torch.fx.experimental.validator",
 ]

@@ -104,6 +104,11 @@ def batch_sizes(
     batch = plan.batch or DEFAULT_BATCH
     size = 1 if shares_steps(plan) else context.data_parallel_size
     wanted = batch * plan.accumulate * size
+    if train.samples is not None and wanted > train.samples:
+        context.notice(
+            f"a step takes {wanted} samples (batch={batch}), but the training data has "
+            f"{train.samples}: every step takes all of them; lower batch= for more steps an epoch"
+        )
     kept = wanted if saved is None else saved.meta["global_batch"]
     if kept != wanted and context.plan.batch is not None:
         context.notice(f"{wanted} samples a step from here on, {kept} before")

@@ -1,6 +1,7 @@
 """Command line: `manyhands VERB ...`.
 
-    main.py    parses arguments and calls a verb; each other module is one verb
+    main.py    parses arguments and calls a verb; each other module is one verb, but
+    run_verbs.py parses those of verbs about a run, options.py has arguments of several
     run.py     train a script's task      verify.py  compare a plan with one process
     race/      compare plans              demo.py    train LeNet here
     server.py  start a server             lab.py     simulate several hosts

@@ -1,12 +1,13 @@
 """Command line parser: parses `manyhands VERB ...`, calls the verb, prints errors as one message.
 
-Each verb is imported inside its function, in this module only: `--help` and every verb would wait
-for the modules and libraries of all verbs otherwise.
+Each verb is imported inside its function, here and in `run_verbs` only: `--help` and every verb
+would wait for the modules and libraries of all verbs otherwise.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -30,25 +31,21 @@ from manyhands.cli.options import (
     OptimizerModules,
     PauseFaults,
     PlanWords,
-    RunFolder,
-    RunningRun,
     Script,
-    ServerNumber,
     ServerPort,
     ServerRole,
-    ServersVerb,
     Shards,
     SlowFaults,
-    TaskFile,
     TlsCA,
     TlsCert,
     TlsKey,
     TokenFile,
-    WaitForShards,
 )
+from manyhands.cli.run_verbs import export, join, scale, servers, trace
 from manyhands.cli.script_command import ScriptCommand, own
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 from manyhands.plan.reading import check as check_words
+from manyhands.user_traceback import trim
 
 app = typer.Typer(
     add_completion=False,
@@ -275,68 +272,8 @@ def server(
     raise typer.Exit(verb(given))
 
 
-@app.command()
-def servers(
-    run: RunningRun,
-    verb: ServersVerb = "status",
-    server: ServerNumber = None,
-    wait: WaitForShards = True,
-) -> None:
-    """Show, add or remove parameter servers of a run while it trains."""
-    from manyhands.cli.servers import servers as work
-
-    raise typer.Exit(work(run, verb, server, wait))
-
-
-@app.command()
-def scale(run: RunFolder, words: PlanWords = None) -> None:
-    """Change the number of replicas of an elastic run while it trains: scale RUN data=6."""
-    check_words(words or [])
-    from manyhands.cli.join import scale as verb
-
-    raise typer.Exit(verb(run, words or []))
-
-
-@app.command()
-def join(run: RunFolder, script: TaskFile = None, words: PlanWords = None) -> None:
-    """Take part in an elastic run that trains, as another rank."""
-    check_words(words or [])
-    from manyhands.cli.join import join as verb
-
-    raise typer.Exit(verb(run, script, words or []))
-
-
-@app.command()
-def trace(
-    run: RunFolder,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")
-    ] = None,
-) -> None:
-    """Write one Perfetto/Chrome trace of all ranks of a run."""
-    from manyhands.cli.trace import trace as verb
-
-    print(verb(run, out))
-
-
-@app.command()
-def export(
-    run: RunFolder,
-    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")] = Path(
-        "model.safetensors"
-    ),
-    best: Annotated[
-        str | None,
-        typer.Option(
-            help="Export the best checkpoint by this metric (accuracy, or -loss for the smallest) "
-            "instead of the newest."
-        ),
-    ] = None,
-) -> None:
-    """Write a run's model as one safetensors file."""
-    from manyhands.cli.export import export as verb
-
-    print(verb(run, out, best))
+for of_a_run in (servers, scale, join, trace, export):
+    app.command()(of_a_run)
 
 
 @app.command()
@@ -379,7 +316,7 @@ def bench(
 
 
 def main() -> None:
-    """Entry point: our errors are printed as one message; others keep their traceback."""
+    """Entry point: our errors are printed as one message; others with the user's own lines."""
     try:
         app()
     except LaunchError as e:
@@ -390,3 +327,10 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as e:
+        from manyhands.launch import environment
+
+        if not environment.full_traceback():
+            trim(e)
+        traceback.print_exception(e)
+        sys.exit(1)

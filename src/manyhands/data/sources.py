@@ -227,6 +227,7 @@ def _columns(data: Any, what: str) -> Any:
         raise TaskError(f"{what} is a sparse matrix; give a dense array, x.toarray()")
     if isinstance(data, tuple | list | Mapping) and len(data):
         _refuse_several(data, what)
+        _refuse_lists(data, what)
         values = [v.to_numpy() if hasattr(v, "to_numpy") else v for v in _values(data)]
         tensors = [isinstance(v, Tensor | np.ndarray) for v in values]
         if isinstance(data, list) and all(tensors) and len(data) > 4:
@@ -238,7 +239,7 @@ def _columns(data: Any, what: str) -> Any:
             kinds = sorted({type(v).__name__ for v in values})
             raise TaskError(
                 f"{what} is a {type(data).__name__} of {', '.join(kinds)}; tensors or arrays are "
-                "needed as columns, or a Dataset"
+                "needed as columns (torch.tensor(x) of a list), or a Dataset"
             )
         if all(tensors):
             return (
@@ -268,6 +269,33 @@ def _refuse_several(data: Any, what: str) -> None:
             "batches or whole data sets; give one Dataset of single samples: a TensorDataset of "
             "all rows, or a class with __getitem__"
         )
+
+
+def _refuse_lists(data: Any, what: str) -> None:
+    """Refuse Python lists of numbers within a list: they are no tensors, and collating samples that
+    hold them would make a column of each place."""
+    if not isinstance(data, list):
+        return
+    first = data[0]
+    if _is_numbers(first):
+        raise TaskError(
+            f"{what} is a list of lists of numbers, which may be columns or samples; give a tuple "
+            "of tensors: (torch.tensor(x), torch.tensor(y))"
+        )
+    if isinstance(first, tuple | Mapping) and any(map(_is_numbers, _values(first))):
+        raise TaskError(
+            f"a sample of {what} holds a list of numbers, which is no tensor; give "
+            "torch.tensor([...]) in its place, or all samples as a tuple of tensors"
+        )
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is a Python list of numbers, or of such lists."""
+    while isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, int | float):
+            return True
+    return False
 
 
 def _common_rows(value: Any) -> int | None:

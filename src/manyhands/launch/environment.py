@@ -37,6 +37,7 @@ MEMBER = "MANYHANDS_MEMBER"  # number of this process among those of an elastic 
 LAUNCHER = "MANYHANDS_LAUNCHER"  # process of our launcher
 PRELOAD = "MANYHANDS_PRELOAD"  # modules to load before a process knows which rank it is
 STARTS = "MANYHANDS_STARTS"  # of a launcher that replaces ranks: how many were this one before
+TRACEBACK = "MANYHANDS_TRACEBACK"  # full: errors keep the frames of manyhands itself
 PREFIX = "manyhands/0"  # of our keys in the store; the number counts torchrun's restarts
 
 
@@ -353,6 +354,11 @@ def become(rank: int, size: int) -> None:
 def hand_over(plan_words: str, plan_options: str) -> None:
     """Leave the plan for `mh.join()` in this process."""
     os.environ[WORDS], os.environ[OPTIONS] = plan_words, plan_options
+
+
+def full_traceback(env: Mapping[str, str] | None = None) -> bool:
+    """Whether errors keep the frames of manyhands itself: MANYHANDS_TRACEBACK=full."""
+    return (os.environ if env is None else env).get(TRACEBACK) == "full"
 
 
 def cores() -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from manyhands.errors import ManyhandsError
 from manyhands.launch import environment, run_token
+from manyhands.user_traceback import trim
 
 FAILED_ROUND = "failed_round"  # attribute of an error: the round that it ended
 
@@ -49,6 +50,8 @@ def _report(store: dist.Store, rank: int, e: BaseException) -> None:
     kind = type(e).__name__
     # our own errors need no stack trace; anything else does
     plain = isinstance(e, ManyhandsError | SystemExit)
+    if not environment.full_traceback():
+        trim(e)
     text = f"{kind}: {e}" if plain else "".join(traceback.format_exception(e))
     with contextlib.suppress(Exception):
         said = {"kind": kind, "text": text, "time": time.time()}

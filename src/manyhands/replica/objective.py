@@ -12,7 +12,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.errors import TaskError
+from manyhands.replica.checks import batch_errors
 
 Reduction = Literal["mean", "sum"]
 Step = Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]]
@@ -40,19 +41,39 @@ class Objective:
         the batch counts nothing, whatever the task counts."""
         if self.step is None:
             *inputs, target = pair(values)
-            return self.of_outputs(model(*inputs), target, count), count
-        loss, own = _of_step(self.step(model, values), count or 1)
+            return self.of_outputs(outputs_of(model, inputs), target, count), count
+        try:
+            given = self.step(model, values)
+        except Exception as e:
+            if (why := batch_errors.of_step(e, model, values)) is not None:
+                raise why from e
+            raise
+        loss, own = _of_step(given, count or 1)
         return self._mean(loss, own), own if count else 0
 
     def of_outputs(self, outputs: Any, target: Any, count: int) -> Tensor:
         """Mean loss of the model's outputs, by `loss`."""
         assert self.loss is not None
-        return self._mean(
-            scalar_loss(self.loss(outputs, target), "loss=(outputs, target) returned"), count
-        )
+        try:
+            loss = self.loss(outputs, target)
+        except Exception as e:
+            if (why := batch_errors.of_loss(e, outputs, target)) is not None:
+                raise why from e
+            raise
+        return self._mean(scalar_loss(loss, "loss=(outputs, target) returned"), count)
 
     def _mean(self, loss: Tensor, count: int) -> Tensor:
         return loss / max(1, count) if self.reduction == "sum" else loss
+
+
+def outputs_of(model: Any, inputs: Sequence[Any]) -> Any:
+    """What the model computes for the inputs of a batch."""
+    try:
+        return model(*inputs)
+    except Exception as e:
+        if (why := batch_errors.of_model(e, model, inputs)) is not None:
+            raise why from e
+        raise
 
 
 def pair(values: Any) -> tuple[Any, ...]:
@@ -97,7 +118,14 @@ def _of_step(got: Any, count: int) -> tuple[Tensor, int]:
 
 def scalar_loss(loss: Any, what: str) -> Tensor:
     if not isinstance(loss, Tensor):
-        named = "; return its loss" if hasattr(loss, "loss") or isinstance(loss, Mapping) else ""
+        named = ""
+        if isinstance(loss, Mapping):  # as Lightning's training_step may return it
+            key = "loss" if "loss" in loss else next(iter(loss), "loss")
+            named = f"; return its loss alone, the value of {key!r}"
+        elif hasattr(loss, "loss"):
+            named = "; return its loss, outputs.loss"
+        elif loss is None:
+            named = "; end it with return loss"
         raise TaskError(
             f"{what} {_described(loss)}, but a tensor with the loss of the batch is needed{named}"
         )

@@ -1,0 +1,78 @@
+"""Verbs of a run: the arguments of commands about a run that trains or has trained; see `main`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manyhands.cli.options import (
+    PlanWords,
+    RunFolder,
+    RunningRun,
+    ServerNumber,
+    ServersVerb,
+    TaskFile,
+    WaitForShards,
+)
+from manyhands.plan.reading import check as check_words
+
+
+def servers(
+    run: RunningRun,
+    verb: ServersVerb = "status",
+    server: ServerNumber = None,
+    wait: WaitForShards = True,
+) -> None:
+    """Show, add or remove parameter servers of a run while it trains."""
+    from manyhands.cli.servers import servers as work
+
+    raise typer.Exit(work(run, verb, server, wait))
+
+
+def scale(run: RunFolder, words: PlanWords = None) -> None:
+    """Change the number of replicas of an elastic run while it trains: scale RUN data=6."""
+    check_words(words or [])
+    from manyhands.cli.join import scale as verb
+
+    raise typer.Exit(verb(run, words or []))
+
+
+def join(run: RunFolder, script: TaskFile = None, words: PlanWords = None) -> None:
+    """Take part in an elastic run that trains, as another rank."""
+    check_words(words or [])
+    from manyhands.cli.join import join as verb
+
+    raise typer.Exit(verb(run, script, words or []))
+
+
+def trace(
+    run: RunFolder,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: trace.json in the run directory.")
+    ] = None,
+) -> None:
+    """Write one Perfetto/Chrome trace of all ranks of a run."""
+    from manyhands.cli.trace import trace as verb
+
+    print(verb(run, out))
+
+
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")] = Path(
+        "model.safetensors"
+    ),
+    best: Annotated[
+        str | None,
+        typer.Option(
+            help="Export the best checkpoint by this metric (accuracy, or -loss for the smallest) "
+            "instead of the newest."
+        ),
+    ] = None,
+) -> None:
+    """Write a run's model as one safetensors file."""
+    from manyhands.cli.export import export as verb
+
+    print(verb(run, out, best))
