@@ -22,7 +22,7 @@ from manyhands.metrics.metric_set import MetricSet, mean_value
 from manyhands.metrics.predicted_classes import wide
 from manyhands.metrics.user_line import user_line
 from manyhands.replica import forward
-from manyhands.replica.objective import Objective, pair
+from manyhands.replica.objective import Objective, outputs_of, pair
 
 Predict = Callable[[Any, Any], tuple[Any, Any]]  # (model, batch) -> (outputs, target)
 
@@ -65,7 +65,7 @@ class EvaluatedModel:
         """Outputs and target of a batch, as metrics compare them."""
         if self.predict is None:
             *inputs, target = pair(values)
-            return answers(*inputs), target
+            return outputs_of(answers, inputs), target
         try:
             found = self.predict(answers, values)
         except TaskError:
