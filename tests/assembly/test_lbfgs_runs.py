@@ -277,7 +277,7 @@ def test_what_leaves_a_step_without_one_loss_is_refused_by_name(
 
 
 def test_torch_s_own_is_refused_and_names_ours(tmp_path: Path) -> None:
-    with pytest.raises(mh.TaskError, match=r"torch\.optim\.LBFGS .* use optimizer=mh\.LBFGS"):
+    with pytest.raises(mh.TaskError, match=r"torch\.optim\.LBFGS .* use mh\.LBFGS"):
         train(tmp_path, optimizer=torch.optim.LBFGS)
 
 

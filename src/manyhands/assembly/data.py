@@ -14,6 +14,7 @@ from manyhands.assembly.rank_context import RankContext, micro_batches
 from manyhands.assembly.tables import RunTables
 from manyhands.core import Plan, Position, Snapshot, Store
 from manyhands.data.batches import BatchIterator, EpochOrder, IndexedBatches, StreamedBatches
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.prefetch import PrefetchedBatches
 from manyhands.data.sampling import SamplerDraws
 from manyhands.data.sources import DatasetSource, Source, StreamSource, source
@@ -109,7 +110,9 @@ def batch_sizes(
             f"a step takes {wanted} samples (batch={batch}), but the training data has "
             f"{train.samples}: every step takes all of them; lower batch= for more steps an epoch"
         )
-    kept = wanted if saved is None else saved.meta["global_batch"]
+    # of drawn data each rank has a batch of its own, on any number of ranks
+    drawn = isinstance(train, DrawnSource)
+    kept = wanted if saved is None or drawn else saved.meta["global_batch"]
     if kept != wanted and context.plan.batch is not None:
         context.notice(f"{wanted} samples a step from here on, {kept} before")
     elif kept != wanted:
@@ -262,7 +265,9 @@ def _indexed(
     shares, claims = shares_steps(plan), None
     order: EpochOrder
     split: DataSplit | BatchSplit
-    if train.sampling.own is None:
+    if isinstance(train, DrawnSource):
+        order, samples = train.order, train.samples
+    elif train.sampling.own is None:
         samples = train.samples
         order = functools.partial(SPLITS[plan.split], samples, plan.seed or 0)
     else:

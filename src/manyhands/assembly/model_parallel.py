@@ -18,6 +18,7 @@ from manyhands.assembly.memory import (
 )
 from manyhands.assembly.rank_context import RankContext, reduction_warning
 from manyhands.core import Plan, Tensors
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.sources import Source, StreamSource
 from manyhands.errors import PlanError
 from manyhands.parallel import feature_linear
@@ -228,7 +229,7 @@ def by_feature(context: RankContext, model: nn.Module, sources: list[Source]) ->
     """Split columns of the data and of the first matrix over the tensor axis; the rest of the model
     is on every rank."""
     axis = context.axes["tensor"]
-    known = [s for s in sources if not isinstance(s, StreamSource)]
+    known = [s for s in sources if not isinstance(s, StreamSource | DrawnSource)]
     if len(known) < len(sources):
         raise PlanError(
             "split=by_feature keeps columns of data that has a length, but a stream was given; "

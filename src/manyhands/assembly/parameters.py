@@ -112,8 +112,8 @@ def _check_optimizer(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "torch.optim.LBFGS evaluates the loss several times a step, each rank by itself, and "
-            "cannot be merged over ranks; use optimizer=mh.LBFGS, whose line search evaluates the "
-            "batch of all ranks (or SGD, Adam, AdamW)"
+            "cannot be merged over ranks; use mh.LBFGS, whose line search evaluates the batch of "
+            "all ranks (in a loop of your own: run.step(closure)), or SGD, Adam, AdamW"
         )
     if context.splits_model and has_step_hooks(optimizer):
         raise TaskError(

@@ -14,6 +14,7 @@ from manyhands.assembly.memory import MemoryWatch
 from manyhands.assembly.model_parallel import ModelPart
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source
+from manyhands.replica.lbfgs.line_search_step import RewoundBatches
 from manyhands.replica.module import NextLoss
 from manyhands.task import Callback, Task
 
@@ -33,4 +34,5 @@ class TrainingSpec:
     callbacks: tuple[Callback, ...] = ()
     one_copy: bool = True  # the ranks of a host may share one copy of the parameters
     part: ModelPart | None = None  # of a model that is split over ranks
+    closures: RewoundBatches | None = None  # of a loop that hands over what computes a loss
     watch: MemoryWatch | None = None  # memory forecast, and the peak it is compared with

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core import Position
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.row_digest import row_digest
 from manyhands.data.sampling import RandomNumbers
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
@@ -87,7 +88,7 @@ class IndexedBatches:
 
     def __init__(
         self,
-        source: TensorSource | DatasetSource,
+        source: TensorSource | DatasetSource | DrawnSource,
         order: EpochOrder,
         split: DataSplit | BatchSplit,
         at: Position,

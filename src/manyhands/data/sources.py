@@ -3,6 +3,7 @@
     tensors, arrays              TensorSource     on the device; a batch is one gather per tensor
     map-style Dataset            DatasetSource    samples are collated here or in loader processes
     IterableDataset, iterable    StreamSource     no length, no index, no shuffling
+    none: drawn by the script    DrawnSource      (`data.drawn`)
 
 `source` chooses the class. Every source moves its batches to the rank's device.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.sampling import Sampling, sampling_of
 from manyhands.errors import TaskError
 
@@ -173,7 +175,7 @@ class StreamSource:
         self.dtype = dtype
 
 
-Source = TensorSource | DatasetSource | StreamSource
+Source = TensorSource | DatasetSource | StreamSource | DrawnSource
 
 
 def source(data: Any, device: torch.device, what: str, loaders: int | None = None) -> Source:

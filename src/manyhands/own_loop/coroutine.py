@@ -3,14 +3,17 @@
     merge strategy    asks its replica for the next loss      -> the user's loop goes on
     user's loop       run.step(loss)                          -> the strategy goes on with it
 
-So every strategy works with a loop that somebody else has written.
+So every strategy works with a loop that somebody else has written. An optimizer with a line search
+asks for a loss several times a step; `run.step(closure)` gives it what computes one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import greenlet
+from torch import Tensor, nn
 
 from manyhands.core import Result
 from manyhands.replica.checks.step_guard import merged_steps
@@ -24,10 +27,13 @@ class TrainerCoroutine:
     def __init__(self) -> None:
         self.trainer: Trainer | None = None  # made after this: its replica asks here
         self.micro: MicroLoss | None = None  # handed over last
+        self.closure: Callable[[], MicroLoss] | None = None  # of the present step, in its place
         self._loop: Any = None
         self._outside: Any = None
 
     def ask(self) -> MicroLoss:
+        if self.closure is not None:
+            return self.closure()
         self._outside.switch()
         assert self.micro is not None
         return self.micro
@@ -45,15 +51,28 @@ class TrainerCoroutine:
     def claim_step(self) -> None:
         """An asynchronous trainer claims a step before it asks for a loss: run it up to there."""
         if self.claims_steps:
-            self._start()
+            self.start()
 
     def hand_over(self, micro: MicroLoss) -> Result | None:
         """Answer the trainer, and run it up to its next question. The result: it has ended, as it
         was told to stop, or another asynchronous rank's loop is over."""
-        self._start()
+        self.start()
         self.micro = micro
+        return self._go_on()
+
+    def hand_over_closure(self, closure: Callable[[], MicroLoss]) -> Result | None:
+        """The same with what computes the loss, at the parameters as they are at each call."""
+        self.start()
+        self.closure = closure
+        return self._go_on()
+
+    def _go_on(self) -> Result | None:
         result: Result | None = self._loop.switch()
         return result if self._loop.dead else None
+
+    def next_closure(self) -> None:
+        self.closure = None
+        self._outside.switch()
 
     @property
     def running(self) -> bool:
@@ -83,7 +102,16 @@ class TrainerCoroutine:
         self._loop = None
         return result
 
-    def _start(self) -> None:
+    def start_with(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """Start where nothing has begun, and put back gradients of the user's: every step begins by
+        clearing them."""
+        if gradients and self._loop is None:
+            self.start()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def start(self) -> None:
+        """Run the trainer up to its first question, where it has not begun."""
         self._outside = greenlet.getcurrent()
         if self._loop is None:
             self._loop = greenlet.greenlet(self._train)
@@ -93,3 +121,21 @@ class TrainerCoroutine:
         assert self.trainer is not None
         with merged_steps():
             return self.trainer.loop()
+
+
+class ClosureBatches:
+    """In place of the batches of a line search: a step is what a closure of the user's computes, at
+    every call on the same batch."""
+
+    total = 1
+
+    def __init__(self, coroutine: TrainerCoroutine):
+        self._coroutine = coroutine
+
+    def peek(self) -> tuple[int, bool]:
+        """A step begins: the user's loop goes on, until it hands a closure over."""
+        self._coroutine.next_closure()
+        return 1, True
+
+    def rewind(self) -> None: ...
+    def pass_over(self) -> None: ...

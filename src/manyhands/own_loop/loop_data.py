@@ -5,18 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
 from manyhands.data.batches import BatchIterator
 from manyhands.errors import TaskError
 from manyhands.exchange.activity import ROUNDS, SCRIPT
 from manyhands.replica.module import MicroLoss
 
 
-class LoopData:
-    """This rank's batches, epoch by epoch. Epochs that a resumed run has done are over at once."""
+class PlannedOrder:
+    """In place of a DataLoader's sampler: the plan orders and divides the samples."""
 
-    def __init__(self, run: Any, batches: BatchIterator):
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: a run counts its epochs itself."""
+
+
+class LoopData:
+    """This rank's batches, epoch by epoch. Epochs that a resumed run has done are over at once.
+
+    It has what scripts ask a DataLoader for: `len`, `dataset`, `batch_size` (of this rank) and
+    `sampler`, whose `set_epoch` does no harm."""
+
+    def __init__(self, run: Any, batches: BatchIterator, given: Any, batch_size: int | None):
         self._run, self._batches, self._started = run, batches, 0
         self._iterating = self._left = False
+        self.dataset, self.batch_size = _dataset(given), batch_size
+        self.sampler = PlannedOrder()
 
     def __iter__(self) -> Iterator[Any]:
         asked, epoch = self._started, self._batches.position.epoch
@@ -84,3 +99,11 @@ class LoopData:
         if found is None:
             raise TypeError("a stream has no length")
         return found
+
+
+def _dataset(given: Any) -> Any:
+    """What has the samples, for `len(data.dataset)`."""
+    if isinstance(given, DataLoader):
+        return given.dataset
+    columns = isinstance(given, tuple) and all(isinstance(v, Tensor) for v in given)
+    return TensorDataset(*given) if columns else given

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.assembly.data import loader_batch
-from manyhands.assembly.rank_context import (
-    RankContext,
-    reduction_warning,
-    warn_of_eval_mode,
-)
+from manyhands.assembly.rank_context import RankContext, reduction_warning
 from manyhands.assembly.replica_setup import set_reduction
-from manyhands.assembly.spec import TrainingSpec
-from manyhands.assembly.trainer import assemble
 from manyhands.core import Event, Result
 from manyhands.data.batches import Batch
-from manyhands.data.sources import source
-from manyhands.errors import PlanError, TaskError
+from manyhands.errors import TaskError
 from manyhands.launch.signals import Stop
 from manyhands.own_loop.coroutine import TrainerCoroutine
+from manyhands.own_loop.drawn_steps import DrawnSteps
+from manyhands.own_loop.given_loss import GivenLoss
 from manyhands.own_loop.loop_data import LoopData
+from manyhands.own_loop.preparation import Prepared, prepared
 from manyhands.own_loop.step_checks import StepChecks
-from manyhands.plan import words as plan_words
-from manyhands.replica.cast import Cast
 from manyhands.replica.checks import step_guard
-from manyhands.replica.checks.step_guard import StepGuard, merged_steps
+from manyhands.replica.checks.step_guard import StepGuard
+from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.module import MicroLoss
-from manyhands.replica.objective import Reduction, scalar_loss, whole_count
+from manyhands.replica.objective import Reduction, whole_count
+from manyhands.split.data import rank_range
 from manyhands.train import Trainer
 
 RUN_ATTRIBUTES = ("trainer", "rank", "size", "directory", "device")
@@ -56,9 +51,12 @@ class Run:
         self._coroutine = TrainerCoroutine()
         self._ended: Result | None = None  # how, where the loop was told to stop
         self._batch: Batch | None = None
+        self._drawn: DrawnSteps | None = None  # where the script draws its own batches
         self._stepped = True  # whether run.step was called for the batch before
         self._failed = False  # an exception ended the script
-        self._checks = StepChecks([])
+        self._checks = StepChecks()
+        self._given: GivenLoss | None = None  # of a prepared run
+        self._searches = False  # the optimizer evaluates a batch several times
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what other trainers' users write on theirs: run.should_stop = True."""
@@ -69,6 +67,16 @@ class Run:
             )
         super().__setattr__(name, value)
 
+    @overload
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: None = None,
+        *,
+        schedule: LRScheduler | None = None,
+    ) -> tuple[nn.Module, Optimizer]: ...
+    @overload
     def prepare(
         self,
         model: nn.Module,
@@ -77,86 +85,145 @@ class Run:
         *,
         batch: int | None = None,
         schedule: LRScheduler | None = None,
-    ) -> tuple[nn.Module, Optimizer, LoopData]:
-        """Make model, optimizer and data part of the run; use what it returns as before."""
+    ) -> tuple[nn.Module, Optimizer, LoopData]: ...
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any = None,
+        *,
+        batch: int | None = None,
+        schedule: LRScheduler | None = None,
+    ) -> tuple[Any, ...]:
+        """Make model, optimizer and data part of the run; use what it returns as before.
+
+        Without data the script draws its own batches: each `run.step` is one of this rank's, and
+        from here on every rank draws random numbers of its own."""
         if self.trainer is not None:
             raise TaskError("prepare was called before; one run trains one model")
-        context = self._context
-        if context.splits_model:
-            axes = plan_words.describe(context.plan).split(" merge=")[0]
-            raise PlanError(
-                f"{axes} splits the model over ranks, for which manyhands must run it; give it as "
-                "a task() with its loss, or use data= alone in a loop of your own"
-            )
-        plan = dataclasses.replace(
-            context.plan,
-            batch=context.plan.batch or batch or loader_batch(dataset),
-            seed=context.plan.seed or 0,
-        )
-        # run.step starts every step without gradients; zero_grad between two micro-batches of a
-        # step would lose the first
-        optimizer.zero_grad = _leave_gradients  # type: ignore[method-assign]
-        spec = TrainingSpec(
-            model.to(context.device),
-            lambda _: optimizer,
-            None if schedule is None else lambda _: schedule,
-            source(dataset, context.device, "the training data", context.plan.loaders),
-            lambda *_: self._coroutine.ask,
-            # an own loop may change parameters itself (clamp, average), on every rank
-            one_copy=False,
-        )
         if self._guard is not None:
             self._guard.prepared = optimizer
-        with merged_steps():
-            made = assemble(context, plan, spec, self._stop or Stop(), self)
-        self.trainer, module = made.trainer, made.module
-        self._coroutine.trainer = made.trainer
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._checks = StepChecks(trained, schedule)
-        warn_of_eval_mode(context, model)
-        if plan.precision != "fp32":
-            Cast(plan.precision, context.device).over(module)
-        return module, optimizer, LoopData(self, made.batches)
+        context, stop = self._context, self._stop or Stop()
+        found = prepared(
+            context, self._coroutine, model, optimizer, dataset, batch, schedule, stop, self
+        )
+        self._begin(found, optimizer, schedule)
+        batches, module = found.made.batches, found.made.module
+        if dataset is not None:
+            return module, optimizer, LoopData(self, batches, dataset, found.plan.batch)
+        self._drawn = DrawnSteps(context, batches, self._coroutine)
+        return module, optimizer
+
+    def _begin(self, found: Prepared, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+        self.trainer, trained = found.made.trainer, found.parameters
+        if self._guard is not None:
+            self._guard.parameters = [p for _, p in trained]
+        self._checks, self._searches = StepChecks(schedule), isinstance(optimizer, LBFGS)
+        self._given = GivenLoss(trained, found.plan, found.has_rows, self._context.notice)
 
     def step(
-        self, loss: Tensor, count: int | None = None, *, reduction: Reduction = "mean"
+        self,
+        loss: Tensor | Callable[[], Any] | None = None,
+        count: int | None = None,
+        *,
+        reduction: Reduction = "mean",
     ) -> None:
         """Backward, exchange, merge, optimizer step, zero_grad.
 
         `loss` is a mean over the batch, or over `count` tokens, say; with `reduction="sum"` it is a
-        sum, and the step is by the sum over all ranks."""
-        batch, checks = self._batch, self._checks
-        if batch is None:
+        sum, and the step is by the sum over all ranks. A batch that the script draws itself counts
+        1. Without a loss, the gradients that are there are those of this rank's mean loss: the
+        script has called backward. A function is a closure, as for torch.optim.LBFGS."""
+        given, batch = self._given, self._batch
+        if given is None or (batch is None and self._drawn is None):
             raise TaskError(
                 "run.step(loss) needs a batch from the data that run.prepare returned; "
                 "iterate over that"
             )
-        loss = scalar_loss(loss, "run.step was given")
-        n = batch.count
+        n = 1 if batch is None else batch.count
         if count is not None:
             n = whole_count(count, "run.step was given as the loss's count")
-        if not self._coroutine.in_step:  # else they are of the micro-batches before
-            checks.refuse_gradients()
-        checks.refuse_scheduled()
-        self._check_reduction(loss, reduction, n)
-        if self._stepped:
-            checks.refuse_repeated(batch.last, self._context.warn)
-        self._stepped = True
-        loss = loss / max(1, n) if reduction == "sum" else loss
-        # a mean over nothing is 0/0
-        self._hand_over(MicroLoss(loss if n else loss.nan_to_num(), n, batch.last))
-        checks.stepped()
+        self._checks.refuse_scheduled()
+        if self._searches:
+            self._search(given, loss, n, reduction)
+        else:
+            if callable(loss) and not isinstance(loss, Tensor):
+                micro = given.of_closure(loss, n)  # one evaluation is a step
+            else:
+                micro = given.read(loss, n, self._coroutine.in_step)
+            micro = self._reduced(micro, reduction)
+            kept = given.gradients() if micro.has_gradients else []
+            self._coroutine.start_with(kept)
+            micro.last = self._begin_batch()
+            if self._drawn is not None and loss is not None:
+                self._drawn.look_at(micro.loss)
+            self._went_on(self._coroutine.hand_over(micro))
+        self._checks.stepped()
 
-    def _check_reduction(self, loss: Tensor, given: Reduction, count: int) -> None:
-        assert self.trainer is not None
+    def _search(self, given: GivenLoss, closure: Any, n: int, reduction: Reduction) -> None:
+        """A step with a line search, which evaluates the closure at several parameters."""
+        nothing = closure is None and n == 0
+        if not nothing and (isinstance(closure, Tensor) or not callable(closure)):
+            raise TaskError(
+                "LBFGS evaluates a batch several times a step: give run.step a function that "
+                "computes the loss and returns it, run.step(closure), as to torch.optim.LBFGS"
+            )
+        self._begin_batch()
+
+        def evaluate() -> MicroLoss:
+            if nothing:
+                return MicroLoss(None, 0, True)
+            return self._reduced(given.of_closure(closure, n), reduction)
+
+        self._went_on(self._coroutine.hand_over_closure(evaluate))
+
+    def _begin_batch(self) -> bool:
+        """Whether this batch is the last one of its step."""
+        if self._drawn is not None:
+            return self._drawn.next().last
+        assert self._batch is not None
+        if self._stepped:
+            self._checks.refuse_repeated(self._batch.last, self._context.warn)
+        self._stepped = True
+        return self._batch.last
+
+    def _reduced(self, micro: MicroLoss, given: Reduction) -> MicroLoss:
+        """`micro` as a mean; of a sum, the run multiplies steps by their count."""
         trainer, context = self.trainer, self._context
+        assert trainer is not None
+        if micro.loss is None:
+            return micro
         self._checks.check_reduction(
-            loss,
+            micro.loss,
             given,
-            count,
+            micro.count,
             lambda reduction: set_reduction(trainer, reduction),
             reduction_warning(context, context.plan),
         )
+        return micro.of_sum() if given == "sum" else micro
+
+    @property
+    def round(self) -> int:
+        """Rounds of the merge strategy that are done, also before a resume."""
+        return 0 if self.trainer is None else self.trainer.round
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run that are done, also before a resume: where a loop goes on from. Where
+        ranks are asynchronous, up to the one that this rank has claimed last."""
+        if self.trainer is None:
+            return 0
+        if (claims := self.trainer.limits.claims) is not None:
+            return claims.latest.steps
+        pending = not self._stepped and self._batch is not None and self._batch.last
+        return self.trainer.position.steps - pending
+
+    def part(self, values: Any, dim: int = 0) -> Any:
+        """This rank's part of a tensor, an array or a list: the parts of all ranks are contiguous,
+        near-equal and the whole together."""
+        mine = rank_range(len(values) if dim == 0 else values.shape[dim], self.rank, self.size)
+        cut = slice(mine.start, mine.stop)
+        return values[(*[slice(None)] * dim, cut)] if dim else values[cut]
 
     def keep_local(self, optimizer: Optimizer) -> None:
         """Allow steps of an optimizer that is not the run's: each rank trains its own copy of what
@@ -181,7 +248,8 @@ class Run:
             )
         found = torch.as_tensor(value).detach().to(self.device, copy=True)
         found = found.double() if found.ndim == 0 and found.is_floating_point() else found
-        self._context.group.all_reduce({"sum": found.view(-1)}, op="sum").wait()
+        with self._waiting("run.sum"):
+            self._context.group.all_reduce({"sum": found.view(-1)}, op="sum").wait()
         return found
 
     def merged(self) -> AbstractContextManager[None]:
@@ -190,7 +258,18 @@ class Run:
         model holds anyway."""
         if self.trainer is None:
             raise TaskError("run.merged() needs a model; call run.prepare(...) first")
-        return self.trainer.merged()
+        return self._merged(self.trainer)
+
+    @contextmanager
+    def _merged(self, trainer: Trainer) -> Iterator[None]:
+        with ExitStack() as held:
+            with self._waiting("run.merged"):
+                held.enter_context(trainer.merged())
+            yield
+
+    def _waiting(self, call: str) -> AbstractContextManager[None]:
+        ends = None if self._drawn is None else self._drawn.ends
+        return nullcontext() if ends is None else ends.waiting(call)
 
     def _abandon(self) -> None:
         """The script has failed: `close` neither trains nor saves any more."""
@@ -201,6 +280,8 @@ class Run:
         """Save and end the run; called by itself when the script ends."""
         if self in joined_runs:
             joined_runs.remove(self)
+        if self._drawn is not None and self._ended is None and not self._failed:
+            self._ended = self._drawn.follow(self._searches)
         if self._coroutine.in_step and not self._failed:
             self._context.warn(
                 "the loop ended in the middle of a step (accumulate=): its last batches are not "
@@ -219,8 +300,8 @@ class Run:
             )
         return result
 
-    def _hand_over(self, micro: MicroLoss) -> None:
-        ended = self._coroutine.hand_over(micro)
+    def _went_on(self, ended: Result | None) -> None:
+        """The trainer has gone on, or `ended`: it was told to."""
         if ended is not None:
             self._ended = ended
             self._end_early()
@@ -232,6 +313,3 @@ class Run:
         # the launcher, where there is one, says why, and with which exit code
         launched = self._context.process.started_by == "manyhands"
         raise SystemExit(128 + requested if requested and not launched else 0)
-
-
-def _leave_gradients(set_to_none: bool = True) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.errors import TaskError
@@ -14,26 +14,13 @@ from manyhands.replica.objective import Reduction
 
 
 class StepChecks:
-    """Of a prepared model and schedule."""
+    """Of a prepared run."""
 
-    def __init__(
-        self, parameters: list[tuple[str, nn.Parameter]], schedule: LRScheduler | None = None
-    ):
-        self._parameters, self._schedule = parameters, schedule
+    def __init__(self, schedule: LRScheduler | None = None):
+        self._schedule = schedule
         self._scheduled = _state(schedule)  # where our last step left it
         self._reduction: Reduction | None = None  # of the losses, as the first step said
         self._repeated = False  # whether a second step for one batch was said
-
-    def refuse_gradients(self) -> None:
-        """A step starts without gradients: those of a backward pass of the user's would be lost, or
-        count once a rank."""
-        found = [name for name, p in self._parameters if p.grad is not None]
-        if found:
-            raise TaskError(
-                f"{found[0]} has a gradient before run.step(loss), which runs backward itself; "
-                "leave out loss.backward(), add auxiliary losses to the loss, and clip gradients "
-                "by the plan (clip=1.0)"
-            )
 
     def refuse_scheduled(self) -> None:
         if self._scheduled != _state(self._schedule):

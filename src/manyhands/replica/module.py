@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -36,6 +36,14 @@ class MicroLoss:
     loss: Tensor | None
     count: int
     last: bool  # the last micro-batch of this rank in the step
+    has_gradients: bool = False  # its backward pass is done: they are with the parameters
+    over: int = 1  # ... and those of a loss so many times as large
+
+    def of_sum(self) -> MicroLoss:
+        """This one, whose loss is a sum over its samples, as a mean."""
+        assert self.loss is not None
+        most = max(1, self.count)
+        return replace(self, loss=self.loss / most, over=self.over * most)
 
 
 NextLoss = Callable[[], MicroLoss]
@@ -204,18 +212,30 @@ class ModuleReplica:
         while not last:
             micro = self.next_loss()
             last = micro.last
-            self.window.check_untouched()
+            if not micro.has_gradients:
+                self.window.check_untouched()
             self.flat.before_backward(last)
             if micro.loss is not None:
-                self.window.on_ready = on_ready if last else None
-                self._scaled(micro.loss, micro.count).backward()
-                self.window.on_ready = None
+                if micro.has_gradients:
+                    self._weigh_gradients(micro.count / micro.over)
+                else:
+                    self.window.on_ready = on_ready if last else None
+                    self._scaled(micro.loss, micro.count).backward()
+                    self.window.on_ready = None
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
             self.flat.after_backward(micro.loss is not None)
             if not last:
                 self.window.left()
         return total, count
+
+    def _weigh_gradients(self, count: float) -> None:
+        """Of a mean over `count` samples, which the user's backward pass has left."""
+        share = count / self.nominal
+        if share != 1:
+            views = self.flat.views
+            grads = [v.parameter.grad for v in views if v.parameter.grad is not None]
+            torch._foreach_mul_(grads, share)
 
     def _scaled(self, loss: Tensor, count: int) -> Tensor:
         share = count / self.nominal

@@ -24,14 +24,12 @@ def check_lbfgs(
     context: RankContext, plan: Plan, spec: TrainingSpec, module: nn.Module, optimizer: LBFGS
 ) -> None:
     """Refuse what would make the losses of one line search those of different functions."""
-    if spec.task is None:
-        raise TaskError(
-            "LBFGS evaluates a batch several times a step, which a loop of your own computes once; "
-            "give it as a task(): mh.Task(optimizer=mh.LBFGS)"
-        )
     _check_plan(plan)
     _check_model(module, optimizer)
-    _check_data(context, plan, spec.train)
+    if spec.closures is None:
+        _check_data(context, plan, spec.train)
+    else:
+        _check_closures(context, plan, optimizer)
     if optimizer.balance and context.process.size > 1:
         _check_balance(context, plan, spec)
 
@@ -109,6 +107,24 @@ def _check_data(context: RankContext, plan: Plan, train: Source) -> None:
             "several times"
         )
         train.loaders = 0
+
+
+def _check_closures(context: RankContext, plan: Plan, optimizer: LBFGS) -> None:
+    """Of a loop of the user's, which computes a batch itself, whole and as often as it is asked."""
+    if optimizer.balance:
+        raise TaskError(
+            "LBFGS(balance=True) lets ranks claim parts of each other's batches, but a loop of "
+            "your own computes its batch itself; leave balance out, or give it as a task()"
+        )
+    several = {f"accumulate={plan.accumulate}": plan.accumulate > 1}
+    several[f"micro={plan.micro}"] = (plan.micro or 1) > 1
+    for word, given in several.items():
+        if given:
+            raise PlanError(
+                f"{word} makes one step of several batches, but run.step(closure) evaluates one "
+                f"batch for a step of LBFGS; leave {word.partition('=')[0]}= out, and let the "
+                "closure go through all of them"
+            )
 
 
 def _check_balance(context: RankContext, plan: Plan, spec: TrainingSpec) -> None:

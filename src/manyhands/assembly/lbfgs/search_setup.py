@@ -22,6 +22,7 @@ from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.core import Plan
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.shard_claims import ShardClaims
 from manyhands.quasi_newton import Dot
 from manyhands.replica.forward import TaskLoss
@@ -60,12 +61,13 @@ def set_line_search(
     global_batch: int,
 ) -> None:
     """Nothing, where the optimizer is another."""
-    optimizer, batches = model.optimizer, feed.indexed
+    optimizer, batches = model.optimizer, spec.closures or feed.indexed
     if not isinstance(optimizer, LBFGS):
         return
     assert batches is not None
     balances = claims_shards(context, optimizer)
-    check_batch(context, plan, spec.train, global_batch, balances)
+    if not isinstance(spec.train, DrawnSource):
+        check_batch(context, plan, spec.train, global_batch, balances)
     if context.process.size > 1:
         optimizer.dot = dot_over_ranks(context, model, optimizer, replica.replica_group)
 
@@ -91,6 +93,8 @@ def _never() -> bool:
 
 def _complete(plan: Plan, spec: TrainingSpec) -> int:
     """Samples of a step that has each sample of the data set once, whatever the epoch; 0: none."""
+    if spec.closures is not None:
+        return 0  # nobody knows what a closure computes
     sampling = spec.train.sampling
     permuted = plan.split in ("shuffled", "ordered") and sampling.own is None
     return (spec.train.samples or 0) if permuted and sampling.batch_sampler is None else 0

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -59,6 +60,7 @@ class StepGuard:
     def __init__(self, ranks: int):
         self.ranks, self.joined = ranks, False
         self.prepared: Optimizer | None = None  # what run.prepare was given
+        self.parameters: list[nn.Parameter] = []  # of the model that run.prepare was given
         self.trained: set[int] = set()  # ids of parameters that a task() trains
         self._local: list[Optimizer] = []
         self._hook: Any = register_optimizer_step_pre_hook(self._check)
@@ -68,6 +70,7 @@ class StepGuard:
         for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
             if hasattr(clip_grad, name):
                 self._replace(clip_grad, name, self._check_clipped)
+        self._replace(torch.amp.GradScaler, "scale", self._check_scaled)
 
     def close(self) -> None:
         self._hook.remove()
@@ -114,6 +117,20 @@ class StepGuard:
             raise TaskError(
                 "a gradient was to be clipped, but there is none outside of the step: backward, "
                 "exchange and optimizer step are one; clip by the plan: clip=1.0"
+            )
+        if self.ranks > 1 and any(g is p.grad for p in self.parameters for g in grads):
+            raise TaskError(
+                "a gradient was to be clipped before run.step(), which merges it with those of "
+                f"the other {self.ranks - 1} ranks: clipped first, it is another one than one "
+                "process would have; clip by the plan: clip=1.0"
+            )
+
+    def _check_scaled(self, scaler: Any, *_: Any, **__: Any) -> None:
+        if self.prepared is not None and not _merging.get() and scaler.is_enabled():
+            raise TaskError(
+                "GradScaler.scale(loss) was called, but a run scales losses and gradients itself; "
+                "leave the GradScaler out (scale, unscale_, step, update), and say precision=fp16 "
+                "in the plan"
             )
 
     def keep_local(self, optimizer: Optimizer) -> None:
