@@ -1,9 +1,13 @@
 """Own loop: a training loop that the user writes, with the trainer beside it as a coroutine.
 
 run.py            the handle: prepare, step, sum, merged, log, close
+preparation.py    model, optimizer and data become a trainer
 coroutine.py      trainer and loop take turns: the one asks for a loss, the other hands it over
+given_loss.py     what a step was given: a loss, gradients that are there, a closure, nothing
+step_checks.py    what a step is refused for: schedules and batches it would get wrong
 loop_data.py      the data: an iteration is an epoch, and every batch wants a step
-step_checks.py    what a step is refused for: gradients, schedules and batches it would get wrong
+drawn_steps.py    in its place, where the script draws its own batches
+loop_ends.py      ranks whose loops make different numbers of steps
 open_runs.py      runs of this process: opened by `join`, closed when the script ends
 """
 

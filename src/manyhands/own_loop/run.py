@@ -101,8 +101,6 @@ class Run:
         from here on every rank draws random numbers of its own."""
         if self.trainer is not None:
             raise TaskError("prepare was called before; one run trains one model")
-        if self._guard is not None:
-            self._guard.prepared = optimizer
         context, stop = self._context, self._stop or Stop()
         found = prepared(
             context, self._coroutine, model, optimizer, dataset, batch, schedule, stop, self
@@ -117,6 +115,7 @@ class Run:
     def _begin(self, found: Prepared, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
         self.trainer, trained = found.made.trainer, found.parameters
         if self._guard is not None:
+            self._guard.prepared = optimizer
             self._guard.parameters = [p for _, p in trained]
         self._checks, self._searches = StepChecks(schedule), isinstance(optimizer, LBFGS)
         self._given = GivenLoss(trained, found.plan, found.has_rows, self._context.notice)

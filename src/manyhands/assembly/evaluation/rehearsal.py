@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from manyhands.assembly.evaluation.evaluator import Evaluation
 from manyhands.assembly.evaluation.goals import check_names
 from manyhands.core import Table, Tensors
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.embedding.modules import Embedding
 from manyhands.embedding.tables import embeddings
@@ -110,7 +111,7 @@ def _few(data: Source, most: int) -> tuple[Any, int] | None:
         raise
 
 
-def _fetched(data: TensorSource | DatasetSource, indices: Tensor) -> Any:
+def _fetched(data: TensorSource | DatasetSource | DrawnSource, indices: Tensor) -> Any:
     if isinstance(data, DatasetSource) and data.loaders:
         # in a process of its own, as later: what samples open must not be open here
         batches = data.prefetch(iter([indices.tolist()]), loaders=1)
