@@ -910,7 +910,6 @@ def test_the_batches_of_a_batch_sampler_are_computed_as_they_are(tmp_path: Path)
     [
         ("", {"optimizer": lambda p: ([torch.optim.SGD(p, lr=0.1)], [])}, "returned a tuple, but"),
         ("", {"schedule": lambda o: None}, "returned a NoneType, but a schedule"),
-        ("", {"schedule": lambda o: lr.ReduceLROnPlateau(o)}, "wants a metric at every step"),
         ("evaluate=2", {"test": None, "metrics": {}}, "evaluate=2 has no effect"),
         ("until=loss:0.3", {}, "asks for a large loss; write until=-loss:0.3"),
         ("best=loss", {}, "asks for a large loss; write best=-loss"),

@@ -192,7 +192,9 @@ def test_a_step_that_the_loop_leaves_unfinished_is_warned_of(
 
 
 def test_attributes_that_end_other_trainers_are_refused(joined: Callable[..., Loop]) -> None:
-    with pytest.raises(TaskError, match=r"run.should_stop = ... has no effect; limit a run with"):
+    with pytest.raises(
+        TaskError, match=r"run.should_stop = ... has no effect; end a run with run.stop"
+    ):
         joined().run.should_stop = True  # type: ignore[attr-defined]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import manyhands as mh
+from manyhands.callbacks.stop_request import StopRequest
 from manyhands.core import Position, Table
 from manyhands.exchange.inproc import InprocGroup, World
 from manyhands.exchange.observed import ObservedGroup
@@ -67,7 +68,7 @@ def trainer(group: InprocGroup, store: InprocStore) -> Trainer:
         Limits(nothing, epochs=math.inf, steps=math.inf),
         cast(Any, SimpleNamespace(has_data=False, average_buffers=lambda: None)),
         checkpoints=cast(Any, None),
-        stop=SimpleNamespace(requested=0),
+        stop=StopRequest(SimpleNamespace(requested=0)),
         tables=cast(Any, SimpleNamespace(flush=store.flush)),
     )
 

@@ -30,6 +30,7 @@ from manyhands.old_names import refuse_old_names
 
 if TYPE_CHECKING:
     from manyhands.api import changed_rows, join, load, saved_table, train
+    from manyhands.callbacks import EMA, SWA, BestModel, EarlyStopping
     from manyhands.core import Result
     from manyhands.embedding.modules import Embedding, EmbeddingBag
     from manyhands.own_loop import Run
@@ -40,10 +41,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BestModel",
     "Callback",
     "CheckpointError",
     "Deadlock",
     "Diverged",
+    "EMA",
+    "EarlyStopping",
     "Embedding",
     "EmbeddingBag",
     "Fenced",
@@ -57,6 +61,7 @@ __all__ = [
     "Result",
     "Run",
     "RunBusy",
+    "SWA",
     "ServerLost",
     "Store",
     "StoreError",
@@ -72,6 +77,7 @@ __all__ = [
 # the same imports as above, by module: names, or "name as public name"
 _PLACES = {
     "manyhands.api": "changed_rows, join, load, saved_table, train",
+    "manyhands.callbacks": "BestModel, EMA, EarlyStopping, SWA",
     "manyhands.core": "Result",
     "manyhands.embedding.modules": "Embedding, EmbeddingBag",
     "manyhands.own_loop": "Run",

@@ -92,6 +92,7 @@ class Result:
     ranks: int = 1  # processes that trained
     stopped_by: str = ""  # what asked it to stop: the signal's name, or a file
     launched: bool = False  # in processes of its own, not in that which called
+    stop_reason: str | None = None  # given to `run.stop`; None: nobody called it
 
 
 @dataclass(frozen=True)

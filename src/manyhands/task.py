@@ -32,18 +32,30 @@ Metric = Callable[[Any, Any], Any] | Any
 class Callback:
     """Callback: override the methods you need; each is called on every rank with its run.
 
+    `on_start` comes before the first round, also of a resumed run; `on_gradient` after gradients
+    are merged and clipped, before the optimizer's step: `run.gradients()` has them by name.
+    `on_evaluate` is called after every evaluation, `on_epoch` at the end of every epoch.
     `on_checkpoint` is called when the snapshot is taken; its folder is written in the background.
     `on_end` is called once, after the last evaluation and snapshot, while groups and servers are
     still connected, also where a signal ended the run. A run that fails calls `on_failure` instead.
     Ranks of one host may share one copy of the parameters: a callback that changes them does so on
-    one rank (`run.rank == 0`) only.
+    one rank (`run.rank == 0`) only. `run.stop(reason)` ends the run, at one round on all ranks.
+    `state_dict` (plain values and tensors of rank 0) is in every checkpoint, for --resume.
     """
 
+    def on_start(self, run: Any) -> None: ...
+    def on_epoch_start(self, run: Any, epoch: int) -> None: ...
+    def on_gradient(self, run: Any) -> None: ...
     def on_round(self, run: Any, round: int, loss: Tensor) -> None: ...
+    def on_evaluate(self, run: Any, metrics: Mapping[str, float]) -> None: ...
     def on_epoch(self, run: Any, epoch: int, metrics: Mapping[str, float]) -> None: ...
     def on_checkpoint(self, run: Any, path: str) -> None: ...
     def on_end(self, run: Any) -> None: ...
     def on_failure(self, run: Any, error: BaseException) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,10 @@ class Task:
     batch: int | None = None
     epochs: float | None = None  # how long to train: 1.0 where steps is not given either
     steps: int | None = None
-    # stepped once per optimizer step, not per epoch: StepLR(o, step_size=epochs * steps an epoch)
-    schedule: Callable[[Optimizer], LRScheduler] | None = None
+    # (optimizer), or (optimizer, total_steps): the optimizer steps of the whole run
+    schedule: Callable[..., LRScheduler] | None = None
+    # when it is stepped: after each "step" or "epoch", or by the value of an evaluated metric
+    schedule_by: str = "step"
     clip: float | None = None
     seed: int = 0
     name: str = ""  # printed at the start of a run: what is trained on what
@@ -109,6 +123,10 @@ class Task:
             raise TaskError(
                 f"schedule is a {type(self.schedule).__name__}, but a function of the optimizer is "
                 "needed: schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
+            )
+        if self.schedule is None and self.schedule_by != "step":
+            raise TaskError(
+                f"schedule_by={self.schedule_by!r} has no effect without schedule=; give both"
             )
         if self.reduction not in ("mean", "sum"):
             raise TaskError(

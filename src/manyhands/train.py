@@ -19,16 +19,20 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from manyhands import divergence
-from manyhands.core import Event, Goal, LoopReplica, Position, Result
-from manyhands.errors import CheckpointError, NotFinite, PeerLost
+from manyhands import divergence, merged_model, run_end, strategy_change
+from manyhands.callbacks.gradient_hook import GradientHook
+from manyhands.callbacks.hooks import Hooks
+from manyhands.callbacks.shown_model import ShownModel
+from manyhands.callbacks.stop_request import StopRequest, agreed_reason
+from manyhands.core import Event, Goal, LoopReplica, Position, Result, Tensors
+from manyhands.errors import NotFinite, PeerLost
 from manyhands.limits import Limits
 from manyhands.pace import Pace, RecentLosses
 from manyhands.task import Callback
@@ -43,7 +47,6 @@ from manyhands.trainer_parts import (
     Milestones,
     PushedTables,
     StepClaimer,
-    StopFlag,
     StrategyChange,
 )
 
@@ -60,7 +63,7 @@ class Trainer:
     limits: Limits
     evaluator: Evaluator
     checkpoints: CheckpointWriter
-    stop: StopFlag
+    stop: StopRequest
     until: Goal | None = None  # stop as soon as an evaluation reaches it
     change: StrategyChange | None = None
     tables: PushedTables | None = None
@@ -68,6 +71,8 @@ class Trainer:
     around_round: AbstractContextManager[Any] = field(default_factory=nullcontext)
     callbacks: Sequence[Callback] = ()
     run: Any = None  # what callbacks are given
+    shown: ShownModel = field(default_factory=lambda: ShownModel(()))
+    gradient_hook: GradientHook | None = None
     round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -77,6 +82,8 @@ class Trainer:
         self._next_status = self.round + 1
         self.done = Milestones(self.round, self.round, self.round or -1)
         self._loss, self._noise = math.nan, math.nan
+        self.hooks = Hooks(self.callbacks, self.run)
+        self._ended_by: str | None = None  # the reason of run.stop, as all ranks know
         self._stop = self._leaves = self._keeps = False  # at this boundary, as all ranks know
         self._reached = self.round > 0 and self._reaches_goal()
 
@@ -93,26 +100,31 @@ class Trainer:
     def loop(self) -> Result:
         try:
             if self.finished():
-                self._notice("nothing left to do: this run is at its end already")
+                self.notice("nothing left to do: this run is at its end already")
             if self.boundaries is not None:
                 self.boundaries.keep(self.round)
+            self.hooks.call("on_start", self.round)
+            if not self.position.offset:
+                self._begin_epoch()
             while not self.finished():
                 self.step()
             return self.finish()
         except (Exception, KeyboardInterrupt) as error:
             if self.boundaries is not None and isinstance(error, EpochChange | PeerLost):
                 raise  # the run goes on
-            for callback in self.callbacks:
-                callback.on_failure(self.run, error)
+            self.hooks.failed(error)
             raise
 
     def step(self) -> None:
         """One round or one sync point, then what is due: evaluation, change, checkpoint."""
-        self._change_when_due()  # a run may resume right where its strategy was to change
+        strategy_change.change_when_due(
+            self
+        )  # a run may resume right where its strategy was to change
         before, claims = self.position, self.limits.claims
         if claims is None:
             self._round()
-            if self.round >= self._next_status or self.limits.block_cut:
+            asked = self.group.size == 1 and self.stop.requested
+            if self.round >= self._next_status or self.limits.block_cut or asked:
                 self.share_status()
         elif self.limits.claim():
             self._round()
@@ -125,7 +137,8 @@ class Trainer:
         elif every and at.steps // every > before.steps // every:
             self.share_status()
             self._evaluate()
-        self._change_when_due()
+            self._agree_to_end()
+        strategy_change.change_when_due(self)
         done = self.round if claims is None else at.steps  # asynchronous ranks count other rounds
         due = self.limits.save_every and done % self.limits.save_every == 0
         if due and self.done.saved != self.round and not self.finished():
@@ -152,17 +165,20 @@ class Trainer:
         self.round += 1
         self._losses.add(self.round, loss, self.replica.own_count)
         self._emit("round", started, time.perf_counter() - clock)
-        for callback in self.callbacks:
-            callback.on_round(self.run, self.round, loss)
+        self.hooks.call("on_round", self.round, self.round, loss)
+
+    def call_gradient_hooks(self) -> None:
+        self.hooks.call("on_gradient", self.round + 1)
 
     def finished(self) -> bool:
-        return self._stop or self._reached or self.limits.at_end()
+        ended = self._stop or self._ended_by is not None
+        return ended or self._reached or self.limits.at_end()
 
     def finish(self) -> Result:
         self.share_status()
         if not self._stop and self.round > max(self.done.first, self.done.evaluated):
             self._evaluate()  # steps= may end in the middle of an epoch
-        self._save_last()
+        run_end.save_last(self, cut=self._stop)
         seconds = time.perf_counter() - self.pace.started
         result = Result(
             str(self.context.directory),
@@ -171,12 +187,13 @@ class Trainer:
             seconds,
             self.pace.samples / max(seconds, 1e-9),
             {**self.metrics, "train_loss": self.pace.train_loss()},
-            stopped=(self.stop.requested or signal.SIGTERM) if self._stop else 0,
+            stopped=(self.stop.signal or signal.SIGTERM) if self._stop else 0,
             checkpoint=self.checkpoints.last_good(),
             ranks=self.group.size,
+            stop_reason=self._ended_by,
         )
-        for callback in self.callbacks:
-            callback.on_end(self.run)
+        run_end.leave_shown(self)
+        self.hooks.call("on_end", self.round)
         if self.context.leads:
             value = {**result.metrics, "samples_per_s": result.samples_per_s}
             self._emit("finish", None, seconds, value)
@@ -200,7 +217,7 @@ class Trainer:
 
     def _sync(self, claims: StepClaimer) -> None:
         """All ranks have computed what they claimed: they agree on one position and round."""
-        self._flush_pushes()
+        self.flush_pushes()
         mine = [claims.claimed_steps(), self.round, int(self.limits.ending)]
         reached = torch.tensor(mine, dtype=torch.int64, device=self.context.device)
         self.group.all_reduce({"sync": reached}, op="max").wait()
@@ -214,26 +231,26 @@ class Trainer:
 
     def share_status(self) -> None:
         """Share what only one rank may know: a signal, a loss that is not finite, its mean loss."""
-        self._flush_pushes()
+        self.flush_pushes()
         now = time.perf_counter()
         rounds, elapsed = self.round - self.pace.round, now - self.pace.looked
         losses, noise = self._losses, self.active.noise
         losses.read()
         size, rank = self.group.size, self.group.rank
-        shared = torch.zeros(6 + size + 5, dtype=torch.float64)
-        shared[0] = float(self.stop.requested > 0)
+        shared = torch.zeros(7 + size + 5, dtype=torch.float64)
+        shared[0], shared[6] = float(self.stop.signal > 0), float(self.stop.reason is not None)
         shared[1], shared[2] = losses.total, losses.count
         if rank == 0:
             shared[3] = max(1, min(1000, int(STATUS_EVERY_S * rounds / max(elapsed, 1e-9))))
         if self.boundaries is not None:
             shared[4] = float(self.boundaries.pending())
             shared[5] = float(rank == 0 and self.boundaries.wants_to_keep())
-        shared[6 + rank] = losses.bad_round
+        shared[7 + rank] = losses.bad_round
         shared = shared.to(self.context.device) if self.context.device.type == "cuda" else shared
         if noise is not None:
-            shared[6 + size :] = noise.take()
+            shared[7 + size :] = noise.take()
         self.group.all_reduce({"status": shared}).wait()
-        stop, total, count, interval, leaves, keeps, *rest = shared.tolist()
+        stop, total, count, interval, leaves, keeps, asked, *rest = shared.tolist()
         if noise is not None:
             self._noise = noise.read(rest[size:])
         self._stop = self._stop or stop > 0
@@ -244,6 +261,8 @@ class Trainer:
         losses.clear()
         if any(rest[:size]):
             divergence.diverged(self, rest[:size])
+        if asked:
+            self._agree_to_end()
         self._progress(now, elapsed, self.position)
 
     def _progress(self, now: float, elapsed: float, at: Position) -> None:
@@ -251,13 +270,14 @@ class Trainer:
         exchange_share = self.pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.context.leads and advanced:
             measured = {"loss": self._loss, "exchange_share": exchange_share}
-            measured |= {"noise": self._noise} if math.isfinite(self._noise) else {}
+            more = {"noise": self._noise, "lr": self.replica.lr}
+            measured |= {k: v for k, v in more.items() if math.isfinite(v)}
             self._emit("progress", value=self.pace.progress(now, at, measured))
         if self.tables is not None:
             self.tables.report(self.round)
         self.context.recorder.flush()
 
-    def _flush_pushes(self) -> None:
+    def flush_pushes(self) -> None:
         """Wait until this rank's pushes are applied; a server may refuse one after its round."""
         try:
             if self.tables is not None:
@@ -271,13 +291,30 @@ class Trainer:
         """One epoch, or several where a strategy's block is longer than an epoch."""
         self.share_status()
         self.pace.end_epoch(epochs[0], self.replica.closing)
+        self.shown.advance(self)
         self._evaluate()
-        for callback in self.callbacks:
-            for epoch in epochs:
-                callback.on_epoch(self.run, epoch, self.metrics)
+        for epoch in epochs:
+            if epoch > epochs[0]:
+                self.hooks.call("on_epoch_start", self.round, epoch)
+            self.hooks.call("on_epoch", self.round, epoch, self.metrics)
+        self._agree_to_end()
         save_every = self.limits.save_every
         if save_every == 0 or (save_every and self.limits.save_evaluated):
             self.checkpoint()
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        if not self.finished():
+            self.hooks.call("on_epoch_start", self.round, self.position.epoch)
+
+    def _agree_to_end(self) -> None:
+        """Whether `run.stop` was called on some rank; every rank asks after the same round."""
+        if self._ended_by is None:
+            reason = self.stop.reason
+            self._ended_by = agreed_reason(self.group, self.context.device, reason)
+            if self._ended_by is not None:
+                said = f": {self._ended_by}" if self._ended_by else ""
+                self.notice(f"run.stop() ends the run after round {self.round}{said}")
 
     def _evaluate(self) -> None:
         started, clock = time.time(), time.perf_counter()
@@ -291,6 +328,8 @@ class Trainer:
             where = {"epoch": self.limits.epochs_at(at), "step": float(at.steps)}
             self._emit("evaluate", started, time.perf_counter() - clock, {**where, **self.metrics})
             self.context.recorder.flush()
+        if self.evaluator.has_data:
+            self.hooks.call("on_evaluate", self.round, self.metrics)
 
     def checkpoint(self) -> None:
         self.share_status()
@@ -298,67 +337,21 @@ class Trainer:
         self.done.saved = self.round
         started, clock = time.time(), time.perf_counter()
         self.evaluator.average_buffers()
+        self.shown.advance(self)
         snapshot = self.checkpoints.take(self.round, self.active, self.metrics)
         evaluated = self.metrics if self.done.evaluated == self.round else {}
         path = self.checkpoints.save(snapshot, evaluated)
-        for callback in self.callbacks:
-            callback.on_checkpoint(self.run, path)
+        self.hooks.call("on_checkpoint", self.round, path)
         self._emit("snapshot", started, time.perf_counter() - clock)
 
-    def _save_last(self) -> None:
-        """A run whose last state is not on disk has failed, though its training has not."""
-        if self.limits.save_every is not None and self.done.saved != self.round:
-            self.checkpoint()
-        why = self.checkpoints.last_failure()
-        failed = torch.tensor([float(bool(why))], device=self.context.device)
-        self.group.all_reduce({"failed": failed}, op="max").wait()
-        if self.checkpoints.writer_lost():  # it died before the file was complete
-            self.done.saved = -1
-            return self._save_last()
-        text = f"training ended at round {self.round}, but its last checkpoint could not be saved"
-        if why:
-            raise CheckpointError(
-                f"{text} ({why}); {divergence.last_good(self)}; make room and --resume"
-            )
-        if failed:  # another rank knows the reason; the launcher reports that one
-            raise PeerLost(text)
+    def merged(self) -> AbstractContextManager[None]:
+        """For a while the replica holds the one model that all replicas stand for."""
+        return merged_model.merged(self)
 
-    @contextmanager
-    def merged(self) -> Iterator[None]:
-        """For a while the replica holds the one model that all replicas stand for. Rows on servers
-        and parameters in common are what all ranks have made of them, until all are through."""
-        self._push_barrier()
-        with self._holding_merged():
-            yield
-        self._push_barrier()
-
-    def _push_barrier(self) -> None:
-        self._flush_pushes()
-        if self.tables is not None or self.active.strategy.shares_parameters:
-            self.group.barrier()
-
-    def _holding_merged(self) -> AbstractContextManager[None]:
-        self.evaluator.average_buffers()
-        model = self.active.consensus(self.replica, self.context.data_group)
-        if model is None and self.replica.in_block:  # asked for in the middle of local steps
-            model = {k: v.clone() for k, v in self.replica.params.items()}
-            self.context.data_group.all_reduce(model, op="mean").wait()
-        return self.replica.holding(model)
-
-    def _change_when_due(self) -> None:
-        if self.change is not None and self.change.at.reached(self._known()):
-            self._change_strategy(self.change)
-
-    def _change_strategy(self, change: StrategyChange) -> None:
-        """All replicas go on from their consensus, with the mean of their optimizers' moments."""
-        model = self.active.consensus(self.replica, self.context.data_group)
-        if model is not None:
-            self.replica.load(model)
-        if not self.active.strategy.replicas_agree:
-            self.context.data_group.all_reduce(self.replica.moments, op="mean").wait()
-        self.share_status()  # what was measured under the old strategy is read before it goes
-        self.active, self.change = change.make(), None
-        self._notice(f"{self.active.name} from here on: {change.at} is reached")
+    def model(self) -> Tensors:
+        """What all replicas stand for, as flat vectors of the replica; every rank calls it."""
+        model = merged_model.consensus(self)
+        return self.replica.params if model is None else model
 
     # -- from one trainer of a run to the next --
 
@@ -376,15 +369,15 @@ class Trainer:
     # -- small things --
 
     def _reaches_goal(self) -> bool:
-        return self.until is not None and self.until.reached(self._known())
+        return self.until is not None and self.until.reached(self.known())
 
-    def _known(self) -> dict[str, float]:
+    def known(self) -> dict[str, float]:
         """What a goal may name; the same on every rank."""
         at = self.position
         run = {"epoch": self.limits.epochs_at(at), "step": float(at.steps), "noise": self._noise}
         return {**self.metrics, **run}
 
-    def _notice(self, text: str) -> None:
+    def notice(self, text: str) -> None:
         if self.context.leads:
             self._emit("notice", value=text)
 

@@ -75,6 +75,9 @@ class Evaluator(Protocol):
 
     @property
     def has_data(self) -> bool: ...
+    @property
+    def metric_names(self) -> list[str]: ...  # of what it returns; []: it has no data
+    def named_buffers(self) -> Tensors: ...
     def evaluate(self) -> dict[str, float]: ...
     def average_buffers(self) -> None:
         """Average over ranks what is no parameter: BatchNorm's running statistics."""

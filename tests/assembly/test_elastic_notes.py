@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import torch
 
+from manyhands.assembly.callbacks.callback_state import CallbackState
 from manyhands.assembly.elastic.notes import MOST_BYTES, enter, make_note
+from manyhands.callbacks import EarlyStopping
 from manyhands.core import Position
 from manyhands.data.step_claims import StepClaims
 from manyhands.split.data import DataSplit
@@ -33,14 +35,22 @@ def trainer(at: Position = START, model: torch.Tensor | None = None) -> Any:
     )
 
 
+def waiting(evaluations: int) -> EarlyStopping:
+    stopping = EarlyStopping("-loss")
+    stopping.waited = evaluations
+    return stopping
+
+
 def test_a_replacement_goes_on_where_the_others_are() -> None:
     old = trainer(Position(2, 4, 12))
     old.round, old.metrics, old.done = 9, {"accuracy": 0.5}, Milestones(3, 8, 8)
     buffers = [torch.tensor([1.0, 2.0]), torch.tensor(3)]
-    note = make_note(cast(Any, old), buffers)
+    note = make_note(cast(Any, old), buffers, CallbackState([waiting(2)]))
 
     new, mine = trainer(model=torch.ones(3)), [torch.zeros(2), torch.tensor(0)]
-    enter(cast(Any, new), note, mine)
+    stopping = waiting(0)
+    enter(cast(Any, new), note, mine, CallbackState([stopping]))
+    assert stopping.waited == 2
     assert new.limits.claims.position == new.limits.claims.latest == Position(2, 4, 12)
     assert (new.round, new.metrics, new.done) == (9, {"accuracy": 0.5}, Milestones(3, 8, 8))
     assert torch.equal(mine[0], buffers[0]) and int(mine[1]) == 3
@@ -49,8 +59,8 @@ def test_a_replacement_goes_on_where_the_others_are() -> None:
 
 def test_large_buffers_stay_behind() -> None:
     large = [torch.ones(MOST_BYTES // 4 + 1)]
-    note = make_note(cast(Any, trainer()), large)
+    note = make_note(cast(Any, trainer()), large, CallbackState([]))
     assert len(note) < 1000
     mine = [torch.zeros_like(large[0])]
-    enter(cast(Any, trainer()), note, mine)
+    enter(cast(Any, trainer()), note, mine, CallbackState([]))
     assert not mine[0].any()

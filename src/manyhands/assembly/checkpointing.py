@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.assembly.callbacks.callback_state import RAW, CallbackState, refuse_split
 from manyhands.assembly.own_state import (
     OwnState,
     agreed,
@@ -64,6 +65,8 @@ class Checkpointing:
     tables: RunTables | None = None
     resharding: Resharding | None = None  # of a model that is split: where this rank's shards lie
     local: RankState | None = None  # what this rank holds of it, by local names
+    kept: CallbackState = field(default_factory=lambda: CallbackState(()))
+    total_steps: int | None = None  # that the schedule was told
 
     def __post_init__(self) -> None:
         self.consensus: Tensors | None = None  # the restored model, before each rank took its own
@@ -171,6 +174,8 @@ class Checkpointing:
         meta["codec_kept"] = any("/codec/" in name for name in own)
         with self.replica.flat.holding(model):
             params = state.model_state(self.module)
+        params, meta["callbacks"], more = self.kept.saved(params, self.module, self.replica.flat)
+        own |= more
         merge_state = {k: v.detach().to("cpu", copy=True) for k, v in active.state.items()}
         position = self.batches.position
         self._begin_tables(round)
@@ -251,6 +256,8 @@ class Checkpointing:
             "optimizer": optimizer_meta,
             "given": self._given,
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
+            "total_steps": self.total_steps,
+            "callbacks": self.kept.read()[0],
             "scaler": None if scaler is None else scaler.state_dict(),
             "global_batch": self.global_batch,
             "order": self.order,
@@ -275,6 +282,7 @@ class Checkpointing:
             self.consensus = {k: v.clone() for k, v in replica.flat.values.items()}
             self.tables.restore(saved)
         mine = self.own.of_this_rank(saved)
+        self._restore_callbacks(saved, mine)
         moments = {k.partition("/")[2]: v for k, v in mine.items() if k.startswith("optimizer/")}
         if agree:
             moments = agreed(self.context, moments)
@@ -305,6 +313,14 @@ class Checkpointing:
         if said:
             self.context.warn("; ".join(said))
         self._given = in_force(then, now)
+
+    def _restore_callbacks(self, saved: Snapshot, mine: Tensors) -> None:
+        if self.resharding is not None:
+            refuse_split(any(k.startswith(f"*/{RAW}") for k in saved.ranks))
+        plain = saved.meta.get("callbacks", {})
+        gone = self.kept.restore(plain, mine, self.module, self.replica.flat)
+        if gone:
+            self.context.notice(f"callbacks that are no longer there: {', '.join(gone)}")
 
     def _restore_schedule(self, schedule: LRScheduler, saved: dict[str, Any]) -> None:
         try:

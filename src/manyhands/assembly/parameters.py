@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.assembly.callbacks.merged_gradients import wants_gradients
 from manyhands.assembly.hogwild.common_parameters import (
     check_sparse,
     common_word,
@@ -54,7 +53,6 @@ class LocalModel:
     optimizer: Optimizer
     flat: ReplicaParameters
     update: Update
-    schedule: LRScheduler | None
 
 
 def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
@@ -85,25 +83,9 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     _check_optimizer(context, plan, module, optimizer)
     if isinstance(optimizer, LBFGS):
         check_lbfgs(context, plan, spec, module, optimizer)
-    flat, update = _flat(context, plan, module, optimizer, spec.one_copy)
+    flat, update = _flat(context, plan, module, optimizer, spec)
     _broadcast_rest(context, module)
-    schedule = None if spec.make_schedule is None else spec.make_schedule(optimizer)
-    if spec.make_schedule is not None:
-        _check_schedule(schedule)
-    return LocalModel(module, stages, pipeline, tables, optimizer, flat, update, schedule)
-
-
-def _check_schedule(schedule: Any) -> None:
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise TaskError(
-            "ReduceLROnPlateau wants a metric at every step of it, which a schedule here is not "
-            "given; use another schedule, or a loop of your own"
-        )
-    if not isinstance(schedule, LRScheduler):
-        raise TaskError(
-            f"schedule=(optimizer) returned a {type(schedule).__name__}, but a schedule of "
-            "torch.optim.lr_scheduler is needed"
-        )
+    return LocalModel(module, stages, pipeline, tables, optimizer, flat, update)
 
 
 def _check_optimizer(
@@ -159,7 +141,11 @@ def _only_common(plan: Plan) -> bool:
 
 
 def _flat(
-    context: RankContext, plan: Plan, module: nn.Module, optimizer: Optimizer, one_copy: bool
+    context: RankContext,
+    plan: Plan,
+    module: nn.Module,
+    optimizer: Optimizer,
+    spec: TrainingSpec,
 ) -> tuple[ReplicaParameters, Update]:
     """Flat buffers, and who updates which part of them. Over a shard axis every rank updates its
     slices. On one host, replicas that always agree need only one copy of the parameters, and each
@@ -178,18 +164,19 @@ def _flat(
         )
         return sharded, ShardUpdate(sharded, optimizer)
     if word := common_word(context, plan, strategies(plan)):
-        own, whole = lay_out_common(
+        own, update = lay_out_common(
             context, word, _only_common(plan), module, optimizer, bucket_bytes
         )
         _broadcast_start(context, own)
-        return own, whole
-    if not updates_slices(context, plan, replicas_agree(plan), optimizer):
+        return own, update
+    whole = wants_gradients(context, spec)
+    if whole or not updates_slices(context, plan, replicas_agree(plan), optimizer):
         flat = FlatParameters(module, context.allocate, bucket_bytes)
         _broadcast_start(context, flat)
         return flat, WholeUpdate(flat, module, optimizer)
     shared = context.data_group.group
     assert isinstance(shared, SharedGroup)
-    if one_copy:
+    if spec.one_copy:
         in_common = functools.partial(shared.allocate, common=True)
         first = shared.rank == 0
         flat = FlatParameters(

@@ -9,8 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from manyhands.assembly.data import Feed, claiming_word, shares_steps
+from manyhands.assembly.data import Feed, shares_steps
 from manyhands.assembly.lbfgs.search_setup import balanced_gradient
+from manyhands.assembly.learning_rate.schedule_setup import LearningRate
 from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.resume import Start
@@ -44,6 +45,7 @@ def module_replica(
     next_loss: NextLoss,
     synced: bool,
     stop: StopFlag,
+    rate: LearningRate,
 ) -> ModuleReplica:
     """`synced`: BatchNorm exchanges statistics inside the backward pass."""
     plan, size = start.plan, context.data_parallel_size
@@ -60,7 +62,7 @@ def module_replica(
         next_loss,
         nominal=nominal,
         clip=plan.clip,
-        schedule=model.schedule,
+        schedule=rate.schedule,
         scaler=torch.amp.GradScaler(context.device.type) if plan.precision == "fp16" else None,
         # buckets sent among BatchNorm's own exchanges could come in another order on other ranks
         overlap=not synced,
@@ -72,10 +74,9 @@ def module_replica(
         on_window=None if rows is None else RowPush(rows, plan, feed.batches, size),
         run_micro_batches=_micro_batches(context, plan, model, feed, next_loss),
         replica_group=None if part is None else part.replica_group(context, model.flat),
-        schedule_at=_schedule_at(plan, feed, size),
-        scheduled=0
-        if start.saved is None
-        else start.position.steps // (size if feed.claims else 1),
+        schedule_at=rate.due.at,
+        scheduled=rate.due.made,
+        schedule_most=rate.due.most,
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
     )
 
@@ -87,17 +88,6 @@ def _micro_batches(
     if model.pipeline is not None:
         return PipelineMicroBatches(context, model.pipeline, feed.batches)
     return balanced_gradient(context, plan, model, feed, next_loss)
-
-
-def _schedule_at(plan: Plan, feed: Feed, size: int) -> Callable[[], int] | None:
-    """How many steps of the schedule are due; None: one after each step of this rank."""
-    limits, batches, claims = feed.limits, feed.batches, feed.claims
-    if claims is not None and shares_steps(plan):
-        return lambda: claims.latest.steps // size
-    if claiming_word(plan) and claims is None:
-        # ranks that claim parts of steps, maybe only for a while: by the step of the run
-        return lambda: (limits.claims.latest if limits.claims else batches.position).steps
-    return None
 
 
 def _block_ends(context: RankContext, feed: Feed) -> Callable[[], bool]:
@@ -239,14 +229,16 @@ def wrapped(
     next_loss: NextLoss,
     train: Source,
     batches: BatchIterator,
+    hooked: bool,
 ) -> Wrapped:
-    """What the plan's strategies need: a student, a thinned replica, or a step as a CUDA graph."""
+    """What the plan's strategies need: a student, a thinned replica, or a step as a CUDA graph,
+    where nothing is `hooked` into the step."""
     used = strategies(plan).values()
     replica: ModuleReplica | ReplicaWrapper
     if any(strategy.distils for strategy in used):
         replica = student(plain, next_loss)
     else:
-        replica = _captured(context, plan, plain, next_loss, batches)
+        replica = plain if hooked else _captured(context, plan, plain, next_loss, batches)
     if not any(strategy.thins for strategy in used):
         return Wrapped(replica, plain)
     if context.splits_model:

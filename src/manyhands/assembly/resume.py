@@ -1,19 +1,22 @@
-"""Resume: the snapshot that a run starts from, and the batch sizes that follow from it."""
+"""Start of a run: the snapshot that it resumes from, batch sizes that follow, and what it says."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from manyhands.assembly.data import batch_sizes, resolve_split
+from manyhands.assembly.model_parallel import ModelPart
 from manyhands.assembly.own_state import layout_of, ranks_per_replica, saved_layout
 from manyhands.assembly.rank_context import RankContext
-from manyhands.core import Plan, Position, Snapshot
+from manyhands.core import Event, Plan, Position, Snapshot
 from manyhands.data.sources import Source
 from manyhands.errors import CheckpointError, TaskError
 from manyhands.launch import environment
@@ -204,3 +207,28 @@ def notice_resumed(context: RankContext, begin: Start) -> None:
             context.notice(
                 f"on {words.layout_line(now)} from here on, {words.layout_line(then)} before"
             )
+
+
+def announce(
+    context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
+) -> None:
+    """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
+    if not context.leads:
+        return
+    resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
+    context.write_plan(words.to_toml(resolved))
+    here = sum(p.numel() for p in module.parameters())
+    model = f"{type(module).__name__}, {here:,} parameters"
+    if part is not None:
+        model = f"{part.name}, {here:,} of them on rank 0"
+    where = context.device.type
+    if context.process.size > 1:
+        where = f"{context.process.size} x {where} over {context.group_name}"
+    texts = {
+        "start": words.brief(resolved),
+        "model": f"{model}; {global_batch} samples a step; {where}",
+        "run": str(context.directory),
+    }
+    for name, text in texts.items():
+        context.recorder.emit(Event(time.time(), 0, context.group.round, name, value=text))
+    context.recorder.flush()

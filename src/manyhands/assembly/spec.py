@@ -25,13 +25,14 @@ class TrainingSpec:
 
     model: nn.Module
     make_optimizer: Callable[[Any], Optimizer]
-    make_schedule: Callable[[Optimizer], LRScheduler] | None
+    make_schedule: Callable[..., LRScheduler] | None
     train: Source
     make_loss: Callable[[nn.Module, BatchIterator], NextLoss]
     task: Task | None = None  # None: the user's own loop computes losses and evaluates
     test: Source | None = None
     ids: Callable[[Any], Mapping[str, Any]] | None = None
     callbacks: tuple[Callback, ...] = ()
+    schedule_by: str = "step"
     one_copy: bool = True  # the ranks of a host may share one copy of the parameters
     part: ModelPart | None = None  # of a model that is split over ranks
     closures: RewoundBatches | None = None  # of a loop that hands over what computes a loss

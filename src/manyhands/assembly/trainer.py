@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from manyhands.assembly.callbacks.callback_state import CallbackState
+from manyhands.assembly.callbacks.merged_gradients import (
+    callbacks_of,
+    check_gradient_hooks,
+    hook_gradients,
+    wants_gradients,
+)
 from manyhands.assembly.chaos.rank_ledger import ledgers
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.assembly.culprits.round_marks import watching
@@ -33,6 +39,10 @@ from manyhands.assembly.evaluation.goals import check_goals
 from manyhands.assembly.evaluation.rehearsal import rehearse
 from manyhands.assembly.hogwild.claimed_parts import set_pace
 from manyhands.assembly.lbfgs.search_setup import claims_shards, set_line_search
+from manyhands.assembly.learning_rate.schedule_setup import (
+    LearningRate,
+    make_schedule,
+)
 from manyhands.assembly.memory import MemoryWatch, example, watch
 from manyhands.assembly.model_parallel import ModelPart, by_feature, divide
 from manyhands.assembly.parameters import LocalModel, lay_out
@@ -44,21 +54,21 @@ from manyhands.assembly.rank_context import (
 )
 from manyhands.assembly.regroup.boundaries import announce_regrouped, follow_epochs
 from manyhands.assembly.replica_setup import module_replica, wrapped
-from manyhands.assembly.resume import Start, notice_resumed, start
+from manyhands.assembly.resume import Start, announce, notice_resumed, start
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import activate, first_word, replicas_agree, strategies
 from manyhands.assembly.tables import RunTables
-from manyhands.core import Event, Plan, Store
+from manyhands.callbacks.stop_request import StopRequest
+from manyhands.core import Plan, Store
 from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
-from manyhands.plan import words
 from manyhands.replica import forward, state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica, NextLoss
 from manyhands.replica.objective import Objective
-from manyhands.task import Task
+from manyhands.task import Callback, Task
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy, StopFlag, StrategyChange
 
@@ -108,6 +118,7 @@ def task_trainer(
         test,
         task.ids,
         tuple(task.callbacks),
+        schedule_by=task.schedule_by,
         part=part,
         watch=memory,
     )
@@ -177,8 +188,9 @@ def assemble(
     context: RankContext, plan: Plan, spec: TrainingSpec, stop: StopFlag, run: Any
 ) -> Assembled:
     """Put one rank's parts together; resume if asked."""
-    begin = start(context, plan, spec.train)
+    begin, stop = start(context, plan, spec.train), StopRequest(stop)
     plan = begin.plan
+    check_gradient_hooks(context, plan, spec)
     model = lay_out(context, plan, spec)
     state.seed_everything(begin.seed, context.rng_stream)
     synced = _syncs_batchnorm(context, plan, model)
@@ -193,11 +205,13 @@ def assemble(
     context.to_close += [batchnorm_samples.refuse_single(m, spec.model) for m in model.stages]
     module = cast(nn.Module, torch.compile(model.module)) if plan.compile else model.module
     next_loss = spec.make_loss(module, feed.batches)
-    plain = module_replica(context, begin, spec, model, feed, next_loss, synced, stop)
+    rate = make_schedule(context, begin, spec, model.optimizer, feed)
+    plain = module_replica(context, begin, spec, model, feed, next_loss, synced, stop, rate)
     set_line_search(context, plan, spec, model, plain, feed, begin.global_batch)
     context.to_close += [feed.batches.close, plain.close]
-    checkpointing = _checkpointing(context, begin, spec, model, plain, feed.batches)
-    replica = wrapped(context, plan, plain, model, next_loss, spec.train, feed.batches)
+    checkpointing = _checkpointing(context, begin, spec, model, plain, feed.batches, rate)
+    hooked = wants_gradients(context, spec)
+    replica = wrapped(context, plan, plain, model, next_loss, spec.train, feed.batches, hooked)
     word = first_word(plan, begin.saved)
     if (regrouping := context.regrouping) is not None and regrouping.begin is not None:
         word = regrouping.begin.meta["word"]
@@ -219,17 +233,14 @@ def assemble(
         change=_change(context, plan, replica.known, word, model.tables, feed, plain),
         tables=model.tables,
         around_round=_around_round(context, spec),
-        callbacks=(
-            *watching(context, spec, feed),
-            *spec.callbacks,
-            *filter(None, [spec.watch]),
-            *context.options.callbacks,
-            *ledgers(context, feed, None if model.tables is None else model.tables.store),
-        ),
+        callbacks=_all_callbacks(context, spec, feed, model, rate),
         run=run,
+        shown=checkpointing.kept.shown,
         round=0 if begin.saved is None else begin.saved.round,
         metrics={} if begin.saved is None else dict(begin.saved.meta["metrics"]),
     )
+    if hooked:
+        hook_gradients(trainer, plain)
     if not _joins_others(context, trainer, checkpointing, model):
         announce(context, plan, model.module, begin.global_batch, spec.part)
     return Assembled(trainer, feed.batches, module)
@@ -241,9 +252,11 @@ def _joins_others(
     """Whether this trainer goes on where a run under way is, of which others have told."""
     if model.tables is not None and (leases := model.tables.leases) is not None:
         buffers = sync_batchnorm.running_buffers(model.module)
-        leases.make_note = functools.partial(make_note, trainer, buffers)
+        kept = checkpointing.kept
+        kept.refuse_tensors("elastic= over servers")
+        leases.make_note = functools.partial(make_note, trainer, buffers, kept)
         if context.replaces:
-            join_run(context, trainer, checkpointing.replica, leases, buffers)
+            join_run(context, trainer, checkpointing.replica, leases, buffers, kept)
         return context.replaces
     regrouping = context.regrouping
     if regrouping is None or not follow_epochs(trainer, checkpointing, regrouping):
@@ -288,12 +301,14 @@ def _checkpointing(
     model: LocalModel,
     replica: ModuleReplica,
     batches: BatchIterator,
+    rate: LearningRate,
 ) -> Checkpointing:
     """Checkpoints of this rank; the model, its optimizer and its tables are restored."""
     plan, saved, part = begin.plan, begin.saved, spec.part
-    held = (
-        None if part is None else part.rank_state(context, model.module, model.flat, model.update)
-    )
+    resharding, local = None, None
+    if part is not None:
+        held = part.rank_state(context, model.module, model.flat, model.update)
+        resharding, local = held or (None, None)
     checkpointing = Checkpointing(
         context,
         plan,
@@ -303,7 +318,10 @@ def _checkpointing(
         begin.global_batch,
         begin.order,
         model.tables,
-        *(held or (None, None)),
+        resharding,
+        local,
+        kept=CallbackState(callbacks_of(context, spec)),
+        total_steps=rate.total,
     )
     if saved is not None:
         word = first_word(plan, saved)
@@ -314,6 +332,20 @@ def _checkpointing(
         values = checkpointing.consensus or model.flat.values
         model.tables.create_dense(plan.strategy, model.flat, values, model.optimizer, saved)
     return checkpointing
+
+
+def _all_callbacks(
+    context: RankContext, spec: TrainingSpec, feed: Feed, model: LocalModel, rate: LearningRate
+) -> tuple[Callback, ...]:
+    """The user's, and our own around them."""
+    return (
+        *watching(context, spec, feed),
+        *rate.by_metric(),
+        *spec.callbacks,
+        *filter(None, [spec.watch]),
+        *context.options.callbacks,
+        *ledgers(context, feed, None if model.tables is None else model.tables.store),
+    )
 
 
 def _evaluation(
@@ -360,28 +392,3 @@ def _change(
 
     assert plan.at is not None
     return StrategyChange(plan.at, make)
-
-
-def announce(
-    context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
-) -> None:
-    """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
-    if not context.leads:
-        return
-    resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
-    context.write_plan(words.to_toml(resolved))
-    here = sum(p.numel() for p in module.parameters())
-    model = f"{type(module).__name__}, {here:,} parameters"
-    if part is not None:
-        model = f"{part.name}, {here:,} of them on rank 0"
-    where = context.device.type
-    if context.process.size > 1:
-        where = f"{context.process.size} x {where} over {context.group_name}"
-    texts = {
-        "start": words.brief(resolved),
-        "model": f"{model}; {global_batch} samples a step; {where}",
-        "run": str(context.directory),
-    }
-    for name, text in texts.items():
-        context.recorder.emit(Event(time.time(), 0, context.group.round, name, value=text))
-    context.recorder.flush()

@@ -100,7 +100,7 @@ class IndexedBatches:
         self.samples: int | None = split.samples
         self._order, self._borrow, self.counts = order, borrow, True
         self._epoch, self._indices = -1, torch.empty(0, dtype=torch.long)
-        self._split, self._claims = split, claims
+        self.split, self._claims = split, claims
         self._steps = split.steps_from(at) if claims is None else claims.claimed_samples()
         self._step: StepSamples | None = None
         self._micro, self.loading = 0, False
@@ -121,7 +121,7 @@ class IndexedBatches:
         parts: int,
     ) -> StepClaims:
         """From this position on, claim parts of steps instead of computing one of each."""
-        at, split = self.position, self._split
+        at, split = self.position, self.split
         assert isinstance(split, DataSplit) and self._prefetched is None
         self._claims = StepClaims(split, at, claim_step, request_sync, parts=parts)
         self._steps, self._step = self._claims.claimed_samples(), None
@@ -130,12 +130,12 @@ class IndexedBatches:
     def stop_claiming(self) -> None:
         """From this position on, which is a sync point, compute this rank's part of every step."""
         self._position = at = self.position
-        self._claims, self._steps, self._step = None, self._split.steps_from(at), None
+        self._claims, self._steps, self._step = None, self.split.steps_from(at), None
 
     @property
     def batches_per_epoch(self) -> int:
         counted = 0
-        for step in self._split.steps_from(Position(self._position.epoch)):
+        for step in self.split.steps_from(Position(self._position.epoch)):
             counted += sum(1 for micro in step.micros if len(micro) or self._borrow)
             if step.after.epoch > self._position.epoch:
                 return counted
@@ -144,7 +144,7 @@ class IndexedBatches:
     @property
     def total(self) -> int:
         at = self._position if self._step is None else self._step.position
-        return self._split.total(at)
+        return self.split.total(at)
 
     @property
     def own(self) -> int:

@@ -42,7 +42,7 @@ STYLES = {
 
 # Fields that a narrow terminal loses, in this order. The bar is dropped between `rate` and `eta`:
 # it has the room that is left.
-EXPENDABLE = ("noise", "server", "exchange", "rate", "eta", "percent")
+EXPENDABLE = ("lr", "noise", "server", "exchange", "rate", "eta", "percent")
 
 # even with --quiet
 ALWAYS_SHOWN = ("warning", "checkpoint_failed", "stalled", "stall over", "straggler")
@@ -303,6 +303,8 @@ def describe(value: Value) -> dict[str, str]:
     fields["percent"] = f"{math.floor(done * 100 + 1e-6):3d}%"
     if "loss" in value:
         fields["loss"] = f"loss {number(value['loss'])}"
+    if "lr" in value:
+        fields["lr"] = f"lr {value['lr']:.3g}"
     if math.isfinite(rate := value.get("samples_per_s", math.nan)):
         fields["rate"] = f"{rate:,.0f} samples/s"
     if (share := value.get("exchange_share", 0.0)) >= 0.005:  # one rank alone exchanges nothing

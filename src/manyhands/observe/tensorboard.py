@@ -12,7 +12,7 @@ from manyhands.observe.text import measures
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-TRAIN = ("loss", "samples_per_s", "exchange_share")
+TRAIN = ("loss", "lr", "samples_per_s", "exchange_share")
 
 
 class TensorBoard:

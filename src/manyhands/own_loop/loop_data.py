@@ -34,6 +34,8 @@ class LoopData:
         self.sampler = PlannedOrder()
 
     def __iter__(self) -> Iterator[Any]:
+        if self._run.stopped:
+            return
         asked, epoch = self._started, self._batches.position.epoch
         self._started += 1
         if self._iterating:
@@ -61,7 +63,7 @@ class LoopData:
         given = skipped = 0
         said = False
         # to the end of this epoch; after a `break`, the rest of it
-        while self._batches.position.epoch == epoch <= asked:
+        while self._batches.position.epoch == epoch <= asked and not self._run.stopped:
             self._run._coroutine.claim_step()
             batch = self._batches.next()
             self._run._batch = batch

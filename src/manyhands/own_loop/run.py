@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.rank_context import RankContext, reduction_warning
 from manyhands.assembly.replica_setup import set_reduction
-from manyhands.core import Event, Result
+from manyhands.core import Event, Result, Tensors
 from manyhands.data.batches import Batch
 from manyhands.errors import TaskError
 from manyhands.launch.signals import Stop
@@ -62,8 +62,8 @@ class Run:
         """Refuse what other trainers' users write on theirs: run.should_stop = True."""
         if not (name.startswith("_") or name in RUN_ATTRIBUTES):
             raise TaskError(
-                f"run.{name} = ... has no effect; limit a run with steps=, epochs= or until=, and "
-                "keep values of your own in an object of your own"
+                f"run.{name} = ... has no effect; end a run with run.stop(), or steps=, epochs= or "
+                "until=, and keep values of your own in an object of your own"
             )
         super().__setattr__(name, value)
 
@@ -133,6 +133,8 @@ class Run:
         sum, and the step is by the sum over all ranks. A batch that the script draws itself counts
         1. Without a loss, the gradients that are there are those of this rank's mean loss: the
         script has called backward. A function is a closure, as for torch.optim.LBFGS."""
+        if self._ended is not None:
+            self._end_early()
         given, batch = self._given, self._batch
         if given is None or (batch is None and self._drawn is None):
             raise TaskError(
@@ -251,6 +253,23 @@ class Run:
             self._context.group.all_reduce({"sum": found.view(-1)}, op="sum").wait()
         return found
 
+    def stop(self, reason: str = "") -> None:
+        """End the run, after the same round on all ranks, with its last evaluation and checkpoint;
+        any rank may call it, or all."""
+        if self.trainer is None:
+            raise TaskError("run.stop() ends a run under way; call run.prepare(...) first")
+        self.trainer.stop.ask(str(reason))
+
+    def gradients(self) -> Tensors:
+        """Merged gradients by parameter name, in a callback's `on_gradient(run)`."""
+        hook = None if self.trainer is None else self.trainer.gradient_hook
+        if hook is None:
+            raise TaskError(
+                "run.gradients() has merged gradients within a callback's on_gradient(run), and "
+                "nowhere else"
+            )
+        return hook.gradients()
+
     def merged(self) -> AbstractContextManager[None]:
         """`with run.merged():` the model holds what all replicas together stand for, to evaluate or
         to save it; every rank must call it. Where a strategy keeps replicas equal, that is what the
@@ -303,7 +322,13 @@ class Run:
         """The trainer has gone on, or `ended`: it was told to."""
         if ended is not None:
             self._ended = ended
-            self._end_early()
+            if ended.stop_reason is None:  # else the loop ends where it asks for the next batch
+                self._end_early()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run has ended before the loop: the data gives no more batches."""
+        return self._ended is not None
 
     def _end_early(self) -> None:
         requested = 0 if self._stop is None else self._stop.requested

@@ -100,8 +100,7 @@ class CapturedReplica(ReplicaWrapper):
             self.inner.step()
             return
         self._update.replay()
-        if self.module_replica.schedule is not None:
-            self.module_replica.schedule.step()
+        self.module_replica.optimizer_step.next_rate()
 
     # -- recording: nothing is computed, kernels are only recorded --
 

@@ -12,6 +12,7 @@ Where the task's loss is a sum, `objective` gives its mean, and the step is by g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ class ModuleReplica:
         on_window: Callable[[ModuleReplica], None] | None = None,
         schedule_at: Callable[[], int] | None = None,
         scheduled: int = 0,
+        schedule_most: int | None = None,
         run_micro_batches: RunMicroBatches | None = None,
         replica_group: ReplicaGroup | None = None,
         reduction: Reduction = "mean",
@@ -107,6 +109,7 @@ class ModuleReplica:
             steps_alone,
             schedule_at,
             scheduled,
+            schedule_most,
             self.replica_group,
             reduction,
         )
@@ -156,7 +159,7 @@ class ModuleReplica:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0].get("lr", math.nan))
 
     @property
     def moments(self) -> Tensors:

@@ -27,7 +27,7 @@ class OptimizerStep:
 
     `steps_alone`: this rank steps by its own gradient, so that it may overflow where others do not.
     `schedule_at`, where ranks share steps: how many steps of the schedule are due now; `scheduled`:
-    how many were made before.
+    how many were made before; `schedule_most`: how many it has, where it was told.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class OptimizerStep:
         steps_alone: bool,
         schedule_at: Callable[[], int] | None,
         scheduled: int,
+        schedule_most: int | None,
         replica_group: ReplicaGroup | None,
         reduction: Reduction = "mean",
     ):
@@ -48,6 +49,8 @@ class OptimizerStep:
         self.nominal, self.clip, self.schedule, self.scaler = nominal, clip, schedule, scaler
         self._steps_alone = steps_alone
         self._schedule_at, self._scheduled = schedule_at, scheduled
+        self._schedule_most = schedule_most
+        self.before_step: Callable[[], None] | None = None  # with merged, clipped gradients
         self.replica_group, self.reduction = replica_group, reduction
         self._on_cpu = flat.count.device.type == "cpu"
         self._square_norm: Tensor | None = None  # of the whole gradient, for this step's clipping
@@ -59,11 +62,15 @@ class OptimizerStep:
         """One step by `grads`, which hold a sum; see `normalise` for `own_count`."""
         if self.scaler is None:
             self.normalise(grads, own_count)
+            if self.before_step is not None:
+                self.before_step()
             self.optimizer.step()
         else:
             self.scaler.unscale_(self.optimizer)
             self.flat.agree_on_overflow(self.scaler, self.optimizer)
             self.normalise(grads, own_count)
+            if self.before_step is not None:
+                self.before_step()
             # a rank that steps alone moves its schedule after an overflow too: learning rates must
             # not differ between ranks
             if not self._scaled_step(self.scaler) and not self._steps_alone:
@@ -75,6 +82,8 @@ class OptimizerStep:
         if self.schedule is None:
             return
         due = self._scheduled + 1 if self._schedule_at is None else self._schedule_at()
+        if self._schedule_most is not None:
+            due = min(due, self._schedule_most)
         while self._scheduled < due:
             self.schedule.step()
             self._scheduled += 1

@@ -1,6 +1,7 @@
 """Notes of a run: what a process must know to go on in a dead one's place.
 
     position, round, metrics      as all ranks had them after the last sync point
+    callbacks                     their state: plain values
     buffers                       BatchNorm's running statistics, of the rank that sent the note
 
 The model is no part of it: it is on the servers. Nor are an optimizer's moments that each rank has
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from manyhands.assembly.callbacks.callback_state import CallbackState
 from manyhands.assembly.elastic.leases import StepLeases
 from manyhands.assembly.rank_context import RankContext
 from manyhands.core import Position
@@ -31,13 +33,14 @@ STATE = "state"
 MOST_BYTES = 1 << 19  # of buffers that travel with a note: a message to the coordinator is short
 
 
-def make_note(trainer: Trainer, buffers: Sequence[Tensor]) -> bytes:
+def make_note(trainer: Trainer, buffers: Sequence[Tensor], kept: CallbackState) -> bytes:
     at = trainer.position
     state = {
         "position": [at.epoch, at.offset, at.steps],
         "round": trainer.round,
         "done": dataclasses.asdict(trainer.done),
         "metrics": trainer.metrics,
+        "callbacks": kept.read()[0],
     }
     tensors = {STATE: torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)}
     if sum(b.nbytes for b in buffers) <= MOST_BYTES:
@@ -45,7 +48,7 @@ def make_note(trainer: Trainer, buffers: Sequence[Tensor]) -> bytes:
     return bytes(save(tensors))
 
 
-def enter(trainer: Trainer, note: bytes, buffers: Sequence[Tensor]) -> None:
+def enter(trainer: Trainer, note: bytes, buffers: Sequence[Tensor], kept: CallbackState) -> None:
     """Go on from a note, and from the model on the servers."""
     tensors = load(note)
     state = json.loads(tensors.pop(STATE).numpy().tobytes())
@@ -55,6 +58,7 @@ def enter(trainer: Trainer, note: bytes, buffers: Sequence[Tensor]) -> None:
     trainer.round, trainer.metrics = state["round"], state["metrics"]
     trainer.__post_init__()
     trainer.done = Milestones(**state["done"])
+    kept.write(state["callbacks"], {})
     with torch.no_grad():
         for i, buffer in enumerate(buffers):
             if str(i) in tensors:
@@ -70,9 +74,10 @@ def join_run(
     replica: ModuleReplica,
     leases: StepLeases,
     buffers: Sequence[Tensor],
+    kept: CallbackState,
 ) -> None:
     """This process goes on where the others are, in place of one that died."""
-    enter(trainer, leases.client.note(), buffers)
+    enter(trainer, leases.client.note(), buffers, kept)
     context.follow(leases.client.running)
     replica.stepped()  # the schedule catches up
     tell(context.store, f"joined/{context.rank}/{environment.starts()}")

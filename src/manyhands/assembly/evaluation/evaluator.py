@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.assembly.data import DEFAULT_BATCH, sampler_draws
+from manyhands.assembly.evaluation.goals import metric_names
 from manyhands.assembly.rank_context import RankContext
-from manyhands.core import Plan
+from manyhands.core import Plan, Tensors
 from manyhands.data.sources import Source, StreamSource
 from manyhands.metrics import evaluation_pass
 from manyhands.metrics.evaluation_pass import EvaluatedModel
@@ -43,6 +44,15 @@ class Evaluation:
     @property
     def has_data(self) -> bool:
         return self.test is not None
+
+    @property
+    def metric_names(self) -> list[str]:
+        return [] if self.task is None else metric_names(self.task)
+
+    def named_buffers(self) -> Tensors:
+        """Of the module, as its state_dict names them."""
+        compiled = "_orig_mod."  # torch.compile's
+        return {k.replace(compiled, ""): v for k, v in self.module.named_buffers()}
 
     def evaluate(self) -> dict[str, float]:
         elastic = self.context.elastic

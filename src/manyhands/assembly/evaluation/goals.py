@@ -13,6 +13,11 @@ from manyhands.task import Task
 RUN_VALUES = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
 
 
+def metric_names(task: Task) -> list[str]:
+    """What an evaluation of a task gives; an object may give `<name>/<part>`. []: no test data."""
+    return [] if task.test is None else ["loss", *task.metrics]
+
+
 def check_goals(context: RankContext, plan: Plan, task: Task) -> None:
     """Before there is a model: goals name metrics that the task has, or what an object among them
     may compute (`check_names`)."""
@@ -27,7 +32,7 @@ def check_goals(context: RankContext, plan: Plan, task: Task) -> None:
         )
     objects = {name for name, metric in task.metrics.items() if accumulates(metric)}
     named = [name.partition("/")[0] for name in _named(plan).values()]
-    known = [] if task.test is None else ["loss", *task.metrics]
+    known = metric_names(task)
     for key, name in _named(plan).items():
         given = getattr(plan, key)
         if name == "loss" and not str(given).startswith("-"):

@@ -5,6 +5,7 @@
     state/       of the merge strategy
     codec/       error feedback and the like
     rng/         random number generators
+    callback/    tensors of the state of callbacks
 
 The trainer that takes it may belong to another number of replicas; a replica is split over ranks
 as before. State that is a rank's own stays with the rank. What a codec's second stage keeps
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from manyhands.assembly.callbacks.callback_state import CALLBACK
 from manyhands.assembly.checkpointing import Checkpointing
 from manyhands.core import Tensors
 from manyhands.parallel.reshard.rank_state import RankState, WholeTensorState
@@ -54,6 +56,7 @@ class RankCopy:
         optimizer, numbers = self._local.optimizer()
         schedule, scaler = parts.replica.schedule, parts.replica.scaler
         active = trainer.active
+        callbacks, theirs = parts.kept.read()
         kinds = {
             "model": self._local.model(),
             "optimizer": optimizer,
@@ -69,13 +72,15 @@ class RankCopy:
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
             "scaler": None if scaler is None else scaler.state_dict(),
             "word": active.word,
+            "callbacks": callbacks,
             "metrics": dict(trainer.metrics),
             "done": dataclasses.asdict(trainer.done),
             "pace": trainer.pace.state(),
             "data": parts.plan.layout.data,
             "measured": parts.context.measured,
         }
-        return {f"{k}/{n}": v.detach() for k, ts in kinds.items() for n, v in ts.items()}, meta
+        mine = {f"{k}/{n}": v.detach() for k, ts in kinds.items() for n, v in ts.items()}
+        return mine | theirs, meta
 
     def write(self, kept: KeptState, own: bool) -> None:
         """Go on from `kept`. `own`: it was kept by this rank, else by a peer that it copies."""
@@ -98,5 +103,7 @@ class RankCopy:
                 {k: v for k, v in codec.items() if same or not k.startswith(SECOND_STAGE)}
             )
             state.load_rng(kept.of_kind("rng"), parts.context.device)
+        theirs = {f"{CALLBACK}{k}": v.clone() for k, v in kept.of_kind("callback").items()}
+        parts.kept.write(meta["callbacks"], theirs)
         trainer.metrics = dict(meta["metrics"])
         trainer.go_on_from(kept.round, Milestones(**meta["done"]), meta["pace"])
