@@ -38,6 +38,7 @@ from manyhands.launch.restart_budget import RestartBudget
 from manyhands.launch.restarts import Restarts
 from manyhands.launch.signals import Stop, refuse_present
 from manyhands.launch.stopping.grace import LATE
+from manyhands.observe.sinks import require_loggers
 from manyhands.own_loop import Run, close_joined, draw_curves, joined_runs
 from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
@@ -68,6 +69,7 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     plan = plan_words.parse(words, size=size)
     before = state.rng_state(CPU), torch.get_num_threads()
     _refuse_restarts(plan, here)
+    require_loggers(plan.log, options.tensorboard)
     if here.started_by != "manyhands":
         refuse_present(plan.preempt_file)
     # a run that starts itself again must outlive its only rank too

@@ -236,6 +236,7 @@ class Plan:
     save: str = "epoch"
     keep: int = 3
     best: str | None = None
+    log: str | None = None  # loggers, several by +: csv+wandb
     # rows of embeddings in a checkpoint: all, or those that changed since the one before
     save_tables: Literal["full", "incremental"] = "full"
     # of rows that resume under another server optimizer: drop keeps their values alone

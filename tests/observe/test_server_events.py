@@ -127,7 +127,7 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    from manyhands.observe.tensorboard import TensorBoard
+    from manyhands.observe.loggers.tensorboard import TensorBoard
 
     sink = TensorBoard(tmp_path)
     sink.write([progress(1, 0.5), SERVED])

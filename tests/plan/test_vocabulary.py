@@ -13,6 +13,7 @@ import pytest
 from manyhands.errors import PlanError
 from manyhands.exchange import algorithms, compression
 from manyhands.merge import STRATEGIES
+from manyhands.observe.loggers.registry import LOGGERS
 from manyhands.plan import foreign_words, reading, vocabulary, words
 from manyhands.split.data import SPLITS
 
@@ -28,6 +29,7 @@ def test_the_table_of_words_is_that_of_the_real_ones() -> None:
         "split": ("auto", *SPLITS),
         "algorithm": ("native", *algorithms.NAMES),
     } == vocabulary.NAMES
+    assert tuple(LOGGERS) == vocabulary.LOGGERS
     real = {key: (options(table), default) for key, (table, default) in words.TABLES.items()}
     assert real == vocabulary.TABLES
 
@@ -38,6 +40,7 @@ def test_the_table_of_words_is_that_of_the_real_ones() -> None:
         "data=4 merge=local_sgd merge.period=8 then=all_reduce at=epoch:3",
         "data=2 staleness=4 servers=1",
         "data=2 quorum=1 servers=1",
+        "log=csv+wandb",
         "data=2 compress=topk compress.density=0.1",
         "data=2 compress=none split=ordered algorithm=ring",
         "data=2 tensor=2 until=accuracy:0.9 best=-loss compile=true",
@@ -63,6 +66,8 @@ def test_words_that_a_plan_takes_pass_the_first_look(line: str) -> None:
         "split=orderd",
         "algorithm=rign",
         "at=epoch",
+        "log=wnadb",
+        "log=csv+csv",
         "gpus=2",
         "device=cuda:0",
         "wire=int8",
@@ -112,7 +117,7 @@ def test_a_word_of_another_trainer_is_answered_by_ours(word: str, says: str) -> 
 def test_a_word_of_ours_is_no_foreign_word_and_foreign_words_lead_to_real_ones() -> None:
     known = set(vocabulary.known_words())
     assert not known & (foreign_words.OURS.keys() | foreign_words.PLACE.keys())
-    assert set(foreign_words.SAME) | set(foreign_words.VALUES) <= known | {"log"}
+    assert set(foreign_words.SAME) | set(foreign_words.VALUES) <= known
     assert not foreign_words.OURS.keys() & foreign_words.PLACE.keys()
     for ours, values in foreign_words.VALUES.items():
         for value in values.values():

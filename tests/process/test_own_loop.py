@@ -134,7 +134,9 @@ def test_what_is_logged_is_in_the_events_and_closing_twice_is_closing_once(tmp_p
         json.loads(line)
         for line in (tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()
     ]
-    assert [e["value"] for e in lines if e["name"] == "log"] == [{"extra": 10.0}, {"extra": 20.0}]
+    logged = [e["value"] for e in lines if e["name"] == "log"]
+    assert [value["extra"] for value in logged] == [10.0, 20.0]
+    assert all(set(value) == {"extra", "step"} for value in logged)
     assert (run.rank, run.size) == (0, 1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,7 @@ from manyhands.exchange.shared import SharedGroup
 from manyhands.launch import environment
 from manyhands.launch.malloc import keep_freed_memory
 from manyhands.observe.events import Recorder, Sink
-from manyhands.observe.progress import Progress, Warnings
-from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.sinks import open_sinks
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
 from manyhands.task import Callback
@@ -138,7 +136,7 @@ class RankContext:
         self.elastic.gather = self._gather
         self.elastic.members = tuple(running)
         if self.leads and self.rank and not self._shown:
-            self._shown = _sinks(self.directory, self.options)
+            self._shown = _sinks(self.directory, self.options, self.plan)
             self.recorder.add(self._shown)
         elif self._shown and not self.leads:  # one before it has come back
             self.recorder.remove(self._shown)
@@ -313,7 +311,7 @@ def open_rank_context(
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     owner, path = _open_directory(process, store, options, plan.timeout_s)
-    sinks = [] if process.rank else _sinks(path, options)
+    sinks = [] if process.rank else _sinks(path, options, plan)
     recorder = Recorder(path, process.rank, sinks)
     replaced = environment.starts() is not None
     axes: dict[str, ObservedGroup] = {}
@@ -384,9 +382,12 @@ def _open_directory(
     return None, Path(answer["path"])
 
 
-def _sinks(path: Path, options: Options) -> list[Sink]:
-    sinks: list[Sink] = []
-    sinks.append(Warnings(sys.stderr) if options.quiet else Progress(sys.stdout))
-    if options.tensorboard:
-        sinks.append(TensorBoard(path))
-    return sinks
+def _sinks(path: Path, options: Options, plan: Plan) -> list[Sink]:
+    return open_sinks(
+        path,
+        options.name,
+        plan.log,
+        environment.variables(),
+        tensorboard=options.tensorboard,
+        quiet=options.quiet,
+    )

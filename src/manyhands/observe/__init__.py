@@ -3,7 +3,8 @@
     events.py            the recorder of a rank, its event file, and reading all files of a run
     server_events.py     the counters of parameter servers as events
     progress.py          sink: the live line of a terminal, or plain lines
-    tensorboard.py       sink: TensorBoard files
+    sinks.py             the sinks of a run: the display, and loggers
+    loggers/             sinks of the plan word log=: CSV, TensorBoard, wandb, MLflow
     curves.py            picture: loss and metrics of a run over epochs
     chrome_trace.py      trace file of all ranks for ui.perfetto.dev
     pipeline_trace.py    the pipelines of a run, and the events of their stages

@@ -237,6 +237,8 @@ class Run:
         plain = {k: float(v.detach() if isinstance(v, Tensor) else v) for k, v in values.items()}
         if self.rank == 0:
             round = self.trainer.round if self.trainer else 0
+            if self.trainer is not None:  # a round may be several steps
+                plain.setdefault("step", float(self.trainer.position.steps))
             self._context.recorder.emit(Event(time.time(), 0, round, "log", value=plain))
 
     def sum(self, value: float | Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from manyhands.errors import PlanError
 from manyhands.exchange import compression
 from manyhands.plan.common_parameter_checks import check_common_parameters
 from manyhands.plan.culprit_checks import check_culprits
+from manyhands.plan.reading import check_loggers
 from manyhands.plan.vocabulary import AXES
 
 LEAST_MEMORY_BYTES = 1 << 20
@@ -76,6 +77,7 @@ def check(plan: Plan) -> None:
             _check_strategy(plan, word, strategy)
     _check_devices(plan)
     check_common_parameters(plan)
+    check_loggers(plan.log)
     _check_elastic(plan)
     check_culprits(plan)
 

@@ -19,6 +19,7 @@ from manyhands.errors import PlanError
 from manyhands.plan import foreign_words
 from manyhands.plan.vocabulary import (
     AXES,
+    LOGGERS,
     NAMES,
     PLAIN,
     RENAMED,
@@ -47,6 +48,16 @@ def check(words: str | Sequence[str]) -> None:
     for key, value in given.items():
         if key in PLAIN:
             convert(key, value, PLAIN[key])
+    check_loggers(given.get("log"))
+
+
+def check_loggers(log: str | None) -> None:
+    """Refuse loggers that are not known, or that are named twice."""
+    names = [] if log is None or log.lower() in ("none", "") else log.split("+")
+    for name in names:
+        refuse_unknown("log", name, LOGGERS)
+        if names.count(name) > 1:
+            raise PlanError(f"log={log} names {name} twice; leave one out")
 
 
 def _check_table(key: str, given: dict[str, Any]) -> Sequence[str]:

@@ -67,6 +67,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "auto",
     ),
 }
+LOGGERS = ("csv", "mlflow", "tensorboard", "wandb")  # of log=, several by +
 OBJECTS = {"merge": "strategy", "then": "next_strategy", "compress": "codec"}
 APART = ("layout", "forecast", "reasons", *NAMES, *TABLES, *OBJECTS.values())
 PLAIN = {k: v for k, v in get_type_hints(Plan).items() if k not in APART}

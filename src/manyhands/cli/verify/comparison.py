@@ -133,6 +133,7 @@ def _comparable(plan: Plan, steps: int) -> Plan:
             file=sys.stderr,
         )
     later: dict[str, Any] = {"then": None, "next_strategy": None, "at": None, "until": None}
+    later["log"] = None
     return dataclasses.replace(
         plan, precision="fp32", epochs=None, steps=steps, save="off", compile=False, **later
     )

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
-from manyhands.observe.text import measures
+from manyhands.observe.loggers.scalars import Scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-TRAIN = ("loss", "lr", "samples_per_s", "exchange_share")
 
 
 class TensorBoard:
@@ -29,41 +27,19 @@ class TensorBoard:
         self._directory = Path(directory)
         self._writer: SummaryWriter | None = None
         self._plan = ""
-        self._step = 0
-        self._round = 0
+        self._scalars = Scalars()
 
     def write(self, events: list[Event]) -> None:
         for event in events:
-            match event.name, event.value:
-                case "progress", dict() as value:
-                    self._step, self._round = int(value.get("step", event.round)), event.round
-                    self._scalars(
-                        event, {f"train/{name}": value[name] for name in TRAIN if name in value}
-                    )
-                case "evaluate", dict() as value:
-                    self._scalars(
-                        event, {f"evaluate/{name}": x for name, x in measures(value).items()}
-                    )
-                case "server", dict() as value:
-                    self._scalars(
-                        event, {f"server/{name}": x for name, x in measures(value).items()}
-                    )
-                case "log", dict() as value:
-                    self._scalars(event, measures(value))
-                case "start", str() as plan:
-                    self._plan = plan
+            if event.name == "start" and isinstance(event.value, str):
+                self._plan = event.value
+            elif (point := self._scalars.of(event)) is not None:
+                for tag, x in point.values.items():
+                    self._open(point.step).add_scalar(tag, x, point.step, walltime=point.time_s)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def _scalars(self, event: Event, scalars: dict[str, float]) -> None:
-        value = event.value if isinstance(event.value, dict) else {}
-        # Between two progress events the rounds count on, so points keep their order and do not
-        # coincide.
-        step = int(value.get("step", self._step + max(0, event.round - self._round)))
-        for tag, x in scalars.items():
-            self._open(step).add_scalar(tag, x, step, walltime=event.time_s)
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:

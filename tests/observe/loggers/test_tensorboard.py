@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.core import Event
 from manyhands.errors import ManyhandsError
-from manyhands.observe.tensorboard import TensorBoard
+from manyhands.observe.loggers.tensorboard import TensorBoard
 from support.recorded_runs import PLAN, ZERO_S, progress
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
