@@ -43,6 +43,12 @@ class Limits:
         """Whether a block of local steps, taken without the other ranks, ends here."""
         return self.at_end() if self.claims is None else not self.claim() or self.claims.alone
 
+    def saves(self, before: int, now: int) -> bool:
+        """Whether a checkpoint is due after rounds `before` to `now`, of which a batch may have
+        several; where ranks are asynchronous, after steps: they count other rounds."""
+        every = self.save_every or 0
+        return every > 0 and now // every > before // every
+
     def claim(self) -> bool:
         """Claim a step for this rank; False: there is none before the next sync point."""
         assert self.claims is not None

@@ -21,9 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.errors import TaskError
+from manyhands.task_forms.named_parts import check_named, check_schedules, made_model, module_dict
 
 Loss = Callable[..., Tensor]
-Step = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, int]"]
+Step = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, count); or yields
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeSchedule = Callable[..., LRScheduler]
 Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
 # a mean over the samples of a batch; or an object with update(outputs, target), compute(), reset()
 Metric = Callable[[Any, Any], Any] | Any
@@ -68,11 +71,16 @@ class Task:
     `batch` is what one rank computes at once. `train` and `test` may be a tuple of tensors or
     arrays, a map-style Dataset, an IterableDataset or a DataLoader (its dataset, collate function
     and batch size are used; the order comes from the plan's split).
+
+    Several models are a dict name -> module, of which `step` is given an nn.ModuleDict. Several
+    optimizers are a dict too; a name is that of the model, or of the part of one model, whose
+    parameters it steps. They step together, or apart, where `step` is a generator that yields
+    (name, loss) or (name, loss, count): one optimizer step each, in this order.
     """
 
-    model: nn.Module | Callable[[], nn.Module]
+    model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]]
     train: Any
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: MakeOptimizer | Mapping[str, MakeOptimizer]
     loss: Loss | None = None
     step: Step | None = None
     reduction: Literal["mean", "sum"] = "mean"  # what loss= or step= do over a batch
@@ -83,8 +91,9 @@ class Task:
     batch: int | None = None
     epochs: float | None = None  # how long to train: 1.0 where steps is not given either
     steps: int | None = None
-    # (optimizer), or (optimizer, total_steps): the optimizer steps of the whole run
-    schedule: Callable[..., LRScheduler] | None = None
+    # (optimizer), or (optimizer, total_steps): the optimizer steps of the whole run; where
+    # optimizers are named, one for each of them, or a dict name -> function
+    schedule: MakeSchedule | Mapping[str, MakeSchedule] | None = None
     # when it is stepped: after each "step" or "epoch", or by the value of an evaluated metric
     schedule_by: str = "step"
     clip: float | None = None
@@ -114,12 +123,17 @@ class Task:
                 f"loss is the class {self.loss.__name__}; a function is needed: give an instance, "
                 f"{self.loss.__name__}()"
             )
-        if not callable(self.optimizer):
+        check_named(self.model, self.optimizer, self.step)
+        if isinstance(self.model, Mapping) and all(map(_is_module, self.model.values())):
+            object.__setattr__(self, "model", module_dict(self.model))
+        if not callable(self.optimizer) and not isinstance(self.optimizer, Mapping):
             raise TaskError(
                 f"optimizer is a {type(self.optimizer).__name__}, but a function of the parameters "
                 "is needed, which every rank calls: optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
             )
-        if self.schedule is not None and not callable(self.schedule):
+        if isinstance(self.schedule, Mapping):
+            check_schedules(self.schedule, self.optimizer)
+        elif self.schedule is not None and not callable(self.schedule):
             raise TaskError(
                 f"schedule is a {type(self.schedule).__name__}, but a function of the optimizer is "
                 "needed: schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
@@ -261,7 +275,7 @@ def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
 
 def build_model(task: Task) -> nn.Module:
     with one_thread():
-        model = task.model if isinstance(task.model, nn.Module) else task.model()
+        model = made_model(task.model)
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"Task.model gave a {type(model).__name__}, but a torch.nn.Module is needed"
@@ -273,6 +287,10 @@ def build_model(task: Task) -> nn.Module:
         )
     _check_values(model)
     return model
+
+
+def _is_module(model: Any) -> bool:
+    return isinstance(model, nn.Module)
 
 
 def _check_values(model: nn.Module) -> None:

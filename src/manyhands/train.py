@@ -117,12 +117,13 @@ class Trainer:
 
     def step(self) -> None:
         """One round or one sync point, then what is due: evaluation, change, checkpoint."""
-        strategy_change.change_when_due(
-            self
-        )  # a run may resume right where its strategy was to change
-        before, claims = self.position, self.limits.claims
+        # a run may resume right where its strategy was to change
+        strategy_change.change_when_due(self)
+        before, earlier, claims = self.position, self.round, self.limits.claims
         if claims is None:
             self._round()
+            while not self.replica.batch_over():  # it has several optimizer steps
+                self._round()
             asked = self.group.size == 1 and self.stop.requested
             if self.round >= self._next_status or self.limits.block_cut or asked:
                 self.share_status()
@@ -139,9 +140,8 @@ class Trainer:
             self._evaluate()
             self._agree_to_end()
         strategy_change.change_when_due(self)
-        done = self.round if claims is None else at.steps  # asynchronous ranks count other rounds
-        due = self.limits.save_every and done % self.limits.save_every == 0
-        if due and self.done.saved != self.round and not self.finished():
+        done = (earlier, self.round) if claims is None else (before.steps, at.steps)
+        if self.limits.saves(*done) and self.done.saved != self.round and not self.finished():
             self.checkpoint()  # else evaluate first
         self._pass_boundary()
 

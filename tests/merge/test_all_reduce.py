@@ -144,7 +144,7 @@ def test_unused_names_are_said_by_each_rank_for_itself_and_once() -> None:
     train_together(
         [[[positive], [rest]]] * 3,
         make=Routed,
-        on_first=lambda unused: unused and named.append(unused),
+        on_first=lambda unused, views: unused and named.append(unused),
     )
     assert sorted(named) == [
         ["a.weight", "a.bias", "c.weight", "c.bias"],

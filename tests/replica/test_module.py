@@ -149,7 +149,7 @@ def test_unused_parameters_are_named_once_and_left_as_they_are_also_by_weight_de
         model,
         [[rows(4)]] * 3,
         optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5),
-        on_first=lambda unused: unused and named.append(unused),
+        on_first=lambda unused, views: unused and named.append(unused),
     )
     after = weights(model)
     assert named == [["unused.weight", "unused.bias"]]
@@ -177,7 +177,7 @@ def test_a_parameter_used_in_one_micro_batch_only_keeps_that_gradient() -> None:
             model,
             [[three if n == 3 else four for n in order]],
             nominal=7,
-            on_first=lambda unused: unused and named.append(unused),
+            on_first=lambda unused, views: unused and named.append(unused),
             bucket_bytes=1,
         )
         mine.backward(on_ready=seen.append)

@@ -330,7 +330,7 @@ def named(parameters: Iterator[tuple[str, nn.Parameter]] | Any) -> Tensors:
 @every_kind
 def test_it_has_all_that_strategies_and_the_loop_may_use(kind: str) -> None:
     wanted = {m for p in PROTOCOLS for m in (*vars(p), *p.__annotations__) if m[0] != "_"}
-    assert len(wanted) == 20
+    assert len(wanted) == 22
 
     def body(built: Built) -> None:
         has = {*dir(type(built.replica)), *vars(built.replica)}

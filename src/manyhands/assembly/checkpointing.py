@@ -48,6 +48,7 @@ from manyhands.recover.table_files import SavingTables
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.several_optimizers.named_optimizers import kind
 from manyhands.trainer_parts import ActiveStrategy
 
 
@@ -89,7 +90,7 @@ class Checkpointing:
         optimizer, schedule = self.replica.optimizer, self.replica.schedule
         nothing: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         return given_values(
-            type(optimizer).__qualname__,
+            kind(optimizer),
             state.plain_groups(self.module, optimizer, nothing),
             None if schedule is None else type(schedule).__qualname__,
             None if schedule is None else state.to_plain(schedule.state_dict()),

@@ -81,6 +81,9 @@ def watch(
     own = sum(p.nbytes for p in model.parameters())
     if context.rank != 0 or plan.compile or (not context.splits_model and own < LARGE_BYTES):
         return None
+    if not callable(task.optimizer):
+        context.notice("memory: not forecast, as the forecast knows one optimizer, not several")
+        return None
     no_batches: Any = None  # the forecast brings its own
     objective = Objective(task.loss, task.step, task.reduction)
     loss = TaskLoss(model, no_batches, objective, plan.precision, context.device)
@@ -140,6 +143,7 @@ def room(context: RankContext, model: nn.Module, task: Task) -> tuple[int, float
     """Bytes that a rank has; and the ratio of parameters, gradients and optimizer state together to
     parameters alone."""
     own = sum(p.nbytes for p in model.parameters())
+    assert callable(task.optimizer)  # several optimizers are not split over ranks
     state, _, _ = static_memory.optimizer_bytes(model, task.optimizer(model.parameters()))
     available = available_bytes(context.device, context.process.local_size, own)
     return available, 2 + sum(state.values()) / max(1, own)

@@ -33,6 +33,10 @@ from manyhands.replica.flat import FlatParameters
 from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.recompute import recompute
+from manyhands.replica.several_optimizers.named_optimizers import (
+    members,
+    owners,
+)
 from manyhands.replica.update import (
     SliceUpdate,
     Update,
@@ -80,7 +84,8 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
             f"optimizer=(parameters) returned a {type(optimizer).__name__}, but one "
             "torch.optim.Optimizer is needed; a schedule is given as schedule="
         )
-    _check_optimizer(context, plan, module, optimizer)
+    for each in members(optimizer):
+        _check_optimizer(context, plan, module, each)
     if isinstance(optimizer, LBFGS):
         check_lbfgs(context, plan, spec, module, optimizer)
     flat, update = _flat(context, plan, module, optimizer, spec)
@@ -171,20 +176,20 @@ def _flat(
         return own, update
     whole = wants_gradients(context, spec)
     if whole or not updates_slices(context, plan, replicas_agree(plan), optimizer):
-        flat = FlatParameters(module, context.allocate, bucket_bytes)
+        flat = FlatParameters(module, context.allocate, bucket_bytes, owners=owners(optimizer))
         _broadcast_start(context, flat)
         return flat, WholeUpdate(flat, module, optimizer)
-    shared = context.data_group.group
+    shared, owned = context.data_group.group, owners(optimizer)
     assert isinstance(shared, SharedGroup)
     if spec.one_copy:
         in_common = functools.partial(shared.allocate, common=True)
         first = shared.rank == 0
         flat = FlatParameters(
-            module, shared.allocate, bucket_bytes, allocate_values=in_common, writes=first
+            module, shared.allocate, bucket_bytes, in_common, writes=first, owners=owned
         )
         shared.all_gather(flat.values).wait()  # nobody reads before rank 0 has written
     else:
-        flat = FlatParameters(module, shared.allocate, bucket_bytes)
+        flat = FlatParameters(module, shared.allocate, bucket_bytes, owners=owned)
         _broadcast_start(context, flat)
     return flat, SliceUpdate(flat, module, optimizer, shared.own)
 

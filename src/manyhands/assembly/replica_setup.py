@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from manyhands.assembly.data import Feed, shares_steps
 from manyhands.assembly.lbfgs.search_setup import balanced_gradient
@@ -15,6 +16,7 @@ from manyhands.assembly.learning_rate.schedule_setup import LearningRate
 from manyhands.assembly.parameters import LocalModel
 from manyhands.assembly.rank_context import RankContext
 from manyhands.assembly.resume import Start
+from manyhands.assembly.several_optimizers.step_agreement import StepAgreement
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import replicas_agree, strategies
 from manyhands.core import Plan
@@ -28,8 +30,10 @@ from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
 from manyhands.replica.checks.own_buffers import OwnBuffers
 from manyhands.replica.distillation import student
-from manyhands.replica.module import ModuleReplica, NextLoss, RunMicroBatches
+from manyhands.replica.module import Agree, ModuleReplica, NextLoss, RunMicroBatches
 from manyhands.replica.objective import Reduction
+from manyhands.replica.several_optimizers.named_optimizers import NamedOptimizers
+from manyhands.replica.several_optimizers.step_losses import StepLosses
 from manyhands.replica.thinned import thinned
 from manyhands.replica.wrapper import ReplicaWrapper
 from manyhands.train import Trainer
@@ -55,6 +59,7 @@ def module_replica(
         nominal = max(1, start.global_batch // plan.layout.data)
     rows = None if model.tables is None else model.tables.embeddings
     part = spec.part
+    sub_steps = next_loss if isinstance(next_loss, StepLosses) else None
 
     return ModuleReplica(
         model.flat,
@@ -78,7 +83,14 @@ def module_replica(
         scheduled=rate.due.made,
         schedule_most=rate.due.most,
         reduction="mean" if spec.task is None else _checked(spec.task.reduction, model.tables),
+        sub_steps=sub_steps,
+        agree=_agreement(context, model.optimizer),
     )
+
+
+def _agreement(context: RankContext, optimizer: Optimizer) -> Agree:
+    names = list(optimizer.named) if isinstance(optimizer, NamedOptimizers) else []
+    return StepAgreement(context.data_group, names, context.device)
 
 
 def _micro_batches(
@@ -130,7 +142,7 @@ class FirstWindow:
     model: LocalModel
     buffers: OwnBuffers
 
-    def __call__(self, unused: list[str]) -> None:
+    def __call__(self, unused: list[str], views: int) -> None:
         context = self.context
         if context.data_parallel_size > 1 and (changed := self.buffers.changed()):
             context.warn(
@@ -138,11 +150,13 @@ class FirstWindow:
                 "its own batches, and nothing merges them (BatchNorm's are merged); "
                 "manyhands verify shows what that changes"
             )
-        if not context.splits_model and len(unused) == len(self.model.flat.views):
+        if not context.splits_model and len(unused) == views:
+            whose = "model" if views == len(self.model.flat.views) else "optimizer"
             raise TaskError(
-                f"the first loss gives no gradient to any of the model's {len(unused)} parameters "
-                f"({unused[0]}, ...): it was computed by another model, or by a copy; compute it "
-                "by the model of the run (in a loop of your own, the one that run.prepare returned)"
+                f"the first loss gives no gradient to any of the {whose}'s {len(unused)} "
+                f"parameters ({unused[0]}, ...): it was computed by another model, or by a copy; "
+                "compute it by the model of the run (in a loop of your own, the one that "
+                "run.prepare returned)"
             )
         if unused:
             context.notice(
@@ -266,7 +280,7 @@ def _captured(
     alone = context.device.type == "cuda" and context.process.size == 1
     if plan.capture != "auto" or not alone or replica.scaler is not None:
         return replica
-    if replica.line_search is not None:
+    if replica.line_search is not None or isinstance(replica.optimizer, NamedOptimizers):
         return replica
     if not replicas_agree(plan) or not isinstance(next_loss, forward.TaskLoss):
         return replica

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.memory import MemoryWatch
 from manyhands.assembly.model_parallel import ModelPart
@@ -16,7 +15,7 @@ from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source
 from manyhands.replica.lbfgs.line_search_step import RewoundBatches
 from manyhands.replica.module import NextLoss
-from manyhands.task import Callback, Task
+from manyhands.task import Callback, MakeSchedule, Task
 
 
 @dataclass
@@ -25,7 +24,8 @@ class TrainingSpec:
 
     model: nn.Module
     make_optimizer: Callable[[Any], Optimizer]
-    make_schedule: Callable[..., LRScheduler] | None
+    # by name, where the optimizers are named
+    make_schedule: MakeSchedule | Mapping[str, MakeSchedule] | None
     train: Source
     make_loss: Callable[[nn.Module, BatchIterator], NextLoss]
     task: Task | None = None  # None: the user's own loop computes losses and evaluates

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from manyhands.assembly.evaluation.evaluator import Evaluation
 from manyhands.assembly.evaluation.goals import check_goals
 from manyhands.assembly.evaluation.rehearsal import rehearse
 from manyhands.assembly.hogwild.claimed_parts import set_pace
+from manyhands.assembly.hogwild.common_parameters import align_step_counts
 from manyhands.assembly.lbfgs.search_setup import claims_shards, set_line_search
 from manyhands.assembly.learning_rate.schedule_setup import (
     LearningRate,
@@ -49,12 +50,18 @@ from manyhands.assembly.parameters import LocalModel, lay_out
 from manyhands.assembly.rank_context import (
     RankContext,
     micro_batches,
-    reduction_warning,
     warn_of_eval_mode,
 )
 from manyhands.assembly.regroup.boundaries import announce_regrouped, follow_epochs
 from manyhands.assembly.replica_setup import module_replica, wrapped
 from manyhands.assembly.resume import Start, announce, notice_resumed, start
+from manyhands.assembly.several_optimizers.compiled_models import compiled
+from manyhands.assembly.several_optimizers.named_checks import (
+    check_named_task,
+    makes_same_steps,
+    optimizer_maker,
+)
+from manyhands.assembly.several_optimizers.task_losses import loss_maker
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import activate, first_word, replicas_agree, strategies
 from manyhands.assembly.tables import RunTables
@@ -64,10 +71,9 @@ from manyhands.data.batches import BatchIterator
 from manyhands.data.sources import Source, StreamSource
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
-from manyhands.replica import forward, state
+from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters
-from manyhands.replica.module import ModuleReplica, NextLoss
-from manyhands.replica.objective import Objective
+from manyhands.replica.module import ModuleReplica
 from manyhands.task import Callback, Task
 from manyhands.train import Trainer
 from manyhands.trainer_parts import ActiveStrategy, StopFlag, StrategyChange
@@ -101,19 +107,15 @@ def task_trainer(
     if task.name:
         context.notice(task.name)
 
-    def make_loss(module: nn.Module, batches: BatchIterator) -> NextLoss:
-        objective = Objective(task.loss, task.step, task.reduction)
-        warn = reduction_warning(context, plan)
-        return forward.TaskLoss(module, batches, objective, plan.precision, context.device, warn)
-
+    check_named_task(context, plan, task, model)
     plan = _fit_micro(context, plan, model, train, task)
     part, memory = _split_model(context, plan, task, model, train, test)
     spec = TrainingSpec(
         model,
-        task.optimizer,
+        optimizer_maker(task, model),
         task.schedule,
         train,
-        make_loss,
+        loss_maker(context, plan, task),
         task,
         test,
         task.ids,
@@ -194,7 +196,7 @@ def assemble(
     model = lay_out(context, plan, spec)
     state.seed_everything(begin.seed, context.rng_stream)
     synced = _syncs_batchnorm(context, plan, model)
-    borrow = synced or context.gathers_parameters
+    borrow = synced or context.gathers_parameters or makes_same_steps(plan, spec.task)
     whole = claims_shards(context, model.optimizer)
     at, global_batch = begin.position, begin.global_batch
     feed = open_feed(context, plan, spec.train, global_batch, at, model.tables, borrow, whole)
@@ -203,7 +205,7 @@ def assemble(
     if plan.compile and plan.layout.tensor > 1:
         skip_in_compilation()
     context.to_close += [batchnorm_samples.refuse_single(m, spec.model) for m in model.stages]
-    module = cast(nn.Module, torch.compile(model.module)) if plan.compile else model.module
+    module = compiled(model.module) if plan.compile else model.module
     next_loss = spec.make_loss(module, feed.batches)
     rate = make_schedule(context, begin, spec, model.optimizer, feed)
     plain = module_replica(context, begin, spec, model, feed, next_loss, synced, stop, rate)
@@ -387,6 +389,8 @@ def _change(
         return None
 
     def make() -> ActiveStrategy:
+        if strategies(plan)["then"].replicas_agree:  # also where one had samples less often
+            align_step_counts(context, plain.flat, plain.optimizer)
         active = activate(context, plan, replica, "then", tables)
         return set_pace(context, plan, active, feed, plain)
 

@@ -164,6 +164,18 @@ class Student(Replica, Protocol):
         ...
 
 
+class ByName(Protocol):
+    """Means by the name of an optimizer, since the last exchange of status."""
+
+    means: dict[str, float]  # over all ranks, as of the last `read`
+
+    def take(self) -> Tensor:
+        """Sums of this rank since the last call, to be summed over ranks for `read`."""
+        ...
+
+    def read(self, sums: Sequence[float]) -> None: ...
+
+
 class LoopReplica(Replica, Protocol):
     """What the training loop needs of a replica beside what strategies need."""
 
@@ -172,6 +184,17 @@ class LoopReplica(Replica, Protocol):
     @property
     def in_block(self) -> bool:
         """Whether a strategy is between two steps of `steps`."""
+        ...
+
+    @property
+    def losses(self) -> ByName:
+        """The mean loss of each optimizer, where several step apart."""
+        ...
+
+    def batch_over(self) -> bool:
+        """After a round: whether the last batch has no further optimizer step. Where optimizers are
+        named it may have several, each a round of a strategy that merges every step; a block of
+        local steps always takes them all. The same on every rank."""
         ...
 
     def load(self, values: Tensors) -> None:

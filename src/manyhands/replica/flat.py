@@ -1,6 +1,7 @@
 """Flat parameters: a module's parameters as views of one long vector per dtype.
 
-A second vector holds their gradients. Merge arithmetic, compression and checkpoints then work on
+A second vector holds their gradients. Of several named optimizers, the parameters of each have
+vectors of their own. Merge arithmetic, compression and checkpoints then work on
 few long vectors, while the module and its optimizer keep their own parameters. Each parameter
 starts at a multiple of 64 bytes, so that kernels load aligned; the padding stays zero. Gradients
 are cut into buckets from the back, the order in which backward makes them.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ class FlatParameters:
 
     `allocate` makes the vectors: in private memory, on a device, or in memory that the group
     reduces without a copy. `allocate_values` may make the values in memory that all ranks of a
-    host share; then only one of them `writes` its weights there.
+    host share; then only one of them `writes` its weights there. `owners`: by id of a parameter,
+    the name of its optimizer, where there are several.
     """
 
     collects_gradients = False
@@ -40,6 +42,7 @@ class FlatParameters:
         bucket_bytes: int,
         allocate_values: Allocate | None = None,
         writes: bool = True,
+        owners: Mapping[int, str] | None = None,
     ):
         self._module = module
         self._allocate_values, self._writes = allocate_values or allocate, writes
@@ -49,10 +52,10 @@ class FlatParameters:
         self.grads: Tensors = {}
         self.views: list[ParameterView] = []
         self.buckets: list[Bucket] = []
-        for dtype in dict.fromkeys(p.dtype for _, p in named):
-            self._lay_out(
-                [(n, p) for n, p in named if p.dtype == dtype], dtype, allocate, bucket_bytes
-            )
+        kinds = [(p.dtype, (owners or {}).get(id(p))) for _, p in named]
+        for kind in dict.fromkeys(kinds):
+            alike = [pair for pair, its in zip(named, kinds, strict=True) if its == kind]
+            self._lay_out(alike, *kind, allocate, bucket_bytes)
         self._keep_in_place(allocate_values is not None)
         # the samples behind the gradient, then for each view how many ranks used it
         self.count = allocate(1 + len(self.views), torch.float32)
@@ -86,6 +89,7 @@ class FlatParameters:
         self,
         named: list[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
+        owner: str | None,
         allocate: Allocate,
         bucket_bytes: int,
     ) -> None:
@@ -94,7 +98,7 @@ class FlatParameters:
         for _, p in named:
             starts.append(end)
             end += -(-p.numel() // align) * align
-        key = str(dtype).removeprefix("torch.")
+        key = str(dtype).removeprefix("torch.") + (f".{owner}" if owner else "")
         values, grads = self._allocate_values(end, dtype), allocate(end, dtype)
         self.values[key], self.grads[key] = values, grads
         first = len(self.views)
@@ -107,7 +111,13 @@ class FlatParameters:
             p.data = value
             self.views.append(
                 ParameterView(
-                    name, p, value, torch.as_strided(grads, p.shape, stride, start), key, start
+                    name,
+                    p,
+                    value,
+                    torch.as_strided(grads, p.shape, stride, start),
+                    key,
+                    start,
+                    owner,
                 )
             )
         self._cut(first, [*starts, end], key, grads, bucket_bytes)

@@ -2,6 +2,9 @@
 
     start -> backward passes -> end -> merge -> place -> optimizer step
 
+Where optimizers are named, a step of one of them collects, exchanges and places the gradients of
+its own parameters alone.
+
 While the last backward pass runs, a hook on every parameter copies its gradient into the flat
 vector. As soon as all gradients of a bucket are there, the bucket goes to the strategy, in the same
 order on every rank, so that its exchange overlaps the rest of backward.
@@ -14,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from manyhands.core import OnReady
+from manyhands.core import OnReady, Tensors
 from manyhands.errors import TaskError
 from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.update import Update
@@ -23,8 +26,9 @@ from manyhands.replica.update import Update
 class GradientWindow:
     """The micro-batches of one step.
 
-    `on_first` is called once, after the first window, with the names of parameters that had no
-    gradient in it. `frozen`: parameters that must not want a gradient.
+    `on_first` is called after the first window, of each optimizer where several step apart, with
+    the names of parameters that had no gradient in it, and how many could have had one. `frozen`:
+    parameters that must not want a gradient.
     """
 
     def __init__(
@@ -32,17 +36,27 @@ class GradientWindow:
         flat: ReplicaParameters,
         overlap: bool,
         frozen: Sequence[nn.Parameter],
-        on_first: Callable[[list[str]], None],
+        on_first: Callable[[list[str], int], None],
     ):
         self.flat, self.overlap, self._frozen = flat, overlap, frozen
-        self._on_first: Callable[[list[str]], None] | None = on_first
+        self._on_first = on_first
+        self._looked: set[str | None] = set()  # the optimizers whose first window is over
+        self._optimizer: str | None = None  # which one this window is for; None: all
+        every = range(len(flat.views)), range(len(flat.buckets))
+        # by optimizer: its views and its buckets
+        self._of: dict[str | None, tuple[Sequence[int], Sequence[int]]] = {None: every}
+        for name in {view.optimizer for view in flat.views} - {None}:
+            views = [i for i in every[0] if flat.views[i].optimizer == name]
+            buckets = [b for b in every[1] if flat.buckets[b].views[0] in views]
+            self._of[name] = views, buckets
         self.on_ready: OnReady | None = None  # set while the last backward pass runs
         self.used = [False] * len(flat.views)  # by this rank, in this window
         # the gradient has been moved from the parameter to the flat vector
         self.in_flat = [False] * len(flat.views)
         self.is_mean = False  # the flat vector holds the mean gradient of this window, clipped
         self._bucket_of = {i: b for b, bucket in enumerate(flat.buckets) for i in bucket.views}
-        self._missing: list[int] = []  # for each bucket: gradients that have not arrived yet
+        self._buckets: Sequence[int] = every[1]  # to be exchanged in this window, in order
+        self._missing: dict[int, int] = {}  # of each of them: gradients that have not arrived yet
         self._launched = 0  # buckets handed to `on_ready`
         self._left: list[int | None] = []  # version of each gradient after a backward pass
         self._hooks = []
@@ -70,10 +84,41 @@ class GradientWindow:
             view.parameter.grad = None
             self.used[i] = self.in_flat[i] = False
         self.flat.start_window(self.overlap)
-        self._missing = [len(b.views) for b in self.flat.buckets]
+        self.choose(None)
         self._launched = 0
         self.is_mean = False
         self._left = []
+
+    def choose(self, optimizer: str | None) -> None:
+        """Before the first backward pass: the optimizer that steps by this window's gradients."""
+        self._optimizer, self._buckets = optimizer, self._of[optimizer][1]
+        self._missing = {b: len(self.flat.buckets[b].views) for b in self._buckets}
+
+    @property
+    def views(self) -> Sequence[int]:
+        """The views that get a gradient in this window."""
+        return self._of[self._optimizer][0]
+
+    @property
+    def merged(self) -> bool:
+        """Whether the gradients are in the flat vectors, where a strategy can merge them."""
+        return self.in_flat[self.views[0]]
+
+    @property
+    def grads(self) -> Tensors:
+        """The flat vectors of this window's gradients."""
+        if self._optimizer is None:
+            return self.flat.grads
+        vectors = dict.fromkeys(self.flat.views[i].vector for i in self.views)
+        return {k: self.flat.grads[k] for k in vectors}
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of `loss`, for the parameters of this window alone."""
+        if self._optimizer is None:
+            loss.backward()
+            return
+        given = [self.flat.views[i].parameter for i in self.views]
+        loss.backward(inputs=[p for p in given if p.requires_grad])
 
     def check_untouched(self) -> None:
         """User code has run: what it does to gradients would be lost, or would lose others."""
@@ -117,10 +162,10 @@ class GradientWindow:
             self._missing[bucket] -= 1
             while (
                 self.overlap
-                and self._launched < len(self._missing)
-                and self._missing[self._launched] == 0
+                and self._launched < len(self._buckets)
+                and self._missing[self._buckets[self._launched]] == 0
             ):  # in order on every rank
-                ready = self.flat.buckets[self._launched]
+                ready = self.flat.buckets[self._buckets[self._launched]]
                 self._launched += 1
                 self.on_ready({ready.name: ready.grad})
 
@@ -141,20 +186,21 @@ class GradientWindow:
             self.flat.used.fill_(1.0)
         else:
             self.flat.used.copy_(torch.tensor(self.used, dtype=torch.float32))
-        if self._on_first is not None and count:
-            used_views = zip(self.flat.views, self.used, strict=True)
-            self._on_first([view.name for view, is_used in used_views if not is_used])
-            self._on_first = None
+        if self._optimizer not in self._looked and count:
+            self._looked.add(self._optimizer)
+            unused = [self.flat.views[i].name for i in self.views if not self.used[i]]
+            self._on_first(unused, len(self.views))
 
     def launch_rest(self, on_ready: OnReady) -> None:
         """Hand over the buckets that were not complete before backward ended."""
         self.gather()
-        for bucket in self.flat.buckets[self._launched :]:
-            on_ready({bucket.name: bucket.grad})
+        for b in self._buckets[self._launched :]:
+            on_ready({self.flat.buckets[b].name: self.flat.buckets[b].grad})
 
     def gather(self) -> None:
         """Move all gradients that are still with their parameters into the flat vectors."""
-        for i, view in enumerate(self.flat.views):
+        for i in self.views:
+            view = self.flat.views[i]
             if not self.in_flat[i]:
                 if view.parameter.grad is None:
                     view.grad.zero_()
@@ -168,8 +214,7 @@ class GradientWindow:
 
         A parameter that no rank used gets none, as in plain torch.
         """
-        everything_used = all(self.used) or not self.in_flat[0]
+        everything_used = all(self.used) or not self.merged
         return update.place(
-            self.used if everything_used else [u > 0 for u in self.flat.used.tolist()],
-            self.in_flat[0],
+            self.used if everything_used else [u > 0 for u in self.flat.used.tolist()], self.merged
         )

@@ -27,6 +27,8 @@ from manyhands.replica.gradient_window import GradientWindow
 from manyhands.replica.objective import Reduction
 from manyhands.replica.optimizer_step import OptimizerStep
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
+from manyhands.replica.several_optimizers.named_losses import NamedLosses
+from manyhands.replica.several_optimizers.named_optimizers import NamedOptimizers
 from manyhands.replica.update import Update, moments
 
 
@@ -39,6 +41,7 @@ class MicroLoss:
     last: bool  # the last micro-batch of this rank in the step
     has_gradients: bool = False  # its backward pass is done: they are with the parameters
     over: int = 1  # ... and those of a loss so many times as large
+    optimizer: str | None = None  # the one that steps by it, where they are named; None: all
 
     def of_sum(self) -> MicroLoss:
         """This one, whose loss is a sum over its samples, as a mean."""
@@ -48,6 +51,22 @@ class MicroLoss:
 
 
 NextLoss = Callable[[], MicroLoss]
+
+
+class SubSteps(Protocol):
+    """A `NextLoss` that gives several losses for one batch, each for an optimizer step
+    (`replica.several_optimizers`)."""
+
+    def __call__(self) -> MicroLoss: ...
+    def advance(self, begins: bool) -> str | None:
+        """Run the user's code up to its next loss, with the parameters as they are now: the name of
+        the optimizer that steps by it, "" for all of them; None: the batch has no further one.
+        `begins`: of the next batch, else of this one."""
+        ...
+
+
+# Raises where another rank is to step another optimizer, or has no further step in its batch (None)
+Agree = Callable[[str | None], None]
 # Runs all micro-batches of a step: calls backward on scaled(loss, count) of each, and returns the
 # sum of loss * count and the sum of counts.
 RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
@@ -81,7 +100,7 @@ class ModuleReplica:
         scaler: torch.amp.GradScaler | None = None,
         overlap: bool = True,
         frozen: Sequence[nn.Parameter] = (),
-        on_first: Callable[[list[str]], None] = lambda unused: None,
+        on_first: Callable[[list[str], int], None] = lambda unused, views: None,
         ended: Callable[[], bool] = lambda: False,
         block_end: BlockEnd | None = None,
         steps_alone: bool = False,
@@ -92,6 +111,8 @@ class ModuleReplica:
         run_micro_batches: RunMicroBatches | None = None,
         replica_group: ReplicaGroup | None = None,
         reduction: Reduction = "mean",
+        sub_steps: SubSteps | None = None,
+        agree: Agree = lambda name: None,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer, self.device = update.optimizer, flat.count.device
@@ -115,6 +136,11 @@ class ModuleReplica:
         )
         self.own_count = 0  # samples of this rank in the last window, before merging
         self.in_block = False  # between two local steps of a strategy
+        self._sub_steps, self._agree = sub_steps, agree  # None: one optimizer step for a batch
+        self._next: str | None = None  # the optimizer of the next one; None: the batch is over
+        self._alone = False  # in a block, whose steps exchange nothing
+        self.losses = NamedLosses(() if sub_steps is None else self._named.named)
+        self.optimizer_step.apart = sub_steps is not None
         self.closing = False  # further steps only end a block; they are no steps of the run
         self._ended = ended  # whether the run is at its end
         self._block_end = block_end  # None: blocks end early only there
@@ -143,7 +169,7 @@ class ModuleReplica:
     @property
     def grads(self) -> Tensors:
         self.window.gather()
-        return self.flat.grads
+        return self.window.grads
 
     @property
     def count(self) -> Tensor:
@@ -176,16 +202,50 @@ class ModuleReplica:
         done, early = 0, self._block_end
         if early is not None:
             early.begin(most)
+        self._alone = True
         try:
             while done < most:
                 if done and (self._ended() or (early is not None and early.ends(done))):
                     return
                 yield done
-                self.in_block, done = True, done + 1
+                self.in_block = True
+                while not self.batch_over():  # all its optimizer steps are one step of the block
+                    yield done
+                done += 1
         finally:
-            self.in_block = False
+            self.in_block = self._alone = False
             if early is not None:
                 early.over(done)
+
+    def batch_over(self) -> bool:
+        if self._sub_steps is None:
+            return True
+        for i in self.window.views if self._next is not None else ():
+            # Another rank may have written the values of its part of them, which torch does not
+            # see. A graph of before the step must be refused on N ranks, as it is on one.
+            torch.autograd.graph.increment_version(self.flat.views[i].parameter)
+        if self._next is not None:
+            self._advance(self._sub_steps, begins=False)
+        if self._next is None:
+            self.optimizer_step.end_batch()
+        return self._next is None
+
+    def _advance(self, sub_steps: SubSteps, begins: bool) -> None:
+        self._next = sub_steps.advance(begins)
+        if not self._alone:
+            self._agree(self._next)
+
+    def _begin_step(self, sub_steps: SubSteps) -> None:
+        """Restrict this step to the optimizer that the user's code has named."""
+        if self._next is None:
+            self._advance(sub_steps, begins=True)
+        self._named.active = self._next or None
+        self.window.choose(self._named.active)
+
+    @property
+    def _named(self) -> NamedOptimizers:
+        assert isinstance(self.optimizer, NamedOptimizers)
+        return self.optimizer
 
     def load(self, values: Tensors) -> None:
         for k, v in values.items():
@@ -196,6 +256,8 @@ class ModuleReplica:
 
     def backward(self, on_ready: OnReady | None = None) -> Tensor:
         self.window.start()
+        if self._sub_steps is not None:
+            self._begin_step(self._sub_steps)
         if self.run_micro_batches is None:
             total, count = self._one_by_one(on_ready)
         else:
@@ -208,7 +270,9 @@ class ModuleReplica:
             self._on_window(self)
         if on_ready is not None:
             self.window.launch_rest(on_ready)
-        return total / max(count, 1)
+        loss = total / max(count, 1)
+        self.losses.add(self._next, loss, count)
+        return loss
 
     def _one_by_one(self, on_ready: OnReady | None) -> tuple[Tensor, int]:
         total, count, last = torch.zeros((), device=self.device), 0, False
@@ -223,7 +287,7 @@ class ModuleReplica:
                     self._weigh_gradients(micro.count / micro.over)
                 else:
                     self.window.on_ready = on_ready if last else None
-                    self._scaled(micro.loss, micro.count).backward()
+                    self.window.backward(self._scaled(micro.loss, micro.count))
                     self.window.on_ready = None
                 total = total + micro.loss.detach() * micro.count
                 count += micro.count
@@ -261,7 +325,7 @@ class ModuleReplica:
 
     def unmerged_count(self) -> int | None:
         """This rank's samples, if nobody read the flat gradients: `count` cannot be merged then."""
-        return None if self.window.in_flat[0] else self.own_count
+        return None if self.window.merged else self.own_count
 
     def gradient(self) -> Tensors:
         if not self.window.is_mean:

@@ -2,6 +2,7 @@
 
     loss    loss(model(*inputs), target)      the count is the number of samples
     step    step(model, batch)                gives a loss, or a loss and its count (tokens, say)
+            or yields them after the name of the optimizer that is to step by them
 
 A task whose loss is a sum (reduction="sum") is divided by the count here and multiplied by the
 step's total count in `optimizer_step`, so that N ranks add up what one process would.
@@ -12,19 +13,22 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.errors import TaskError
 from manyhands.replica.checks import batch_errors
+from manyhands.task_forms.named_parts import yields
 
 Reduction = Literal["mean", "sum"]
 Step = Callable[[nn.Module, Any], Tensor | tuple[Tensor, int]]
 
+YIELD = "yield NAME, loss, or NAME, loss, count"
 WANTED = "return the loss, or the loss and the number of samples (or tokens) it is a mean over"
 
 
@@ -42,6 +46,8 @@ class Objective:
         if self.step is None:
             *inputs, target = pair(values)
             return self.of_outputs(outputs_of(model, inputs), target, count), count
+        if yields(self.step):
+            return self._of_all(model, values, count)
         try:
             given = self.step(model, values)
         except Exception as e:
@@ -50,6 +56,38 @@ class Objective:
             raise
         loss, own = _of_step(given, count or 1)
         return self._mean(loss, own), own if count else 0
+
+    def begin(self, model: Any, values: Any) -> Generator[Any, None, None]:
+        """A step that yields, for one batch."""
+        assert self.step is not None
+        running: Any = self.step(model, values)
+        return cast("Generator[Any, None, None]", running)
+
+    def of_yield(self, got: Any, names: Collection[str], count: int) -> tuple[str, Tensor, int]:
+        """The name of an optimizer, its mean loss of a batch of `count` samples, and the count."""
+        if not isinstance(got, tuple) or len(got) not in (2, 3) or not isinstance(got[0], str):
+            raise TaskError(f"step=(model, batch) yielded {_described(got)}; {YIELD}")
+        name, loss, *counted = got
+        if names and name not in names:
+            raise TaskError(
+                f"step=(model, batch) yielded a loss for {name!r}, but the optimizers are "
+                f"{', '.join(names)}"
+            )
+        own = count or 1
+        if counted:
+            own = whole_count(counted[0], f"step=(model, batch) yielded for {name!r} as the count")
+        loss = scalar_loss(loss, f"step=(model, batch) yielded for {name!r}")
+        return name, self._mean(loss, own), own if count else 0
+
+    def _of_all(self, model: Any, values: Any, count: int) -> tuple[Tensor, int]:
+        """The mean over all losses that a step yields for one batch, to evaluate."""
+        total, counted = torch.zeros((), dtype=torch.float64), 0
+        # a step may take gradients of its own (a gradient penalty)
+        with torch.enable_grad():
+            for got in self.begin(model, values):
+                _, loss, own = self.of_yield(got, (), count)
+                total, counted = total.to(loss.device) + loss.detach().double() * own, counted + own
+        return total / max(1, counted), counted
 
     def of_outputs(self, outputs: Any, target: Any, count: int) -> Tensor:
         """Mean loss of the model's outputs, by `loss`."""
@@ -107,6 +145,11 @@ def whole_count(given: Any, what: str) -> int:
 
 
 def _of_step(got: Any, count: int) -> tuple[Tensor, int]:
+    if inspect.isgenerator(got):
+        raise TaskError(
+            "step=(model, batch) returned a generator; give the function that yields itself "
+            "(def step(...): ... yield), not one that calls it"
+        )
     if isinstance(got, tuple | list):
         if len(got) != 2:
             raise TaskError(f"step=(model, batch) returned {len(got)} values; {WANTED}")

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.replica.objective import Reduction
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
+from manyhands.replica.several_optimizers.named_schedules import NamedSchedules
 from manyhands.replica.update import Update
 
 
@@ -50,6 +51,7 @@ class OptimizerStep:
         self._steps_alone = steps_alone
         self._schedule_at, self._scheduled = schedule_at, scheduled
         self._schedule_most = schedule_most
+        self.apart = False  # named optimizers step one by one, several for one batch
         self.before_step: Callable[[], None] | None = None  # with merged, clipped gradients
         self.replica_group, self.reduction = replica_group, reduction
         self._on_cpu = flat.count.device.type == "cpu"
@@ -81,12 +83,23 @@ class OptimizerStep:
         """One step of the schedule; where ranks share steps, all full steps that they have made."""
         if self.schedule is None:
             return
+        if isinstance(self.schedule, NamedSchedules):
+            if self._schedule_at is None:
+                self.schedule.advance(None, self._schedule_most)
+            elif not self.apart:
+                self.end_batch()
+            return
         due = self._scheduled + 1 if self._schedule_at is None else self._schedule_at()
         if self._schedule_most is not None:
             due = min(due, self._schedule_most)
         while self._scheduled < due:
             self.schedule.step()
             self._scheduled += 1
+
+    def end_batch(self) -> None:
+        """What all schedules of named optimizers count alike (epochs) goes on between batches."""
+        if isinstance(self.schedule, NamedSchedules) and self._schedule_at is not None:
+            self.schedule.advance(self._schedule_at(), self._schedule_most)
 
     def _scaled_step(self, scaler: torch.amp.GradScaler) -> bool:
         before = scaler.get_scale()

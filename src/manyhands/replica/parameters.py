@@ -41,6 +41,7 @@ class ParameterView:
     grad: Tensor
     vector: str  # key of the flat vector
     start: int  # first element in that vector
+    optimizer: str | None = None  # the name of the one that steps it, where there are several
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from manyhands.errors import TaskError
 from manyhands.replica import state
 from manyhands.replica.flat import FlatParameters, ParameterView
 from manyhands.replica.lbfgs.lbfgs import LBFGS
+from manyhands.replica.several_optimizers.named_optimizers import NamedOptimizers, members
 
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FUSED_ON_CUDA = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -217,8 +218,9 @@ class StateGuard:
 
     def __init__(self, optimizer: Optimizer):
         self._open = False
-        optimizer.register_state_dict_pre_hook(self._save)
-        optimizer.register_load_state_dict_pre_hook(self._load)
+        for each in {id(o): o for o in (optimizer, *members(optimizer))}.values():
+            each.register_state_dict_pre_hook(self._save)
+            each.register_load_state_dict_pre_hook(self._load)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -250,9 +252,8 @@ def complete_momentum(optimizer: Optimizer) -> None:
     torch's fused SGD needs a buffer of all parameters or of none. Where some thaw after others, a
     buffer of zero gives the same first step, unless dampening scales it; then the step is unfused.
     """
-    if type(optimizer) is not torch.optim.SGD:
-        return
-    for group in optimizer.param_groups:
+    plain = [o for o in members(optimizer) if type(o) is torch.optim.SGD]
+    for group in (g for o in plain for g in o.param_groups):
         if not (group["momentum"] and group.get("fused")):
             continue
         stepped = [p for p in group["params"] if p.grad is not None]
@@ -268,7 +269,10 @@ def complete_momentum(optimizer: Optimizer) -> None:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether user code runs before or after a step, and may look at all gradients at once."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return any(
+        o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks
+        for o in (optimizer, *members(optimizer))
+    )
 
 
 def moments(views: Sequence[ParameterView], optimizer: Optimizer) -> Tensors:
@@ -299,10 +303,12 @@ def prime(optimizer: Optimizer) -> list[nn.Parameter]:
     for p in new:
         p.data = torch.zeros_like(p)  # weight decay of 0 is 0, so it leaves nothing in the state
         p.grad = torch.zeros_like(p)
-        if isinstance(optimizer, torch.optim.SparseAdam):
+    for member in members(optimizer):
+        fresh = [p for g in member.param_groups for p in g["params"] if p.grad is not None]
+        for p in fresh if isinstance(member, torch.optim.SparseAdam) else ():
             p.grad = p.grad.to_sparse(1)
-    if new:
-        optimizer.step()
+        if fresh:
+            member.step()
     for p, value in zip(new, values, strict=True):
         p.data = value
     for p, grad in zip(held, kept, strict=True):
@@ -326,7 +332,8 @@ def can_slice(optimizer: Optimizer) -> bool:
     """Whether the optimizer treats each element by itself, but for sums over all that it knows how
     to make (`LBFGS.dot`), keeps known state, and has none yet."""
     chosen = any(g.get("foreach") or g.get("differentiable") for g in optimizer.param_groups)
-    known = type(optimizer) in (*ELEMENTWISE, LBFGS) and not optimizer.state
+    known = all(type(o) in ELEMENTWISE for o in members(optimizer)) or type(optimizer) is LBFGS
+    known = known and not optimizer.state
     return known and not chosen and not has_step_hooks(optimizer)
 
 
@@ -336,6 +343,10 @@ def has_sparse_gradients(module: nn.Module) -> bool:
 
 def fuse(optimizer: Optimizer, device: torch.device) -> None:
     """Use torch's fused kernel for all parameters, if it has one and the user chose none."""
+    if isinstance(optimizer, NamedOptimizers):
+        for member in members(optimizer):
+            fuse(member, device)
+        return
     kinds = FUSED_ON_CPU if device.type == "cpu" else FUSED_ON_CUDA
     if type(optimizer) not in kinds or any(
         not p.is_floating_point() for g in optimizer.param_groups for p in g["params"]

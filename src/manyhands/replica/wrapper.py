@@ -14,6 +14,7 @@ from torch import Tensor
 from manyhands.core import LineSearch, OnReady, Tensors
 from manyhands.replica.module import ModuleReplica
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
+from manyhands.replica.several_optimizers.named_losses import NamedLosses
 
 if TYPE_CHECKING:
     from manyhands.core import (
@@ -125,6 +126,13 @@ class ReplicaWrapper:
     @closing.setter
     def closing(self, closing: bool) -> None:
         self.inner.closing = closing
+
+    @property
+    def losses(self) -> NamedLosses:
+        return self.inner.losses
+
+    def batch_over(self) -> bool:
+        return self.inner.batch_over()
 
     @property
     def in_block(self) -> bool:

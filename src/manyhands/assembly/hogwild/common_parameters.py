@@ -22,6 +22,7 @@ from manyhands.exchange.shared import SharedGroup
 from manyhands.exchange.wrapper import unwrapped
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
+from manyhands.replica.parameters import ReplicaParameters
 from manyhands.replica.row_gradients import RowGradients, check_rows
 from manyhands.replica.update import WholeUpdate, has_sparse_gradients
 from manyhands.replica.wrapper import ReplicaWrapper
@@ -94,7 +95,7 @@ def place_parameters(
         return
     if not wanted:
         plain = replica.module_replica if isinstance(replica, ReplicaWrapper) else replica
-        _align_step_counts(context, flat, plain.optimizer)
+        align_step_counts(context, flat, plain.optimizer)
     shared = check_shared_memory(context, "hogwild") if wanted else None
     moved = {}
     for key, values in flat.values.items():
@@ -109,9 +110,10 @@ def place_parameters(
     context.data_group.barrier()  # nobody reads before rank 0 has written, or writes before a read
 
 
-def _align_step_counts(context: RankContext, flat: FlatParameters, optimizer: Optimizer) -> None:
-    """Ranks that claimed their steps have made different numbers of them; the optimizers of
-    replicas that agree count alike, as Adam's bias correction depends on it."""
+def align_step_counts(context: RankContext, flat: ReplicaParameters, optimizer: Optimizer) -> None:
+    """Ranks that claimed their steps, or had no samples for some, have made different numbers of
+    them; the optimizers of replicas that agree count alike, as Adam's bias correction depends on
+    it."""
     entries = [optimizer.state.get(view.parameter, {}) for view in flat.views]
     steps = torch.tensor([float(e.get("step", 0)) for e in entries], dtype=torch.float64)
     context.data_group.all_reduce({"steps": steps}, op="max").wait()

@@ -19,6 +19,8 @@ from manyhands.assembly.resume import Start
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.core import Store
 from manyhands.errors import PlanError, TaskError
+from manyhands.replica.several_optimizers.named_optimizers import NamedOptimizers, named
+from manyhands.replica.several_optimizers.named_schedules import NamedSchedules
 from manyhands.task import Callback
 
 TOTAL = "total_steps"
@@ -42,12 +44,27 @@ class LearningRate:
 def make_schedule(
     context: RankContext, begin: Start, spec: TrainingSpec, optimizer: Optimizer, feed: Feed
 ) -> LearningRate:
-    make, total = spec.make_schedule, None
-    if make is None:
+    given, total = spec.make_schedule, None
+    if given is None:
         return LearningRate()
-    if takes_total(make):
+    makes = given if isinstance(given, Mapping) else dict.fromkeys(named(optimizer), given)
+    if any(map(takes_total, makes.values())):
         total = total_steps(begin.plan, feed, begin.position, context.data_parallel_size)
         total = _as_before(context, begin, total)
+    made = {k: _made(make, named(optimizer)[k], total) for k, make in makes.items()}
+    kind, plateau = _alike(made)
+    by = "loss" if plateau and spec.schedule_by == "step" else spec.schedule_by
+    _check_steps(context, begin, spec, kind, plateau, by)
+    due = steps_due(context, begin, feed, by, total)
+    schedule = made.get("")
+    if isinstance(optimizer, NamedOptimizers):
+        schedule = NamedSchedules(optimizer, made, due.made)
+    return LearningRate(schedule, due, total, None if by in ("step", "epoch") else by)
+
+
+def _made(make: Callable[..., Any], optimizer: Optimizer, total: int | None) -> LRScheduler:
+    if takes_total(make):
+        assert total is not None
         schedule = _call(make, optimizer, total)
     else:
         schedule = make(optimizer)
@@ -56,11 +73,19 @@ def make_schedule(
             f"schedule=(optimizer) returned a {type(schedule).__name__}, but a schedule of "
             "torch.optim.lr_scheduler is needed"
         )
-    plateau = isinstance(schedule, ReduceLROnPlateau)
-    by = "loss" if plateau and spec.schedule_by == "step" else spec.schedule_by
-    _check_steps(context, begin, spec, type(schedule).__name__, plateau, by)
-    due = steps_due(context, begin, feed, by, total)
-    return LearningRate(schedule, due, total, None if by in ("step", "epoch") else by)
+    return schedule
+
+
+def _alike(made: Mapping[str, LRScheduler]) -> tuple[str, bool]:
+    """The class of the schedules, and whether a metric steps them: all, or none of them."""
+    plateaus = {name: isinstance(s, ReduceLROnPlateau) for name, s in made.items()}
+    if len(set(plateaus.values())) > 1:
+        one = next(name for name, plateau in plateaus.items() if plateau)
+        raise TaskError(
+            f"the schedule of {one!r} is stepped by an evaluated metric and others by steps, but "
+            "schedule_by= is one for all of them; give all of them the one kind or the other"
+        )
+    return ", ".join(dict.fromkeys(type(s).__name__ for s in made.values())), any(plateaus.values())
 
 
 def _as_before(context: RankContext, begin: Start, total: int) -> int:

@@ -49,6 +49,7 @@ from manyhands.recover import directory
 from manyhands.replica import forward, state
 from manyhands.replica.objective import Objective
 from manyhands.task import Task, build_model, resolve
+from manyhands.task_forms.named_parts import only
 from manyhands.train import STATUS_EVERY_S
 
 # the plan words that have a meaning for DDP; it has no merge strategies, compression and groups
@@ -135,8 +136,8 @@ class DDPRun:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # torch has it for GPUs only
         self.module = module
         self.nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        self.optimizer = task.optimizer(module.parameters())
-        self.schedule = None if task.schedule is None else task.schedule(self.optimizer)
+        self.optimizer = only(task.optimizer)(module.parameters())
+        self.schedule = None if task.schedule is None else only(task.schedule)(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
         state.seed_everything(plan.seed or 0, self.rank)
         self.batches = ddp_batches(task, plan, device, self.global_batch, self.rank, self.size)

@@ -26,6 +26,7 @@ from manyhands.parallel.zero.full_state import gradient_state, parameter_state
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.plan import words as plan_words
 from manyhands.task import Callback, Task
+from manyhands.task_forms.named_parts import made_model
 
 RTOL = {torch.float64: 1e-12, torch.float32: 1e-5}  # same numbers up to the order of summation
 EMBEDDED = "embedded"  # this file exists if the model has embeddings
@@ -216,7 +217,7 @@ def without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
     and making it once more only to look at its model could draw from its random numbers.
     """
     task = make if isinstance(make, Task) else make()
-    model = task.model if isinstance(task.model, nn.Module) else task.model()
+    model = made_model(task.model)
     if isinstance(make, Task):
         model = copy.deepcopy(model)  # this run trains it, and the next one starts from the same
     for module in model.modules():

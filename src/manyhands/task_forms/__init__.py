@@ -1,0 +1,1 @@
+"""Forms in which a task is given: checked when it is made, before anything runs."""
