@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from manyhands.core import Result
     from manyhands.embedding.modules import Embedding, EmbeddingBag
     from manyhands.own_loop import Run
+    from manyhands.recover.starting_weights import Weights
     from manyhands.replica.lbfgs.lbfgs import LBFGS
     from manyhands.store.standalone import StandaloneStore as Store
     from manyhands.task import Callback, Task, accuracy
@@ -67,6 +68,7 @@ __all__ = [
     "StoreError",
     "Task",
     "TaskError",
+    "Weights",
     "accuracy",
     "changed_rows",
     "join",
@@ -81,6 +83,7 @@ _PLACES = {
     "manyhands.core": "Result",
     "manyhands.embedding.modules": "Embedding, EmbeddingBag",
     "manyhands.own_loop": "Run",
+    "manyhands.recover.starting_weights": "Weights",
     "manyhands.replica.lbfgs.lbfgs": "LBFGS",
     "manyhands.store.standalone": "StandaloneStore as Store",
     "manyhands.task": "Callback, Task, accuracy",

@@ -29,6 +29,7 @@ from manyhands.assembly.regroup.elastic_job import between_ranks, elastic_job
 from manyhands.assembly.regroup.epochs import Epochs
 from manyhands.assembly.trainer import task_trainer
 from manyhands.core import Job, Plan, ProcessInfo, Result
+from manyhands.embedding.tables import embeddings
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.elastic.elastic_launcher import ElasticLauncher
@@ -44,6 +45,7 @@ from manyhands.plan import words as plan_words
 from manyhands.plan.words import Words
 from manyhands.recover import directory
 from manyhands.recover.checkpoint import Checkpoints
+from manyhands.recover.starting_weights import Weights
 from manyhands.replica import state
 from manyhands.replica.checks import step_guard
 from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
@@ -206,7 +208,8 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
             return _work_in_epochs(plan, here, store, options, task, seed, stop)
         context = open_rank_context(plan, here, store, options)
         try:
-            return _train(context, task, build_model(task), seed, stop)
+            model = starting_model(task, context.directory if options.resume else None)
+            return _train(context, task, model, seed, stop)
         except ServerLost as e:
             reasons = filter(None, (str(e), context.server_failures()))
             raise ServerLost("\n".join(reasons)) from e
@@ -232,6 +235,22 @@ def _train(
         ) from None
 
 
+def starting_model(task: Task, resumed: Path | None = None) -> nn.Module:
+    """The task's model with the weights to start from, which a run that goes on in the directory
+    `resumed` does not need."""
+    model = build_model(task)
+    if task.init is None or (resumed is not None and Checkpoints(resumed / "checkpoints").all()):
+        return model
+    weights = task.init if isinstance(task.init, Weights) else Weights(task.init)
+    if embeddings(model) and weights.has_tables:
+        raise TaskError(
+            f"init={weights.named} has rows of mh.Embedding, which are on servers and come from a "
+            "resumed run only; resume it, or give the parameters as a state dict"
+        )
+    weights.load_into(model)
+    return model
+
+
 def _work_in_epochs(
     plan: Plan,
     here: ProcessInfo,
@@ -243,7 +262,7 @@ def _work_in_epochs(
 ) -> dict[str, Any]:
     """The same in an elastic run: each group of ranks has a trainer of its own, with a model as it
     was at first, into which the state that was kept is loaded."""
-    first = build_model(task)
+    first = starting_model(task, Path(str(options.directory)) if options.resume else None)
     epochs = Epochs(plan, here, store, options)
     return epochs.run({}, lambda c: _train(c, task, copy.deepcopy(first), seed, stop))
 

@@ -104,6 +104,8 @@ class Task:
     tensor: Mapping[str, str] = field(default_factory=dict)
     # of a batch: the ids that its mh.Embedding tables will look up, by table name
     ids: Callable[[Any], Mapping[str, Any]] | None = None
+    # weights to start from: a file, a run directory, a state dict, mh.Weights; --resume comes first
+    init: Any = None
 
     def __post_init__(self) -> None:
         self._check_functions()

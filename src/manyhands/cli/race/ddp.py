@@ -36,7 +36,7 @@ from manyhands.core import (
 )
 from manyhands.data.batches import StreamedBatches
 from manyhands.data.sources import source
-from manyhands.entry import MakeTask
+from manyhands.entry import MakeTask, starting_model
 from manyhands.errors import Diverged, PlanError
 from manyhands.launch import environment
 from manyhands.launch.signals import Stop
@@ -48,7 +48,7 @@ from manyhands.plan.words import Words
 from manyhands.recover import directory
 from manyhands.replica import forward, state
 from manyhands.replica.objective import Objective
-from manyhands.task import Task, build_model, resolve
+from manyhands.task import Task, resolve
 from manyhands.task_forms.named_parts import only
 from manyhands.train import STATUS_EVERY_S
 
@@ -131,7 +131,7 @@ class DDPRun:
         batch = plan.batch or DEFAULT_BATCH
         self.global_batch = batch * plan.accumulate * self.size
         self.test_batch = 4 * batch
-        module = build_model(task).to(device)
+        module = starting_model(task).to(device)
         if device.type == "cuda":
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # torch has it for GPUs only
         self.module = module
