@@ -43,11 +43,19 @@ class Noted(mh.Callback):
             "last": dict(trainer.metrics),
         }
         Path(f"{self.folder}/{run.rank}.json").write_text(json.dumps(noted))
+        if trainer.context.splits_model:
+            return
         state = trainer.checkpoints.module.state_dict()
         save_file(
             {k: v.clone().contiguous() for k, v in state.items()},
             f"{self.folder}/{run.rank}.safetensors",
         )
+
+
+class Fails(mh.Callback):
+    def on_epoch(self, run: Any, epoch: int, metrics: Any) -> None:
+        if run.rank == run.size - 1:
+            raise ZeroDivisionError("mine")
 
 
 class StopsOnOneRank(mh.Callback):
@@ -99,6 +107,16 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], list[mh.Callback]]]] = 
         lambda: [mh.EMA(0.8)],
     ),
     "swa": ("epochs=4", {"test": (X, Y)}, lambda: [mh.SWA(start=2)]),
+    "ema, hogwild local": (
+        "epochs=3 merge=hogwild",
+        {"test": (X, Y)},
+        lambda: [mh.EMA(0.8), mh.BestModel()],
+    ),
+    "split, one cycle and early": (
+        "epochs=9 shard=2",
+        {"test": (X, 2 - Y), "schedule": one_cycle},
+        lambda: [mh.EarlyStopping(patience=2)],
+    ),
     "early": (
         "epochs=40",
         {"test": (X, 2 - Y)},
@@ -135,14 +153,24 @@ def make(case: str, batch: int, folder: str) -> mh.Task:
 
 def one(case: str, folder: Path, words: dict[str, Any], batch: int, options: Options) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    given = dict(word.split("=") for word in CASES[case][0].split())
+    given = dict(word.split("=") for word in CASES[case][0].split() if word != "shard=2")
     kept = dataclasses.replace(options, directory=str(folder / "run"))
-    work(functools.partial(make, case, batch, str(folder)), {**words, **given}, kept)
+    work(functools.partial(make, case, batch, str(folder)), {**given, **words}, kept)
 
 
 def every(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any]:
-    for case in CASES:
-        one(case, Path(folder) / case, words, BATCH // 2, options)
+    for case, (given, *_) in CASES.items():
+        split = {"data": "1", "shard": "2"} if "shard=2" in given else {}
+        one(case, Path(folder) / case, {**words, **split}, BATCH // 2, options)
+    return {}
+
+
+def failing(folder: str, words: dict[str, Any], options: Options) -> dict[str, Any]:
+    def task() -> mh.Task:
+        return dataclasses.replace(make("ema", BATCH, folder), callbacks=[Fails()])
+
+    kept = dataclasses.replace(options, directory=f"{folder}/run")
+    work(task, {**words, "epochs": "3"}, kept)
     return {}
 
 

@@ -223,6 +223,7 @@ class Checkpointing:
         assert local is not None
         model = active.consensus(self.replica, context.data_group)
         own = self.own.for_sharded_file(active, model is not None)
+        callbacks = self.kept.plain("a checkpoint of a model that is split over ranks")
         tensors, optimizer_meta = local.optimizer()
         for name in resharding.without_spec(tensors):
             del tensors[name]
@@ -246,7 +247,7 @@ class Checkpointing:
             params,
             (tensors, optimizer_meta),
             own,
-            lambda optimizer: self._meta(active, metrics, optimizer),
+            lambda optimizer: self._meta(active, metrics, optimizer) | {"callbacks": callbacks},
         )
 
     def _meta(
@@ -258,7 +259,6 @@ class Checkpointing:
             "given": self._given,
             "schedule": None if schedule is None else state.to_plain(schedule.state_dict()),
             "total_steps": self.total_steps,
-            "callbacks": self.kept.read()[0],
             "scaler": None if scaler is None else scaler.state_dict(),
             "global_batch": self.global_batch,
             "order": self.order,

@@ -61,7 +61,7 @@ def module_replica(
     part = spec.part
     sub_steps = next_loss if isinstance(next_loss, StepLosses) else None
 
-    return ModuleReplica(
+    replica = ModuleReplica(
         model.flat,
         model.update,
         next_loss,
@@ -86,6 +86,10 @@ def module_replica(
         sub_steps=sub_steps,
         agree=_agreement(context, model.optimizer),
     )
+    if rate.due.by_epoch and feed.claims is not None:
+        # an epoch of asynchronous ranks is over at a sync point
+        feed.claims.on_sync = replica.stepped
+    return replica
 
 
 def _agreement(context: RankContext, optimizer: Optimizer) -> Agree:

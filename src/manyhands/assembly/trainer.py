@@ -255,7 +255,6 @@ def _joins_others(
     if model.tables is not None and (leases := model.tables.leases) is not None:
         buffers = sync_batchnorm.running_buffers(model.module)
         kept = checkpointing.kept
-        kept.refuse_tensors("elastic= over servers")
         leases.make_note = functools.partial(make_note, trainer, buffers, kept)
         if context.replaces:
             join_run(context, trainer, checkpointing.replica, leases, buffers, kept)

@@ -84,14 +84,16 @@ class CallbackState:
             state.load_model(module, raw)
         return self.write(plain, tensors)
 
-    def refuse_tensors(self, where: str) -> None:
-        """Where state travels in short messages."""
-        if names := list(self.read()[1]):
-            name = names[0].split("/")[1]
+    def plain(self, where: str) -> dict[str, Any]:
+        """Plain values alone, where there is no room for tensors."""
+        plain, tensors = self.read()
+        if tensors:
+            name = next(iter(tensors)).split("/")[1]
             raise TaskError(
-                f"the callback {name} has tensors in its state, which {where} cannot give to a "
-                "process that takes a dead one's place; keep plain values, or leave elastic= out"
+                f"the callback {name} has tensors in its state, which {where} cannot keep; keep "
+                "plain values, or leave it out"
             )
+        return plain
 
     def _name_of(self, callback: Callback | None) -> str:
         return next(name for name, c in self._by_name.items() if c is callback)

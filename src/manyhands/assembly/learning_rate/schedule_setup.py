@@ -51,7 +51,7 @@ def make_schedule(
     if any(map(takes_total, makes.values())):
         total = total_steps(begin.plan, feed, begin.position, context.data_parallel_size)
         total = _as_before(context, begin, total)
-    made = {k: _made(make, named(optimizer)[k], total) for k, make in makes.items()}
+    made = {k: made_schedule(make, named(optimizer)[k], total) for k, make in makes.items()}
     kind, plateau = _alike(made)
     by = "loss" if plateau and spec.schedule_by == "step" else spec.schedule_by
     _check_steps(context, begin, spec, kind, plateau, by)
@@ -62,7 +62,8 @@ def make_schedule(
     return LearningRate(schedule, due, total, None if by in ("step", "epoch") else by)
 
 
-def _made(make: Callable[..., Any], optimizer: Optimizer, total: int | None) -> LRScheduler:
+def made_schedule(make: Callable[..., Any], optimizer: Optimizer, total: int | None) -> LRScheduler:
+    """What a task's function makes; `total`: steps of the run, where it takes them."""
     if takes_total(make):
         assert total is not None
         schedule = _call(make, optimizer, total)

@@ -17,6 +17,7 @@ class StepsDue:
 
     at: Callable[[], int] | None = None  # how many are due now; None: one after each step
     made: int = 0  # before
+    by_epoch: bool = False
     most: int | None = None  # of a schedule that was told the total; None: no end
 
 
@@ -28,9 +29,10 @@ def steps_due(
     goes_on = begin.saved is not None or (regrouping is not None and regrouping.begin is not None)
     if by == "step":
         made = at.steps // (size if feed.claims else 1)
-        return StepsDue(_by_step(begin.plan, feed, size), made if goes_on else 0, total)
+        return StepsDue(_by_step(begin.plan, feed, size), made if goes_on else 0, most=total)
     if by == "epoch":
-        return StepsDue(_by_epoch(feed), at.epoch if goes_on else 0, total)
+        made = at.epoch if goes_on else 0
+        return StepsDue(_by_epoch(feed), made, by_epoch=True, most=total)
     return StepsDue(lambda: 0)  # an evaluation steps it
 
 

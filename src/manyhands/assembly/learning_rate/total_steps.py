@@ -20,17 +20,22 @@ NEARLY = 1e-9  # as `Limits.at_end` rounds
 
 def total_steps(plan: Plan, feed: Feed, at: Position, size: int) -> int:
     """`size`: ranks among which steps may be shared."""
+    total = steps_of_run(plan, None if feed.indexed is None else feed.indexed.split, at)
+    return max(1, total // size if feed.claims is not None and shares_steps(plan) else total)
+
+
+def steps_of_run(plan: Plan, split: DataSplit | BatchSplit | None, at: Position) -> int:
+    """Steps of the run at its end. `split`: of data with a length."""
     by_epochs = math.inf
-    if plan.epochs is not None and feed.indexed is not None:
-        by_epochs = at.steps + steps_to(plan.epochs, feed.indexed.split, at)
+    if plan.epochs is not None and split is not None:
+        by_epochs = at.steps + steps_to(plan.epochs, split, at)
     if plan.steps is None and math.isinf(by_epochs):
         raise TaskError(
             "schedule=(optimizer, total_steps) wants the number of steps, which a stream without "
             "length does not tell; limit the run with steps=, or give a schedule of the optimizer "
             "alone"
         )
-    total = int(min(by_epochs, math.inf if plan.steps is None else plan.steps))
-    return max(1, total // size if feed.claims is not None and shares_steps(plan) else total)
+    return int(min(by_epochs, math.inf if plan.steps is None else plan.steps))
 
 
 def steps_to(epochs: float, split: DataSplit | BatchSplit, at: Position) -> int:

@@ -28,6 +28,7 @@ from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
 from manyhands.assembly.rank_context import Options
 from manyhands.cli.race import ddp_evaluation
 from manyhands.cli.race.ddp_data import ddp_batches
+from manyhands.cli.race.ddp_schedule import DDPSchedule
 from manyhands.core import (
     Event,
     Plan,
@@ -137,10 +138,10 @@ class DDPRun:
         self.module = module
         self.nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         self.optimizer = only(task.optimizer)(module.parameters())
-        self.schedule = None if task.schedule is None else only(task.schedule)(self.optimizer)
         self.scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16")
         state.seed_everything(plan.seed or 0, self.rank)
         self.batches = ddp_batches(task, plan, device, self.global_batch, self.rank, self.size)
+        self.schedule = DDPSchedule(task, plan, self.optimizer, self.batches)
         self.test = (
             None if task.test is None else source(task.test, device, "Task.test", plan.loaders)
         )
@@ -225,8 +226,7 @@ class DDPRun:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.plan.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.schedule is not None:
-            self.schedule.step()
+        self.schedule.stepped(self.batches.position)
 
     def _total(self) -> int | None:
         """Samples of the next step over all ranks; unknown for a stream."""
@@ -340,6 +340,7 @@ class DDPRun:
             self.test_batch,
             self.device,
         )
+        self.schedule.evaluated(self.metrics)
         where = {"epoch": self.epochs(), "step": float(self.batches.position.steps)}
         seconds = time.perf_counter() - clock
         self.recorder.emit(
