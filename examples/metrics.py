@@ -1,4 +1,4 @@
-"""Metrics over ranks: digits in dict batches, a step of one's own, and values of the whole test data.
+"""Metrics over ranks: digits in dict batches, a step of one's own, metrics of the whole data.
 
     manyhands run examples/metrics.py
     manyhands run examples/metrics.py data=2                       the same values, over two ranks

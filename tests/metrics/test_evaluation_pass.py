@@ -140,3 +140,11 @@ def test_batches_that_a_loss_cannot_take_are_named(data: Any, says: str) -> None
         r"step=",
     ):
         evaluate(data, 0, 1)
+
+
+def test_slices_of_outputs_are_put_together_for_metrics_alone() -> None:
+    class Slice:
+        def gathered(self) -> Tensor:
+            return X
+
+    assert evaluation_pass.whole((Slice(), {"a": Y})) == (X, {"a": Y})

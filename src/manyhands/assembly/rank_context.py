@@ -262,6 +262,8 @@ class RankContext:
         """Write the resolved plan, or write again the one that was written before."""
         self._plan_text = self._plan_text if text is None else text
         directory.write_plan(self.directory, self._plan_text, self.options.words)
+        if self.options.script:
+            directory.write_script(self.directory, self.options.script, self.options.arguments)
 
     def close(self) -> None:
         with contextlib.ExitStack() as rest:  # what fails to close keeps nothing else open

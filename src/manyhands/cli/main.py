@@ -41,7 +41,7 @@ from manyhands.cli.options import (
     TlsKey,
     TokenFile,
 )
-from manyhands.cli.run_verbs import export, join, scale, servers, trace
+from manyhands.cli.run_verbs import evaluate, export, join, predict, scale, servers, trace
 from manyhands.cli.script_command import ScriptCommand, own
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
 from manyhands.plan.reading import check as check_words
@@ -272,6 +272,8 @@ def server(
     raise typer.Exit(verb(given))
 
 
+for of_a_script in (evaluate, predict):
+    app.command(cls=ScriptCommand)(of_a_script)
 for of_a_run in (servers, scale, join, trace, export):
     app.command()(of_a_run)
 

@@ -140,3 +140,29 @@ ChaosFolder = Annotated[
         "--dir", help="Directory of both runs and chaos.json; default: runs/<script>-chaos-<time>."
     ),
 ]
+TaskOrRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE_OR_RUN",
+        help="A Python file that defines task(), or the directory of a run of one.",
+        exists=True,
+    ),
+]
+OfScriptRun = Annotated[
+    Path | None,
+    typer.Option("--dir", help="The run whose weights are taken; default: the file's last run."),
+]
+BestBy = Annotated[
+    str | None,
+    typer.Option(
+        help="Take the best checkpoint by this metric (accuracy, or -loss for the smallest) "
+        "instead of the newest."
+    ),
+]
+WhichData = Annotated[str, typer.Option(help="test or train: which data of the task.")]
+JsonOut = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+PredictionOut = Annotated[
+    Path | None,
+    typer.Option(help="The file to write: .parquet, .csv, .npz or .pt; it must be given."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")]

@@ -8,14 +8,22 @@ from typing import Annotated
 import typer
 
 from manyhands.cli.options import (
+    BestBy,
+    JsonOut,
+    OfScriptRun,
+    Overwrite,
     PlanWords,
+    PredictionOut,
     RunFolder,
     RunningRun,
     ServerNumber,
     ServersVerb,
     TaskFile,
+    TaskOrRun,
     WaitForShards,
+    WhichData,
 )
+from manyhands.cli.script_command import own
 from manyhands.plan.reading import check as check_words
 
 
@@ -76,3 +84,38 @@ def export(
     from manyhands.cli.export import export as verb
 
     print(verb(run, out, best))
+
+
+def evaluate(
+    context: typer.Context,
+    file: TaskOrRun,
+    words: PlanWords = None,
+    best: BestBy = None,
+    data: WhichData = "test",
+    dir: OfScriptRun = None,
+    json: JsonOut = False,
+) -> None:
+    """Evaluate a task by the weights that a run has saved, over ranks. Arguments after -- go to the
+    script."""
+    check_words(words or [])
+    from manyhands.cli.evaluate import evaluate as verb
+
+    verb(file, words or [], best, data, dir, json, own(context))
+
+
+def predict(
+    context: typer.Context,
+    file: TaskOrRun,
+    words: PlanWords = None,
+    out: PredictionOut = None,
+    best: BestBy = None,
+    data: WhichData = "test",
+    dir: OfScriptRun = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a model's outputs for all test samples to a file, over ranks. Arguments after -- go to
+    the script."""
+    check_words(words or [])
+    from manyhands.cli.predict import predict as verb
+
+    verb(file, words or [], out, best, data, dir, overwrite, own(context))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from manyhands.data.sources import DatasetSource, Source, StreamSource, TensorSource
 from manyhands.errors import TaskError
@@ -118,7 +119,8 @@ def evaluate(
         for values, samples in batches:
             if (answers := model.answers(values)) is None:
                 continue
-            n, found = samples, None
+            n = samples
+            found: tuple[Any, Any] | None = None
             if objective.step is None and model.predict is None:
                 found = model.outputs(answers, values)
                 loss = objective.of_outputs(*found, samples)
@@ -127,13 +129,14 @@ def evaluate(
             if metrics.names and found is None:
                 found = model.outputs(answers, values)
             means: list[Tensor] = []
-            if found is not None:
-                if doubt is not None and (wrong := not_means(metrics.functions, *found)):
+            if found is not None and metrics.names:
+                outputs, target = whole(found)
+                if doubt is not None and (wrong := not_means(metrics.functions, outputs, target)):
                     doubt(wrong)
                 doubt = None
-                means = metrics.means(*found)
+                means = metrics.means(outputs, target)
                 if counts:
-                    metrics.update(*found, samples)
+                    metrics.update(outputs, target, samples)
             if n:  # a batch without a token that counts has a mean of 0/0
                 sums[0] += wide(loss).to(sums.device) * n
             for i, mean in enumerate(means, 1):
@@ -141,6 +144,12 @@ def evaluate(
             sums[-2] += samples
             sums[-1] += n
     return sums
+
+
+def whole(values: Any) -> Any:
+    """Outputs of which ranks hold slices (tensor=), as whole tensors. All of these ranks call
+    it."""
+    return tree_map(lambda v: v.gathered() if hasattr(v, "gathered") else v, values)
 
 
 def read_sums(sums: Tensor, metrics: MetricSet) -> dict[str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +21,8 @@ except ImportError:  # Windows: no advisory locks; two runs in one directory are
 OWNER = "owner"  # the lock file
 PLAN = "plan.toml"
 WORDS = "words.txt"
-WRITTEN = (OWNER, PLAN, WORDS, "events", "curves.png")  # by every run, besides checkpoints
+SCRIPT = "script.json"
+WRITTEN = (OWNER, PLAN, WORDS, SCRIPT, "events", "curves.png")  # by every run, besides checkpoints
 
 
 def choose(base: Path, name: str, directory: str | None, resume: bool) -> Path:
@@ -102,6 +105,24 @@ def read_words(path: Path) -> str:
         return (path / WORDS).read_text().strip()
     except OSError:
         return ""
+
+
+def write_script(path: Path, script: str, arguments: Sequence[str]) -> None:
+    """Keep which script the run trains, for those who come after it."""
+    try:
+        said = {"script": script, "arguments": list(arguments)}
+        (path / SCRIPT).write_text(json.dumps(said) + "\n")
+    except OSError as e:
+        raise _unusable(path, e) from e
+
+
+def read_script(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The script that the run in `path` trains, and its arguments; "": it is not known."""
+    try:
+        said = json.loads((path / SCRIPT).read_text())
+        return str(said["script"]), tuple(map(str, said["arguments"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ()
 
 
 def is_held(handle: IO[str], path: Path) -> bool:

@@ -29,85 +29,93 @@ from manyhands.metrics.metric_set import MetricSet
 from manyhands.metrics.user_line import user_line
 from manyhands.replica import state
 
+MORE = 8  # batches, where one says too little
+
 
 def rehearse(evaluation: Evaluation, module: nn.Module) -> None:
     """Evaluate `module`, which is not compiled, on a few samples; check what goals of the plan
     name against the values that come out."""
-    context, task = evaluation.context, evaluation.task
-    if task is None or evaluation.test is None:
+    context = evaluation.context
+    if evaluation.task is None or evaluation.test is None:
         return
     before = state.rng_state(context.device)
     try:
-        most = context.micro_batch(evaluation.plan.batch or 1)
-        few = _few(evaluation.test, most)
-        if few is not None:
-            metrics = MetricSet(task.metrics, context.device)
-            with _zero_rows(module):
-                _ask(evaluation, evaluation.model(module), metrics, *few)
+        with _zero_rows(module):
+            doubt = _ask(evaluation, module, 1)
+            if doubt and not context.splits_model:  # to ask again would need the other ranks
+                doubt = _ask(evaluation, module, MORE)
+        if doubt:
+            context.warn(doubt)
     finally:
         state.load_rng(before, context.device)
 
 
-def _ask(
-    evaluation: Evaluation, model: EvaluatedModel, metrics: MetricSet, values: Any, samples: int
-) -> None:
-    context, batch = evaluation.context, f"a batch of {samples} test samples, before training"
-    counts = context.has_output
+def _ask(evaluation: Evaluation, module: nn.Module, batches: int) -> str:
+    """Why so many batches are too few for a metric, perhaps; "": they are not. Errors are raised
+    where they would come on all samples too."""
+    context, task = evaluation.context, evaluation.task
+    assert task is not None and evaluation.test is not None
+    few = _few(evaluation.test, context.micro_batch(evaluation.plan.batch or 1), batches)
+    samples = sum(n for _, n in few)
+    if not samples:
+        return ""
+    metrics, model = MetricSet(task.metrics, context.device), evaluation.model(module)
+    counts, where = context.has_output, f"a batch of {samples} test samples, before training"
     try:
-        sums = evaluation_pass.evaluate(
-            model, iter([(values, samples)]), metrics, context.device, counts=counts
-        )
+        sums = evaluation_pass.evaluate(model, iter(few), metrics, context.device, counts=counts)
     except TaskError as e:
-        raise TaskError(f"{e} (on {batch})") from e.__cause__
+        raise TaskError(f"{e} (on {where})") from e.__cause__
     except ManyhandsError:
         raise
     except Exception as e:
-        raise TaskError(f"evaluating {batch}, failed: {type(e).__name__}: {e}{user_line(e)}") from e
+        raise TaskError(f"evaluating {where}, failed: {type(e).__name__}: {e}{user_line(e)}") from e
     if not counts or not float(sums[-2]):
-        return
+        return ""
     try:
         found = metrics.compute(dict.fromkeys(metrics.functions, 0.0))
     except TaskError as e:
-        if isinstance(e.__cause__, ValueError) and not _sure(evaluation, model, values, samples):
-            context.warn(f"{e} (on {batch}: if it needs more samples, all is well)")
-            return
-        raise TaskError(f"{e} (on {batch})") from e.__cause__
+        if isinstance(e.__cause__, ValueError) and not _sure(evaluation, model, few):
+            return f"{e} (on {where}: if it needs more samples, all is well)"
+        raise TaskError(f"{e} (on {where})") from e.__cause__
     check_names(evaluation.plan, ["loss", *found])
+    return ""
 
 
-def _sure(evaluation: Evaluation, model: EvaluatedModel, values: Any, samples: int) -> bool:
+def _sure(evaluation: Evaluation, model: EvaluatedModel, few: list[tuple[Any, int]]) -> bool:
     """Whether what fails on these samples fails on all: they are all, or have every class. Some
     functions are not defined for a few samples (the area under a curve of one class)."""
     assert evaluation.test is not None
-    if samples == evaluation.test.samples:
+    if sum(n for _, n in few) == evaluation.test.samples:
         return True
-    if evaluation.context.splits_model:  # to ask again would need the other ranks
+    if evaluation.context.splits_model:
         return False
     with model.evaluating(evaluation.context.device):
-        outputs, target = model.outputs(model.answers(values), values)
-    if not isinstance(outputs, Tensor) or not isinstance(target, Tensor):
+        found = [model.outputs(model.answers(values), values) for values, _ in few]
+    if not all(isinstance(value, Tensor) for pair in found for value in pair):
         return False
+    outputs, target = found[0][0], torch.cat([target.reshape(-1) for _, target in found])
     if target.is_floating_point():
-        return samples > 1
+        return len(target) > 1
     classes = outputs.shape[1] if outputs.ndim == 2 else 2
     return len(target.unique()) >= max(2, classes)
 
 
-def _few(data: Source, most: int) -> tuple[Any, int] | None:
-    """A few samples from all over the data; None: there is no way to see some without effect."""
+def _few(data: Source, most: int, batches: int) -> list[tuple[Any, int]]:
+    """Batches of a few samples from all over the data; none: there is no way to see some without
+    effect."""
     if isinstance(data, StreamSource):
         if hasattr(data.dataset, "__next__"):  # what is read of an iterator is gone
-            return None
-        rows = list(itertools.islice(data.items(0), most))
-        return (data.to_device(rows), len(rows)) if rows else None
-    if not data.samples:
-        return None
-    indices = torch.linspace(0, data.samples - 1, min(most, data.samples)).round().long()
+            return []
+        rows = list(itertools.islice(data.items(0), most * batches))
+        parts = [rows[i : i + most] for i in range(0, len(rows), most)]
+        return [(data.to_device(part), len(part)) for part in parts]
+    samples = data.samples or 0
+    wanted = torch.linspace(0, samples - 1, min(most * batches, samples)).round().long()
     try:
-        return _fetched(data, indices), len(indices)
+        return [(_fetched(data, part), len(part)) for part in wanted.split(most) if len(part)]
     except Exception:
         if data.sampling.own is not None:  # which may leave out samples that cannot be read
-            return None
+            return []
         raise
 
 
