@@ -31,6 +31,8 @@ READ_ON = {  # the page that explains what a verb is for
     "server": ("Start servers by hand", "../how-to/start-servers.md"),
     "servers": ("Add and drain servers", "../server.md#add-and-drain-servers"),
     "trace": ("Events", "events.md"),
+    "evaluate": ("After training", "../after-training.md"),
+    "predict": ("After training", "../after-training.md"),
     "export": ("Resume, checkpoints, export", "../checkpoints.md"),
     "doctor": ("Troubleshooting", "../troubleshooting.md"),
     "bench": ("Benchmarks", "../../benchmarks/README.md"),

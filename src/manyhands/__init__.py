@@ -29,7 +29,7 @@ from manyhands.errors import (
 from manyhands.old_names import refuse_old_names
 
 if TYPE_CHECKING:
-    from manyhands.after_training import evaluate, predict
+    from manyhands.after_training.saved_runs import evaluate, predict
     from manyhands.api import changed_rows, join, load, saved_table, train
     from manyhands.callbacks import EMA, SWA, BestModel, EarlyStopping
     from manyhands.core import Result
@@ -81,7 +81,7 @@ __all__ = [
 ]
 # the same imports as above, by module: names, or "name as public name"
 _PLACES = {
-    "manyhands.after_training": "evaluate, predict",
+    "manyhands.after_training.saved_runs": "evaluate, predict",
     "manyhands.api": "changed_rows, join, load, saved_table, train",
     "manyhands.callbacks": "BestModel, EMA, EarlyStopping, SWA",
     "manyhands.core": "Result",

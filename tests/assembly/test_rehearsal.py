@@ -104,6 +104,14 @@ def test_goals_are_compared_with_the_names_that_an_object_computes(
 ) -> None:
     several = Gathered(lambda t, p: {"macro": 0.5, "micro": 0.6}, "argmax")
     refused(tmp_path, says, words, metrics={"f1": several})
+    plateau = lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)
+    refused(
+        tmp_path / "by",
+        r"schedule_by='f1/all': no such metric; the task has loss, f1/macro, f1/micro",
+        metrics={"f1": several},
+        schedule=plateau,
+        schedule_by="f1/all",
+    )
     result, rounds = train(
         tmp_path / "ends", "until=f1/micro:0.6 best=f1/macro epochs=9", metrics={"f1": several}
     )

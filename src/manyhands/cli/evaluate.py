@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from manyhands.after_training import ScriptTask, evaluated
+from manyhands.after_training.saved_runs import ScriptTask, evaluated
 from manyhands.assembly.evaluation.saved_model import SavedWeights
 from manyhands.errors import CheckpointError
 from manyhands.launch import environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from manyhands import after_training
+from manyhands.after_training import saved_runs
 from manyhands.cli.evaluate import script_and_weights
 from manyhands.errors import PlanError
 from manyhands.launch import environment
@@ -24,7 +24,7 @@ def predict(
     if out is None:
         raise PlanError("predict needs a file to write: --out predictions.parquet")
     task, weights = script_and_weights(file, best, run, arguments)
-    rows = after_training.predict(
+    rows = saved_runs.predict(
         task, weights.run, out, words, best=best, data=data, overwrite=overwrite
     )
     if not environment.process_info().rank:

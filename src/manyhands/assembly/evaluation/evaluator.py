@@ -38,6 +38,7 @@ class Evaluation:
     infer: Callable[..., Any] | None = None  # of a pipeline: its inference over all stages
     # BatchNorm's running statistics, where they are each rank's own
     buffers: Sequence[Tensor] = ()
+    known: Sequence[str] = ()  # what it gives, where a rehearsal has shown it
     _order: Tensor | None = None
     _looked: bool = False
 
@@ -46,7 +47,9 @@ class Evaluation:
         return self.test is not None
 
     @property
-    def metric_names(self) -> list[str]:
+    def metric_names(self) -> Sequence[str]:
+        if self.known:
+            return self.known
         return [] if self.task is None else metric_names(self.task)
 
     def named_buffers(self) -> Tensors:

@@ -77,7 +77,13 @@ def _ask(evaluation: Evaluation, module: nn.Module, batches: int) -> str:
         if isinstance(e.__cause__, ValueError) and not _sure(evaluation, model, few):
             return f"{e} (on {where}: if it needs more samples, all is well)"
         raise TaskError(f"{e} (on {where})") from e.__cause__
-    check_names(evaluation.plan, ["loss", *found])
+    evaluation.known = ["loss", *found]
+    check_names(evaluation.plan, evaluation.known)
+    by = task.schedule_by
+    if by not in ("step", "epoch", *evaluation.known):
+        raise TaskError(
+            f"schedule_by={by!r}: no such metric; the task has {', '.join(evaluation.known)}"
+        )
     return ""
 
 

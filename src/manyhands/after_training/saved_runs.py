@@ -1,4 +1,4 @@
-"""After training: evaluate a task, or predict with it, by the weights that a run has saved.
+"""Saved runs: evaluate a task, or predict with it, by the weights that a run has saved.
 
 The ranks of `data=2`, `tensor=2` or `pipe=2` share the work, and nothing is written into the run's
 directory: it may still be training.

@@ -1,0 +1,1 @@
+"""After training: what is done with the weights that a run has saved."""
