@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from manyhands.core import Goal, Position
+from manyhands.data.drawn import ENDLESS_EPOCH
 from manyhands.trainer_parts import DataProgress, EarlyStop, StepClaimer
 
 
@@ -33,6 +34,11 @@ class Limits:
     def block_cut(self) -> bool:
         """Whether a request to stop has ended the last block of local steps; on all ranks alike."""
         return self.early is not None and self.early.cut
+
+    @property
+    def endless(self) -> bool:
+        """Whether the data has no epochs: a script draws its own batches."""
+        return self.data.samples == ENDLESS_EPOCH
 
     def at_end(self) -> bool:
         """Whether all steps or epochs that were asked for are done."""

@@ -101,7 +101,7 @@ class Pace:
         """How far the run is, and how fast, beside what else was `measured`."""
         limits = self.limits
         return {
-            "epoch": limits.epochs_at(at),
+            **({} if limits.endless else {"epoch": limits.epochs_at(at)}),
             **({"epochs": limits.epochs} if math.isfinite(limits.epochs) else {}),
             "samples_per_s": self.rate,
             "eta_s": self.eta_s(now, at),

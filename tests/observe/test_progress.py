@@ -140,6 +140,12 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert plain([Event(ZERO_S, 0, 0, "finish")]) == ["done        "]
 
 
+def test_a_script_that_draws_its_own_batches_is_shown_by_steps() -> None:
+    value = {"step": 1200.0, "loss": 0.5, "samples_per_s": 80.0}
+    shown = plain([Event(ZERO_S, 0, 0, "progress", value=value)])
+    assert shown == ["step 1,200  loss 0.5000  80 batches/s"]
+
+
 def test_a_terminal_gets_one_live_line_with_the_rest_above(window: Window) -> None:
     shown = Progress(window.stream)
     shown.write([START, progress(1, 0.2)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.commands import CLI, run
 
@@ -125,6 +126,33 @@ def test_local_steps_end_on_all_ranks_and_stay_near(tmp_path: Path) -> None:
     found = distances(tmp_path, ["merge=local_sgd", "merge.period=5"])
     assert min(found["by_loss"], found["in_turns"]) > 1e-6, "replicas step alone in a block"
     assert max(found.values()) < 0.3
+
+
+SAVES = """
+import torch, manyhands as mh
+
+run = mh.join()
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+net, optimizer = run.prepare(net, optimizer)
+for step in range(4):
+    run.step(net(torch.randn(8, 4)).square().mean())
+if run.rank == 0:  # as scripts do: no other rank takes part
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, "own.pt")
+    torch.save(net, "whole.pt")
+"""
+
+
+def test_rank_0_saves_model_and_optimizer_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SAVES)
+    job = run(tmp_path, [*CLI, "run", "job.py", "data=2", "--quiet"])
+    assert job.process.returncode == 0, job.err
+    saved = torch.load(tmp_path / "own.pt")
+    moments = saved["optimizer"]["state"]
+    assert {k: tuple(v["exp_avg"].shape) for k, v in moments.items()} == {0: (1, 4), 1: (1,)}
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(whole.weight, saved["model"]["weight"])
 
 
 SAME = """

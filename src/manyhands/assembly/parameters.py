@@ -174,7 +174,7 @@ def _flat(
         )
         _broadcast_start(context, own)
         return own, update
-    whole = wants_gradients(context, spec)
+    whole = spec.whole_update or wants_gradients(context, spec)
     if whole or not updates_slices(context, plan, replicas_agree(plan), optimizer):
         flat = FlatParameters(module, context.allocate, bucket_bytes, owners=owners(optimizer))
         _broadcast_start(context, flat)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from manyhands.assembly.data import batch_sizes, resolve_split
-from manyhands.assembly.model_parallel import ModelPart
 from manyhands.assembly.own_state import layout_of, ranks_per_replica, saved_layout
 from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.spec import TrainingSpec
 from manyhands.core import Event, Plan, Position, Snapshot
+from manyhands.data.drawn import DrawnSource
 from manyhands.data.sources import Source
 from manyhands.errors import CheckpointError, TaskError
 from manyhands.launch import environment
@@ -210,23 +211,31 @@ def notice_resumed(context: RankContext, begin: Start) -> None:
 
 
 def announce(
-    context: RankContext, plan: Plan, module: nn.Module, global_batch: int, part: ModelPart | None
+    context: RankContext,
+    plan: Plan,
+    module: nn.Module,
+    global_batch: int,
+    spec: TrainingSpec,
 ) -> None:
     """Events at the start of a run, from rank 0, and the resolved plan in the run directory."""
     if not context.leads:
         return
     resolved = dataclasses.replace(plan, threads=torch.get_num_threads())
+    step = f"{global_batch} samples a step"
+    if isinstance(spec.train, DrawnSource):
+        # words about data would be refused where the plan is given again
+        resolved, step = dataclasses.replace(resolved, batch=None, split="auto"), "own batches"
     context.write_plan(words.to_toml(resolved))
     here = sum(p.numel() for p in module.parameters())
     model = f"{type(module).__name__}, {here:,} parameters"
-    if part is not None:
-        model = f"{part.name}, {here:,} of them on rank 0"
+    if spec.part is not None:
+        model = f"{spec.part.name}, {here:,} of them on rank 0"
     where = context.device.type
     if context.process.size > 1:
         where = f"{context.process.size} x {where} over {context.group_name}"
     texts = {
         "start": words.brief(resolved),
-        "model": f"{model}; {global_batch} samples a step; {where}",
+        "model": f"{model}; {step}; {where}",
         "run": str(context.directory),
     }
     for name, text in texts.items():

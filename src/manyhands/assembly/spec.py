@@ -35,5 +35,6 @@ class TrainingSpec:
     schedule_by: str = "step"
     one_copy: bool = True  # the ranks of a host may share one copy of the parameters
     part: ModelPart | None = None  # of a model that is split over ranks
+    whole_update: bool = False  # every rank keeps all of the optimizer's state
     closures: RewoundBatches | None = None  # of a loop that hands over what computes a loss
     watch: MemoryWatch | None = None  # memory forecast, and the peak it is compared with

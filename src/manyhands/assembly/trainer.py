@@ -244,7 +244,7 @@ def assemble(
     if hooked:
         hook_gradients(trainer, plain)
     if not _joins_others(context, trainer, checkpointing, model):
-        announce(context, plan, model.module, begin.global_batch, spec.part)
+        announce(context, plan, model.module, begin.global_batch, spec)
     return Assembled(trainer, feed.batches, module)
 
 

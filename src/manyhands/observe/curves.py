@@ -33,6 +33,7 @@ class Curves:
     """Curves: the numbers that the picture shows."""
 
     plan: str = ""
+    x: str = "epoch"  # or step
     loss: Points = field(default_factory=list)
     metrics: dict[str, Points] = field(default_factory=dict)
     samples_per_s: list[float] = field(default_factory=list)
@@ -59,6 +60,8 @@ def collect(events: list[Event]) -> Curves:
             case "start", str() as plan:
                 curves.plan = plan
             case "progress", dict() as value:
+                if "epoch" not in value and "step" in value:  # a script draws its own batches
+                    curves.x, value = "step", {**value, "epoch": value["step"]}
                 epoch = value.get("epoch", epoch)
                 if "loss" in value:
                     _put(curves.loss, epoch, value["loss"])
@@ -120,7 +123,9 @@ def _picture(name: str, curves: Curves) -> Figure:
     last = max(
         (points[-1][0] for points in (curves.loss, *curves.metrics.values()) if points), default=1.0
     )
-    _draw_loss(figure.add_subplot(grid[:, 0]), curves.loss, last)
+    left_axes = figure.add_subplot(grid[:, 0])
+    _draw_loss(left_axes, curves.loss, last)
+    left_axes.xaxis.label.set_text(curves.x)
     for i, (metric, points) in enumerate(curves.metrics.items()):
         row, column = i % rows, 1 + i // rows
         lowest = row == rows - 1 or i == len(curves.metrics) - 1

@@ -299,14 +299,20 @@ class Terminal:
 def describe(value: Value) -> dict[str, str]:
     """The known fields of the line, in order."""
     index, epochs, done = _epoch(value)
-    fields = {"epoch": f"epoch {index}/{epochs:g}" if epochs else f"epoch {index}"}
-    fields["percent"] = f"{math.floor(done * 100 + 1e-6):3d}%"
+    fields, counted = (
+        {"epoch": f"epoch {index}/{epochs:g}" if epochs else f"epoch {index}"},
+        "samples",
+    )
+    if "epoch" in value or "step" not in value:
+        fields["percent"] = f"{math.floor(done * 100 + 1e-6):3d}%"
+    else:  # of batches that a script draws itself
+        fields["epoch"], counted = f"step {value['step']:,.0f}", "batches"
     if "loss" in value:
         fields["loss"] = f"loss {number(value['loss'])}"
     if "lr" in value:
         fields["lr"] = f"lr {value['lr']:.3g}"
     if math.isfinite(rate := value.get("samples_per_s", math.nan)):
-        fields["rate"] = f"{rate:,.0f} samples/s"
+        fields["rate"] = f"{rate:,.0f} {counted}/s"
     if (share := value.get("exchange_share", 0.0)) >= 0.005:  # one rank alone exchanges nothing
         fields["exchange"] = f"exchange {share:.0%}"
     if served := server_events.words(value):

@@ -8,6 +8,7 @@ step_checks.py    what a step is refused for: schedules and batches it would get
 loop_data.py      the data: an iteration is an epoch, and every batch wants a step
 drawn_steps.py    in its place, where the script draws its own batches
 loop_ends.py      ranks whose loops make different numbers of steps
+script.py         what the text of the script tells before it gets there
 open_runs.py      runs of this process: opened by `join`, closed when the script ends
 """
 
@@ -16,8 +17,8 @@ from manyhands.own_loop.open_runs import (
     draw_curves,
     joined_runs,
     opened,
-    script_text,
 )
 from manyhands.own_loop.run import Run
+from manyhands.own_loop.script import script_text
 
 __all__ = ["Run", "close_joined", "draw_curves", "joined_runs", "opened", "script_text"]

@@ -18,6 +18,7 @@ from manyhands.launch import environment
 from manyhands.launch.signals import Stop
 from manyhands.observe import curves
 from manyhands.own_loop.run import Run, joined_runs
+from manyhands.own_loop.script import script_text
 from manyhands.replica.checks import step_guard
 
 
@@ -35,14 +36,6 @@ def opened(context: RankContext, stop: Stop) -> Run:
     if context.process.started_by != "manyhands":
         atexit.register(_close_at_exit)
     return run
-
-
-def script_text() -> str:
-    """The text of the script that runs; "": there is none, as in a notebook."""
-    try:
-        return Path(sys.argv[0]).read_text(errors="replace")
-    except (OSError, IndexError, ValueError):
-        return ""
 
 
 def _close_at_exit() -> None:

@@ -24,6 +24,7 @@ from manyhands.embedding.tables import embeddings
 from manyhands.errors import PlanError, TaskError
 from manyhands.launch.signals import Stop
 from manyhands.own_loop.coroutine import ClosureBatches, TrainerCoroutine
+from manyhands.own_loop.script import saves_optimizer
 from manyhands.plan import words as plan_words
 from manyhands.replica.cast import Cast
 from manyhands.replica.checks.step_guard import merged_steps
@@ -75,6 +76,7 @@ def prepared(
         lambda *_: coroutine.ask,
         # an own loop may change parameters itself (clamp, average), on every rank
         one_copy=False,
+        whole_update=saves_optimizer(),
         closures=ClosureBatches(coroutine),
     )
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
