@@ -59,6 +59,9 @@ class BestModel(BestKeeper):
     def __init__(self, metric: str = "-loss"):
         self._kept = BestWeights(MetricOrder(metric, "BestModel: metric"))
 
+    def begin_anew(self) -> None:
+        self._kept.best = None
+
     @property
     def best(self) -> tuple[ModelCopy, dict[str, float]] | None:
         return self._kept.best

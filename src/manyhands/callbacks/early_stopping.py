@@ -34,7 +34,8 @@ class EarlyStopping(BestKeeper):
                 f"EarlyStopping: patience={patience!r}, but a number of evaluations is needed, 1 "
                 "or more"
             )
-        if not min_delta >= 0:
+        number = isinstance(min_delta, int | float) and not isinstance(min_delta, bool)
+        if not number or not min_delta >= 0:
             raise TaskError(
                 f"EarlyStopping: min_delta={min_delta!r}, but 0 or more is needed: by how much a "
                 "better value is better"
@@ -42,6 +43,9 @@ class EarlyStopping(BestKeeper):
         self.patience, self.min_delta, self.restore_best = patience, min_delta, restore_best
         self.value, self.waited = -math.inf, 0  # larger is better
         self._kept = BestWeights(self.order)
+
+    def begin_anew(self) -> None:
+        self.value, self.waited, self._kept.best = -math.inf, 0, None
 
     @property
     def keeps(self) -> bool:

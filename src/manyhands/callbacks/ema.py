@@ -36,6 +36,9 @@ class EMA(WeightAverage):
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise TaskError(f"EMA: start={start!r}, but a number of steps is needed, 0 or more")
         self.decay, self.start = float(decay), start
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self._params: Tensors = {}
         self._steps = 0  # of the run, of which the average knows
         self._shown = False
@@ -48,6 +51,11 @@ class EMA(WeightAverage):
         refuse_apart(run, "EMA")
         notice_batchnorm(run, "EMA")
         trainer = run.trainer
+        if trainer.limits.steps <= self.start:
+            raise TaskError(
+                f"EMA: start={self.start} would never come, in a run of {trainer.limits.steps:g} "
+                "steps; give a step before its end"
+            )
         if not self._params:
             self._params = {k: widened(v) for k, v in trainer.model().items()}
             self._steps = trainer.position.steps

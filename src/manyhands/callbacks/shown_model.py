@@ -21,6 +21,10 @@ from manyhands.task import Callback
 class WeightAverage(Callback):
     """Base of callbacks that average the weights: `EMA`, `SWA`."""
 
+    def begin_anew(self) -> None:
+        """Forget an earlier run: one object may be given to several, one after the other."""
+        raise AssertionError("a beginning is needed")
+
     @property
     def average(self) -> ModelCopy | None:
         """None: averaging has not begun."""
@@ -29,9 +33,21 @@ class WeightAverage(Callback):
     def advance(self, trainer: Any) -> None:
         """Before evaluations and checkpoints, and where an epoch ends; every rank calls it."""
 
+    def on_end(self, run: Any) -> None:
+        if run.rank == 0 and self.average is None:
+            name = type(self).__name__
+            run.trainer.context.notice(
+                f"{name} has averaged nothing, as the run ended before its start; its model is the "
+                f"one that trained: give {name} an earlier start"
+            )
+
 
 class BestKeeper(Callback):
     """Base of callbacks that keep the best model of all evaluations for the end of the run."""
+
+    def begin_anew(self) -> None:
+        """Forget an earlier run: one object may be given to several, one after the other."""
+        raise AssertionError("a beginning is needed")
 
     @property
     def keeps(self) -> bool:

@@ -33,6 +33,9 @@ class SWA(WeightAverage):
                     f"SWA: {name}={value!r}, but a number of epochs is needed, 1 or more"
                 )
         self.start, self.every = start, every
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self._params: Tensors = {}
         self._averaged = 0  # models behind the average
         self._epochs = 0  # of which the average knows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.callbacks.model_copy import ModelCopy
-from manyhands.callbacks.shown_model import ShownModel
+from manyhands.callbacks.shown_model import BestKeeper, ShownModel, WeightAverage
 from manyhands.core import Tensors
 from manyhands.errors import CheckpointError, TaskError
 from manyhands.replica import state
@@ -33,6 +33,8 @@ class CallbackState:
         self.shown = ShownModel(callbacks)
         self._by_name: dict[str, Callback] = {}
         for callback in callbacks:
+            if isinstance(callback, WeightAverage | BestKeeper):
+                callback.begin_anew()
             kind = type(callback).__name__
             same = sum(type(c).__name__ == kind for c in self._by_name.values())
             self._by_name[f"{kind}#{same + 1}" if same else kind] = callback
