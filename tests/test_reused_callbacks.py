@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_an_average_that_began_says_nothing(tmp_path: Path) -> None:
     ("make", "says"),
     [
         (lambda: mh.EMA(start=7), "start=7 would never come, in a run of 7 steps"),
-        (lambda: mh.EarlyStopping(min_delta="0.1"), "min_delta='0.1', but 0 or more is needed"),  # type: ignore[arg-type]
+        (lambda: mh.EarlyStopping(min_delta=cast("float", "0.1")), "min_delta='0.1', but 0 or"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(
@@ -84,3 +85,29 @@ def test_numbers_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(mh.TaskError, match=says):
         train(tmp_path / "run", "steps=7", callbacks=[make()])
+
+
+@pytest.mark.parametrize(
+    ("callback", "words", "says"),
+    [
+        (lambda: mh.EarlyStopping("perplexity"), "", "='perplexity' takes a larger perplexity"),
+        (lambda: mh.BestModel("-accuracy"), "", "BestModel: metric='-accuracy' takes a smaller"),
+        (None, "best=perplexity", "best=perplexity takes a larger perplexity for a better one"),
+        (None, "until=perplexity:9999", "until=perplexity:9999 takes a larger .*, with a minus"),
+        (None, "until=-accuracy:0", "until=-accuracy:0 takes a smaller accuracy for a better one"),
+    ],
+)
+def test_a_metric_that_grows_where_it_gets_worse_is_doubted(
+    tmp_path: Path, callback: Callable[[], mh.Callback] | None, words: str, says: str
+) -> None:
+    metrics = {"perplexity": mh.metrics.Perplexity(), "accuracy": mh.accuracy}
+    given = {"metrics": metrics, "callbacks": [callback()] if callback else []}
+    assert re.search(says, said(train(tmp_path / "run", f"epochs=1 {words}", **given), "warning"))
+
+
+def test_a_metric_in_its_usual_direction_is_not_doubted(tmp_path: Path) -> None:
+    metrics = {"perplexity": mh.metrics.Perplexity(), "accuracy": mh.accuracy, "odd": mh.accuracy}
+    stopping = [mh.EarlyStopping("-perplexity"), mh.BestModel("odd")]
+    words = "epochs=1 best=accuracy until=-perplexity:0"
+    result = train(tmp_path / "run", words, metrics=metrics, callbacks=stopping)
+    assert "better" not in said(result, "warning")

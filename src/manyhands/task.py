@@ -28,6 +28,7 @@ Step = Callable[[Any, Any], Any]  # (model, batch) -> loss, or (loss, count); or
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 MakeSchedule = Callable[..., LRScheduler]
 Predict = Callable[[nn.Module, Any], tuple[Any, Any]]
+RUN_NUMBERS = {"loss", "train_loss", "samples_per_s", "epoch", "step", "noise"}
 # a mean over the samples of a batch; or an object with update(outputs, target), compute(), reset()
 Metric = Callable[[Any, Any], Any] | Any
 
@@ -140,6 +141,11 @@ class Task:
                 f"schedule is a {type(self.schedule).__name__}, but a function of the optimizer is "
                 "needed: schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
             )
+        if not isinstance(self.schedule_by, str):
+            raise TaskError(
+                f"schedule_by={self.schedule_by!r}, but 'step', 'epoch' or the name of a metric is "
+                "needed"
+            )
         if self.schedule is None and self.schedule_by != "step":
             raise TaskError(
                 f"schedule_by={self.schedule_by!r} has no effect without schedule=; give both"
@@ -179,7 +185,13 @@ class Task:
                 "metrics compare outputs with the target, and step= does not say what they are; "
                 'give predict=lambda model, batch: (model(batch["x"]), batch["y"])'
             )
-        if taken := {"loss", "train_loss", "samples_per_s", "epoch", "step"} & set(self.metrics):
+        for name in self.metrics:
+            if not name or name.startswith("-"):
+                raise TaskError(
+                    f"a metric is called {name!r}, but a minus says that smaller is better, and a "
+                    "name is needed; give it another name"
+                )
+        if taken := RUN_NUMBERS & set(self.metrics):
             raise TaskError(
                 f"a metric is called {min(taken)!r}, which is a number of every run; "
                 "give it another name"

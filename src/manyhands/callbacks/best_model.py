@@ -18,10 +18,6 @@ class BestWeights:
         self.order = order
         self.best: tuple[ModelCopy, dict[str, float]] | None = None
 
-    def check(self, run: Any, what: str) -> None:
-        self.order.check(run.trainer.evaluator.metric_names)
-        refuse_apart(run, what)
-
     def look(self, run: Any, metrics: Mapping[str, float]) -> None:
         """After an evaluation; every rank calls it, with the same metrics."""
         before = -math.inf if self.best is None else self.order.value(self.best[1])
@@ -67,7 +63,8 @@ class BestModel(BestKeeper):
         return self._kept.best
 
     def on_start(self, run: Any) -> None:
-        self._kept.check(run, "BestModel")
+        self._kept.order.check(run)
+        refuse_apart(run, "BestModel")
 
     def on_evaluate(self, run: Any, metrics: Mapping[str, float]) -> None:
         self._kept.look(run, metrics)

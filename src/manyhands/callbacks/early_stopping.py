@@ -8,7 +8,7 @@ from typing import Any
 
 from manyhands.callbacks.best_model import BestWeights
 from manyhands.callbacks.metric_order import MetricOrder
-from manyhands.callbacks.model_copy import ModelCopy
+from manyhands.callbacks.model_copy import ModelCopy, refuse_apart
 from manyhands.callbacks.shown_model import BestKeeper
 from manyhands.errors import TaskError
 
@@ -56,9 +56,9 @@ class EarlyStopping(BestKeeper):
         return self._kept.best
 
     def on_start(self, run: Any) -> None:
-        self.order.check(run.trainer.evaluator.metric_names)
+        self.order.check(run)
         if self.restore_best:
-            self._kept.check(run, "EarlyStopping(restore_best=True)")
+            refuse_apart(run, "EarlyStopping(restore_best=True)")
 
     def on_evaluate(self, run: Any, metrics: Mapping[str, float]) -> None:
         if self.restore_best:
@@ -70,7 +70,7 @@ class EarlyStopping(BestKeeper):
         self.waited += 1
         if self.waited >= self.patience:
             times = f"{self.waited} evaluation{'s' * (self.waited != 1)}"
-            best = -self.value if self.order.text.startswith("-") else self.value
+            best = -self.value if self.order.small else self.value
             run.stop(f"{self.order.name} has not improved for {times}; its best was {best:g}")
 
     def state_dict(self) -> dict[str, Any]:

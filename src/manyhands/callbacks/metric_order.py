@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from manyhands.errors import TaskError
+from manyhands.metrics.usual_direction import doubt
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,14 @@ class MetricOrder:
     def name(self) -> str:
         return self.text.removeprefix("-")
 
-    def check(self, known: Sequence[str]) -> None:
-        """Refuse a metric that no evaluation will have."""
+    @property
+    def small(self) -> bool:
+        return self.text.startswith("-")
+
+    def check(self, run: Any) -> None:
+        """Refuse a metric that no evaluation will have; warn of one that grows where it gets
+        worse."""
+        known = run.trainer.evaluator.metric_names
         if not known:
             raise TaskError(
                 f"{self.given}={self.text!r}: there is nothing to evaluate, as the task has no "
@@ -41,6 +49,8 @@ class MetricOrder:
             )
         if self.name not in known and self.name.partition("/")[0] not in known[1:]:
             self._refuse(known)
+        if said := doubt(f"{self.given}={self.text!r}", self.name, self.small):
+            run.trainer.context.warn(said)
 
     def _refuse(self, known: Iterable[str]) -> None:
         raise TaskError(
@@ -52,7 +62,7 @@ class MetricOrder:
         if self.name not in metrics:  # an object gives a value for each of its parts
             self._refuse(metrics)
         value = metrics[self.name]
-        return -value if self.text.startswith("-") else value
+        return -value if self.small else value
 
     def better(self, value: float, than: float, by: float = 0.0) -> bool:
         """NaN is never better."""

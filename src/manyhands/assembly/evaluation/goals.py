@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyhands.assembly.rank_context import RankContext
-from manyhands.core import Plan
+from manyhands.core import Goal, Plan
 from manyhands.errors import PlanError
 from manyhands.metrics.metric_set import accumulates
+from manyhands.metrics.usual_direction import doubt
 from manyhands.task import Task
 
 RUN_VALUES = ("epoch", "step", "noise")  # what a goal may name besides the task's metrics
@@ -40,6 +41,9 @@ def check_goals(context: RankContext, plan: Plan, task: Task) -> None:
                 f"{key}={given} asks for a large loss; write {key}=-{given}, with a minus, for a "
                 "small one"
             )
+        at_most = given.at_most if isinstance(given, Goal) else str(given).startswith("-")
+        if said := doubt(f"{key}={given}", name, at_most):
+            context.warn(said)
     if task.test is None or not objects.intersection(named):
         check_names(plan, known)
 

@@ -12,6 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.assembly.data import Feed
 from manyhands.assembly.evaluation.goals import metric_names
+from manyhands.assembly.learning_rate.schedule_checks import (
+    check_length,
+    check_mode,
+    check_optimizer,
+    check_told,
+)
 from manyhands.assembly.learning_rate.steps_due import StepsDue, steps_due
 from manyhands.assembly.learning_rate.total_steps import total_steps
 from manyhands.assembly.rank_context import RankContext
@@ -24,6 +30,7 @@ from manyhands.replica.several_optimizers.named_schedules import NamedSchedules
 from manyhands.task import Callback
 
 TOTAL = "total_steps"
+_VARIABLE = inspect.Parameter.VAR_POSITIONAL
 
 
 @dataclass(frozen=True)
@@ -55,11 +62,31 @@ def make_schedule(
     kind, plateau = _alike(made)
     by = "loss" if plateau and spec.schedule_by == "step" else spec.schedule_by
     _check_steps(context, begin, spec, kind, plateau, by)
+    if spec.task is not None:
+        _check_rates(context, begin, made, feed, by, total)
     due = steps_due(context, begin, feed, by, total)
     schedule = made.get("")
     if isinstance(optimizer, NamedOptimizers):
         schedule = NamedSchedules(optimizer, made, due.made)
     return LearningRate(schedule, due, total, None if by in ("step", "epoch") else by)
+
+
+def _check_rates(
+    context: RankContext,
+    begin: Start,
+    made: Mapping[str, LRScheduler],
+    feed: Feed,
+    by: str,
+    total: int | None,
+) -> None:
+    """Of a task, all of whose steps are known."""
+    check_told(by, total is not None)
+    check_mode(context, made.values(), by)
+    if total is None and by in ("step", "epoch") and begin.saved is None:
+        steps = None
+        if begin.plan.steps is not None or feed.indexed is not None:
+            steps = total_steps(begin.plan, feed, begin.position, context.data_parallel_size)
+        check_length(context, made.values(), begin.plan, feed, by, steps)
 
 
 def made_schedule(make: Callable[..., Any], optimizer: Optimizer, total: int | None) -> LRScheduler:
@@ -74,6 +101,7 @@ def made_schedule(make: Callable[..., Any], optimizer: Optimizer, total: int | N
             f"schedule=(optimizer) returned a {type(schedule).__name__}, but a schedule of "
             "torch.optim.lr_scheduler is needed"
         )
+    check_optimizer(schedule, optimizer)
     return schedule
 
 
@@ -127,6 +155,11 @@ def takes_total(make: Callable[..., Any]) -> bool:
         raise TaskError(
             f"schedule takes {', '.join(needed)}, but it is called with the optimizer, or with "
             "(optimizer, total_steps)"
+        )
+    if not positional and TOTAL not in known and _VARIABLE not in {p.kind for p in known.values()}:
+        raise TaskError(
+            "schedule takes no argument, but it is called with the optimizer, or with (optimizer, "
+            "total_steps): schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
         )
     return len(needed) == 2 or TOTAL in known
 
