@@ -444,7 +444,7 @@ def test_a_second_resume_says_again_what_still_does_not_hold(tmp_path: Path) -> 
         assert len(said) == epochs - 1 and "lr 0.01, not the task's lr 0.5" in said[-1]
 
 
-@pytest.mark.parametrize("schedule", [None, lambda o: lr.OneCycleLR(o, 0.02, total_steps=40)])
+@pytest.mark.parametrize("schedule", [None, lambda o: lr.CosineAnnealingLR(o, 40)])
 def test_an_older_checkpoint_without_given_values_is_compared_as_far_as_it_goes(
     tmp_path: Path, schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,7 +206,7 @@ class Rank:
         """Returns the state of the codec."""
         saved = find_snapshot(self.context, self.snapshots.order)
         assert saved is not None
-        self.snapshots.restore(saved, self.rule.name)
+        self.snapshots.restore(saved, self.rule.name, agree=False)
         return self.snapshots.restore_strategy(saved, self.rule)
 
 

@@ -35,21 +35,22 @@ def trainer(at: Position = START, model: torch.Tensor | None = None) -> Any:
     )
 
 
-def waiting(evaluations: int) -> EarlyStopping:
+def waiting(evaluations: int) -> tuple[EarlyStopping, CallbackState]:
     stopping = EarlyStopping("-loss")
+    state = CallbackState([stopping])  # of a run that begins
     stopping.waited = evaluations
-    return stopping
+    return stopping, state
 
 
 def test_a_replacement_goes_on_where_the_others_are() -> None:
     old = trainer(Position(2, 4, 12))
     old.round, old.metrics, old.done = 9, {"accuracy": 0.5}, Milestones(3, 8, 8)
     buffers = [torch.tensor([1.0, 2.0]), torch.tensor(3)]
-    note = make_note(cast(Any, old), buffers, CallbackState([waiting(2)]))
+    note = make_note(cast(Any, old), buffers, waiting(2)[1])
 
     new, mine = trainer(model=torch.ones(3)), [torch.zeros(2), torch.tensor(0)]
-    stopping = waiting(0)
-    enter(cast(Any, new), note, mine, CallbackState([stopping]))
+    stopping, state = waiting(0)
+    enter(cast(Any, new), note, mine, state)
     assert stopping.waited == 2
     assert new.limits.claims.position == new.limits.claims.latest == Position(2, 4, 12)
     assert (new.round, new.metrics, new.done) == (9, {"accuracy": 0.5}, Milestones(3, 8, 8))
