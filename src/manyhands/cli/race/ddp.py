@@ -57,8 +57,8 @@ from manyhands.train import STATUS_EVERY_S
 
 # the plan words of all plans that have a meaning for DDP; it has no groups to choose from
 SHARED = tuple(
-    "data split batch accumulate epochs steps seed precision clip device threads bucket_mb loaders "
-    "compile until evaluate timeout_s".split()
+    "data split batch accumulate epochs steps seed precision clip device ranks_per_gpu threads "
+    "bucket_mb loaders compile until evaluate timeout_s".split()
 )
 KNOWN = (*SHARED, *ddp_hooks.OPTIONS)  # the latter where a plan gives them itself
 
@@ -89,7 +89,7 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
         path = Path(options.directory or options.name)
         owner = directory.claim(path) if here.rank == 0 else None
         recorder = Recorder(path, here.rank)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" and plan.ranks_per_gpu == 1 else "gloo"
         dist.init_process_group(
             backend,
             store=store,

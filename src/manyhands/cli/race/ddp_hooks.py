@@ -87,6 +87,7 @@ class DDPHooks:
     def merge(self) -> None:
         """Before an evaluation: the mean of the replicas, where they differ."""
         if self.averages:
+            assert dist.group.WORLD is not None
             average_parameters(iter(_parameters(self.optimizer)), dist.group.WORLD)
 
 
