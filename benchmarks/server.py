@@ -1,17 +1,19 @@
-"""One server and one worker: rounds of a pull and a push of 20,000 ids of 64 numbers each.
+"""One server and one worker: rounds of `mh.Embedding` over 20,000 ids of 64 numbers each.
 
-Adagrad, out of 2 million rows. Ids are uniform (about 1% repeat) and, in the table, Zipf's (half of
-them). Leaving repeats out, summing and partitioning by shard are part of our rounds and of the
-peers'. Every pull sees the push before it; while the server pushes, the worker prepares the next
-ids. Server and worker have a core each. The RPC peer, which polls, is stopped while others are
-measured.
+A round is what a model does with a batch: look the rows up, give every id its row, add up the
+gradients of ids that repeat, push. Adagrad, out of 2 million rows. Ids are uniform (about 1%
+repeat) and, in the table, Zipf's (half of them). Every pull sees the push before it. The peers do
+the same work, each in its best way; while the server pushes, theirs prepares the next ids. Server
+and worker have a core each. The RPC peer, which polls, is stopped while others are measured. TCP
+has the same congestion control for all (`peers/tuning.py`).
 
     tcp_vs_rpc, shm_vs_rpc    rounds a second through TCP and through shared memory, against a
-                              torch.distributed.rpc server (TensorPipe)
+                              torch.distributed.rpc server with its fastest transport
     shm_vs_kernels            against the same tables called directly, in one process: what no
                               transport at all would give
     vs_redis                  through shared memory, against redis with the same rows, Adagrad at
-                              the worker (skipped where not installed)
+                              the worker (skipped where not installed); `detail` tells what its
+                              client costs beside the store, and the ratio without that
     libpython                 share of the interpreter in the server's CPU time, by perf, against
                               the 8% that we allow (shared memory)
 """
@@ -30,17 +32,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import Claim, alternate, cores, median, median_round
+from peers import tuning
 from torch import Tensor
 
-from manyhands.core import Table
+import manyhands as mh
+from manyhands.embedding.distinct import distinct
+from manyhands.embedding.gather import rows_of
+from manyhands.embedding.tables import EmbeddingTables
 from manyhands.server.client.server_store import ServerStore
 from manyhands.server.tables.sparse import SparseTable
 
 ROWS, IDS, DIM = 2_000_000, 20_000, 64
-TABLE = Table("rows", dim=DIM, optimizer="adagrad", options={"lr": 0.01})
 TOKEN = "benchmark"
 BARS = {
-    "tcp_vs_rpc": 2.5,
+    "tcp_vs_rpc": 2.8,
     "shm_vs_rpc": 5.0,
     "shm_vs_kernels": 0.75,
     "vs_redis": 15.0,
@@ -83,10 +88,29 @@ class Server:
         self.process.stdout.close()
 
 
+def embedding() -> mh.Embedding:
+    return mh.Embedding("rows", DIM, optimizer="adagrad", lr=0.01)
+
+
+class Worker:
+    """A worker of ours: the module, attached to a store as a run attaches it."""
+
+    def __init__(self, store: ServerStore):
+        self.store, self.module = store, embedding()
+        self.tables = EmbeddingTables(self.module, store, ids=lambda ids: {"rows": ids})
+        self.tables.attach()
+
+    def turn(self, ids: Tensor, grads: Tensor) -> None:
+        self.tables.begin(ids)
+        self.module(ids).backward(grads)
+        self.tables.push()
+
+
 class Bench:
     """All who are compared, ready to run."""
 
-    def __init__(self, seconds: float, only: list[str]):
+    def __init__(self, seconds: float, only: list[str], control: str):
+        self.control = control
         need = lambda *names: not only or any(name in only for name in names)
         self.seconds, self.grads = seconds, [torch.randn(IDS, DIM) * 1e-2 for _ in range(4)]
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -94,23 +118,27 @@ class Bench:
         if len(usable) > 1:
             os.sched_setaffinity(0, {usable[0]})
         self.skipped: dict[str, str] = {}
+        self.redis_alone: list[float] = []  # seconds of a round that redis and its socket take
         self.server = Server(core)
         self.stores = {
             "tcp": ServerStore(self.server.address, 0, 2, TOKEN, transport="tcp"),
             "shm": ServerStore(self.server.address, 1, 2, TOKEN, transport="shared"),
         }
-        for store in self.stores.values():
-            store.create(TABLE)
+        self.workers = {name: Worker(store) for name, store in self.stores.items()}
         for first in range(0, ROWS, 50_000):
             self.stores["shm"].pull({"rows": torch.arange(first, min(ROWS, first + 50_000))})
-        self.table = SparseTable(TABLE)
+        self.table = SparseTable(embedding().table)
         room = np.empty((50_000, DIM), np.float32)
         for first in range(0, ROWS, 50_000):
             self.table.pull(np.arange(first, first + 50_000), room)
         from peers import rows_redis, rows_rpc
 
         pair = (usable[0], core) if core is not None else (None, None)
-        self.rpc = rows_rpc.Rows(ROWS, DIM, pair) if need("tcp_vs_rpc", "shm_vs_rpc") else None
+        self.rpc, self.transports = None, "not measured"
+        if need("tcp_vs_rpc", "shm_vs_rpc"):
+            by, tried = rows_rpc.fastest(batches("uniform", 4), self.grads, DIM, pair)
+            self.transports = f"{by}; tried, rounds/s: {tried}"
+            self.rpc = rows_rpc.Rows(ROWS, DIM, pair, by)
         reason = rows_redis.missing()
         self.redis = (
             rows_redis.Rows(ROWS, DIM, core) if need("vs_redis") and reason is None else None
@@ -119,8 +147,9 @@ class Bench:
             self.skipped["vs_redis"] = reason
 
     def close(self) -> None:
-        for store in self.stores.values():
-            store.close()
+        for worker in self.workers.values():
+            worker.tables.close()
+            worker.store.close()
         self.server.close()
         for peer in (self.rpc, self.redis):
             if peer is not None:
@@ -129,29 +158,22 @@ class Bench:
             os.sched_setaffinity(0, self._usable)
 
     def ours(self, name: str, ids: list[Tensor]) -> float:
-        store = self.stores[name]
-        # gradients stand where the store wants them, as they do for the kernels; a model would
-        # write them there
-        grads = [store.push_buffers({"rows": ids[0]})["rows"].copy_(g) for g in self.grads]
-        coming = [store.pull_async({"rows": ids[0]})]
-
-        def turn(i: int) -> None:
-            coming.pop().result()
-            store.push({"rows": ids[i % len(ids)]}, {"rows": grads[i % 4]})
-            coming.append(store.pull_async({"rows": ids[(i + 1) % len(ids)]}))
-
-        found = median_round(turn, self.seconds)
-        coming.pop().result()
-        store.flush()
+        worker = self.workers[name]
+        found = median_round(
+            lambda i: worker.turn(ids[i % len(ids)], self.grads[i % 4]), self.seconds
+        )
+        worker.tables.flush()
         return found
 
     def kernels(self, ids: list[Tensor]) -> float:
-        room = np.empty((IDS, DIM), np.float32)
-        numbers, grads = [x.numpy() for x in ids], [g.numpy().copy() for g in self.grads]
-
         def turn(i: int) -> None:
-            self.table.pull(numbers[i % len(ids)], room)
-            self.table.push(numbers[i % len(ids)], grads[i % 4])
+            wanted, where = distinct(ids[i % len(ids)])
+            rows = torch.empty(len(wanted), DIM)
+            self.table.pull(wanted.numpy(), rows.numpy())
+            rows.requires_grad_()
+            rows_of(rows, where).backward(self.grads[i % 4])
+            assert rows.grad is not None
+            self.table.push(wanted.numpy(), rows.grad.numpy())
 
         return median_round(turn, self.seconds)
 
@@ -161,10 +183,16 @@ class Bench:
 
     def by_redis(self, ids: list[Tensor]) -> float:
         assert self.redis is not None
-        peer = self.redis
-        return median_round(
-            lambda i: peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy()), self.seconds
-        )
+        peer, spent = self.redis, []
+
+        def turn(i: int) -> None:
+            before = peer.waited_s
+            peer.round(ids[i % len(ids)].numpy(), self.grads[i % 4].numpy())
+            spent.append(peer.waited_s - before)
+
+        found = median_round(turn, self.seconds)
+        self.redis_alone.append(median(spent))  # sending, and waiting for the answers
+        return found
 
     def runs(self, ids: list[Tensor]) -> dict[str, Callable[[], float]]:
         found = {name: lambda name=name: self.ours(name, ids) for name in self.stores}
@@ -239,12 +267,13 @@ def measure(quick: bool, only: list[str]) -> list[Claim]:
             for name in BARS
             if not only or name in only
         ]
-    bench = Bench(0.5 if quick else 1.5, only)
-    try:
-        return _measure(bench, 2 if quick else 6, only)
-    finally:
-        bench.close()
-        torch.set_num_threads(threads)
+    with tuning.loopback_control() as control:
+        bench = Bench(0.5 if quick else 1.5, only, control)
+        try:
+            return _measure(bench, 2 if quick else 6, only)
+        finally:
+            bench.close()
+            torch.set_num_threads(threads)
 
 
 def _measure(bench: Bench, times: int, only: list[str]) -> list[Claim]:
@@ -257,6 +286,8 @@ def _measure(bench: Bench, times: int, only: list[str]) -> list[Claim]:
     }
     shares = {name: bench.python_share(name, uniform) for name in bench.stores}
     detail = {
+        "transport of rpc": bench.transports,
+        "congestion control": bench.control,
         "uniform ids": ", ".join(f"{name} {1e3 / x:.0f}" for name, x in ms.items()) + " rounds/s",
         "Zipf(1.05) ids": ", ".join(f"{name} {1e3 / x:.0f}" for name, x in also.items())
         + " rounds/s",
@@ -270,6 +301,9 @@ def _measure(bench: Bench, times: int, only: list[str]) -> list[Claim]:
         "shm_vs_kernels": ("shm", "kernels"),
         "vs_redis": ("shm", "redis"),
     }
+    if bench.redis_alone:
+        alone, mine = median(bench.redis_alone), ms["shm"] / 1e3
+        detail["redis without its client"] = f"{1 / alone:.1f} rounds/s, ratio {alone / mine:.1f}"
     claims = []
     for name, (ours, peer) in pairs.items():
         if only and name not in only:

@@ -554,6 +554,7 @@ def test_a_loss_that_is_nan_at_once_says_that_there_is_no_checkpoint(tmp_path: P
             "torch.optim.LBFGS evaluates the loss several times a step",
         ),
         ("device=cuda", {}, "device=cuda, but torch sees no GPU here"),
+        ("ranks_per_gpu=2", {}, "ranks_per_gpu=2, but torch sees no GPU here"),
         (
             "",
             {"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")},

@@ -5,7 +5,8 @@
 It starts itself: process 0 is the server, 1 and 2 are workers. Rows and their optimizer are on the
 server, the network is merged by DistributedDataParallel. Written as well as that library allows:
 ids are renumbered beforehand, so that a table is one dense tensor; a request carries both tables;
-rows of the next batch are asked for while this one computes; gradients are pushed without waiting.
+rows of the next batch are asked for while this one computes; gradients are pushed without waiting;
+optimizers are fused, freed memory is kept, DDP's gradients are views of its buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from tuning import TUNED, ddp, settle
 
 WORKERS, DIM = 2, 16
 LR, WIDE_LR, L1, BETA = 0.05, 0.05, 0.001, 1.0
@@ -69,6 +70,7 @@ def forward(network: nn.Module, deep: Tensor, wide: Tensor, numbers: Tensor) -> 
 
 def work(rank: int, path: str, batch: int, warm: int, steps: int, port: int) -> None:
     global server
+    settle(TUNED)
     torch.set_num_threads(1)
     data = {k: torch.from_numpy(v) for k, v in np.load(path).items()}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
@@ -100,7 +102,7 @@ def train(rank: int, data: dict[str, Tensor], batch: int, warm: int, steps: int)
         nn.ReLU(),
         nn.Linear(32, 1),
     )
-    network = DistributedDataParallel(plain)
+    network = ddp(plain, TUNED)
     optimizer = torch.optim.Adagrad(network.parameters(), lr=0.02, fused=True)
     dice = torch.Generator().manual_seed(1)
     order = torch.empty(0, dtype=torch.long)

@@ -5,7 +5,8 @@
 It starts itself: a coordinator, two workers, a server. Every variable is on the server, workers are
 asynchronous. Written as well as that library allows: ids are renumbered beforehand, so that a table
 is one dense variable; only distinct rows are fetched; updates are the fused ops of TensorFlow's own
-optimizers, run where the variable is; TOGETHER steps in one call.
+optimizers, run where the variable is; TOGETHER steps in one call; tf.data draws whole batches, by
+one gather from each column, not sample by sample.
 """
 
 from __future__ import annotations
@@ -128,9 +129,16 @@ def coordinate(path: str, batch: int, warm: int, steps: int, port: int, together
         )
     columns = tuple(data[k] for k in ("ids", "crossed", "numbers", "label"))
 
+    samples = len(columns[-1])
+
+    def epoch(_):
+        order = tf.random.shuffle(tf.range(samples))[: samples // batch * batch]
+        return tf.data.Dataset.from_tensor_slices(tf.reshape(order, [-1, batch]))
+
     def batches() -> tf.data.Dataset:
-        whole = tf.data.Dataset.from_tensor_slices(columns)
-        return whole.shuffle(len(columns[-1])).repeat().batch(batch).prefetch(4)
+        whole = tuple(tf.constant(column) for column in columns)
+        drawn = tf.data.Dataset.counter().flat_map(epoch)
+        return drawn.map(lambda index: tuple(tf.gather(c, index) for c in whole)).prefetch(4)
 
     iterator = iter(coordinator.create_per_worker_dataset(tf.function(batches)))
 

@@ -1,7 +1,8 @@
 """Rows and their squares as values in redis: MGET, Adagrad at the worker, MSET; a unix socket.
 
 The protocol's records have a fixed size here, so commands and answers are made and read by numpy as
-whole arrays: the worker costs next to nothing, and what is measured is the store.
+whole arrays. `waited_s` counts the time in the socket, from the first byte of a command to the last
+of its answer: what is left of a round is the worker's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def missing() -> str | None:
 class Rows:
     def __init__(self, rows: int, dim: int, core: int | None):
         self.dim, self._folder = dim, tempfile.TemporaryDirectory()
+        self.waited_s = 0.0
         path = Path(self._folder.name) / "redis"
         self._server = subprocess.Popen(
             [
@@ -72,6 +74,7 @@ class Rows:
     def _get(self, ids: np.ndarray) -> np.ndarray:
         command = np.empty(ids.size, self._key)
         self._keys(command, ids)
+        start = time.perf_counter()
         self._socket.sendall(f"*{ids.size + 1}\r\n$4\r\nMGET\r\n".encode())
         self._socket.sendall(command.data)
         head = f"*{ids.size}\r\n".encode()
@@ -79,6 +82,7 @@ class Rows:
         view, got = memoryview(answer), 0
         while got < len(answer):
             got += self._socket.recv_into(view[got:])
+        self.waited_s += time.perf_counter() - start
         return np.frombuffer(answer, self._value, ids.size, len(head))["numbers"]
 
     def _set(self, ids: np.ndarray, numbers: np.ndarray) -> None:
@@ -89,9 +93,11 @@ class Rows:
             numbers,
             b"\r\n",
         )
+        start = time.perf_counter()
         self._socket.sendall(f"*{2 * ids.size + 1}\r\n$4\r\nMSET\r\n".encode())
         self._socket.sendall(command.data)
         assert self._socket.recv(64) == b"+OK\r\n"
+        self.waited_s += time.perf_counter() - start
 
     def round(self, ids: np.ndarray, grads: np.ndarray) -> np.ndarray:
         distinct, where = np.unique(ids, return_inverse=True)

@@ -184,6 +184,7 @@ class Plan:
     clip: float | None = None
     link: Literal["auto", "shared", "gloo", "nccl", "hierarchical"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks_per_gpu: int = 1  # ranks of a host that compute on one card
     # the order in which a pipeline's stages compute
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     # stages of a pipeline: balanced by measurement; graph: any dataflow; or the modules at which a

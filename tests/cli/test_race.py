@@ -79,7 +79,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         (["job.py", "dpp", "--target", "accuracy=0.8"], "plan 1 ('dpp'): 'dpp' is no plan word"),
         (
             ["job.py", "ddp data=2 merge=bmuf", "--target", "accuracy=0.8"],
-            "merge: has no meaning for ddp",
+            "merge=bmuf: torch's DDP knows all_reduce and local_sgd only",
+        ),
+        (
+            ["job.py", "ddp data=2 compress=topk", "--target", "accuracy=0.8"],
+            "compress=topk: torch's DDP knows none, fp16, bf16, powersgd",
+        ),
+        (
+            ["job.py", "ddp merge=local_sgd compress=fp16", "--target", "accuracy=0.8"],
+            "torch averages parameters without compression",
         ),
         (
             ["job.py", "data=2 until=accuracy:0.5", "--target", "accuracy=0.8"],
@@ -236,6 +244,31 @@ def test_a_race_is_run_interrupted_and_resumed(
     steps = curves["ddp"][-1][0]
     assert bytes_sent["ddp"] == steps * 4 * (12 * 24 + 24 + 24 * 4 + 4)
     assert bytes_sent["ddp"] <= bytes_sent["all_reduce"] < 1.2 * bytes_sent["ddp"]
+
+
+@pytest.mark.slow
+def test_ddp_runs_with_the_hooks_of_torch(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hooks = ["compress=fp16", "compress=bf16", "compress=powersgd", "merge=local_sgd"]
+    plans = ["ddp", *(f"ddp {words}" for words in hooks)]
+    target = ["--target", "accuracy=0.8", "--with", "data=2 threads=1 evaluate=10"]
+    assert call(monkeypatch, "race", "job.py", *plans, *target, "--dir", "out") == 0
+    found = json.loads((here / "out" / "results.json").read_text())
+    sent = {
+        p["label"]: p["runs"][0]["sent_bytes_per_rank"] / p["runs"][0]["samples"]
+        for p in found["plans"]
+    }
+    assert set(sent) == {
+        "ddp",
+        "ddp compress=fp16",
+        "ddp compress=bf16",
+        "ddp compress=powersgd",
+        "ddp local_sgd",
+    }
+    assert sent["ddp compress=fp16"] == pytest.approx(sent["ddp"] / 2, rel=0.01)
+    assert sent["ddp local_sgd"] == pytest.approx(sent["ddp"] / 8, rel=0.05)
+    assert sent["ddp compress=powersgd"] < sent["ddp"]
 
 
 def test_a_changed_script_is_another_race(

@@ -64,7 +64,7 @@ def connect(
     one_host, shares = len(set(hosts)) == 1, len(set(hosts)) < process.size
     kind = plan.link
     if kind == "auto" and device.type == "cuda":
-        kind = "nccl"
+        kind = "nccl" if plan.ranks_per_gpu == 1 else "gloo"  # nccl refuses two ranks on one card
     elif kind == "auto":
         kind = "shared" if one_host else "hierarchical" if shares else "gloo"
     if kind == "shared" and not one_host:
@@ -95,23 +95,27 @@ def connect(
 
 
 def choose_device(plan: Plan, process: ProcessInfo) -> torch.device:
-    if plan.device == "cpu" or (plan.device == "auto" and not torch.cuda.is_available()):
+    each = plan.ranks_per_gpu
+    if plan.device == "cpu" or (
+        plan.device == "auto" and not torch.cuda.is_available() and each == 1
+    ):
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        word = "device=cuda" if plan.device == "cuda" else f"ranks_per_gpu={each}"
         raise PlanError(
-            "device=cuda, but torch sees no GPU here; set device=cpu or install a CUDA build of "
-            "torch"
+            f"{word}, but torch sees no GPU here; set device=cpu, or install a CUDA build of torch"
         )
-    if process.local_rank >= torch.cuda.device_count():
+    cards, card = torch.cuda.device_count(), process.local_rank // each
+    if card >= cards:
+        needed = -(-process.local_size // cards)
         raise PlanError(
-            f"{process.local_size} ranks on this host, but torch sees {torch.cuda.device_count()} "
-            "GPUs; one rank a GPU is needed: "
-            f"set data={torch.cuda.device_count()} or device=cpu"
+            f"{process.local_size} ranks on this host, but torch sees {cards} GPUs, and "
+            f"ranks_per_gpu={each}; set data={cards * each}, ranks_per_gpu={needed} or device=cpu"
         )
-    torch.cuda.set_device(process.local_rank)
+    torch.cuda.set_device(card)
     # one stream of our own for everything: a captured step must not touch the default stream
     torch.cuda.set_stream(torch.cuda.Stream())
-    return torch.device("cuda", process.local_rank)
+    return torch.device("cuda", card)
 
 
 def _gather(

@@ -99,7 +99,7 @@ def watch(
     forecasts = study.forecasts(setting)
     most = max(forecasts, key=lambda f: f.total)
     context.notice(f"memory: {most}")
-    available = available_bytes(context.device, context.process.local_size, own)
+    available = available_bytes(context.device, _sharing(context), own)
     changes = memory_fit.changes(study, setting, count)
     warning = memory_fit.refuse(most, available, changes, context.options.anyway)
     if warning is not None:
@@ -145,8 +145,14 @@ def room(context: RankContext, model: nn.Module, task: Task) -> tuple[int, float
     own = sum(p.nbytes for p in model.parameters())
     assert callable(task.optimizer)  # several optimizers are not split over ranks
     state, _, _ = static_memory.optimizer_bytes(model, task.optimizer(model.parameters()))
-    available = available_bytes(context.device, context.process.local_size, own)
+    available = available_bytes(context.device, _sharing(context), own)
     return available, 2 + sum(state.values()) / max(1, own)
+
+
+def _sharing(context: RankContext) -> int:
+    """Ranks that share the memory of this rank's device."""
+    local = context.process.local_size
+    return local if context.device.type == "cpu" else min(local, context.plan.ranks_per_gpu)
 
 
 @contextmanager

@@ -171,6 +171,11 @@ class TableStore(Store, Protocol):
         """A pull that travels while this rank computes."""
         ...
 
+    def push_buffers(self, rows: Rows) -> Tensors:
+        """Memory for the updates of these rows, from which a push is not copied where that is
+        possible. Its content is undefined, also after the push."""
+        ...
+
     def exchange(
         self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]
     ) -> Reply:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from manyhands.core import Table, Tensors
 from manyhands.embedding.default_rows import default_tables
-from manyhands.embedding.gather import bags_of, rows_of
+from manyhands.embedding.gather import Room, bags_of, rows_of
 from manyhands.errors import TaskError
 
 Init = Literal["zeros", "uniform", "normal"]
@@ -64,9 +64,9 @@ class RowSource(Protocol):
 
     of_run: bool  # whether a run pushes to them, once a step
 
-    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids among `module.wanted(ids)`, and for each wanted id an index
-        into the rows."""
+    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor, Room | None]:
+        """The rows of the distinct ids among `module.wanted(ids)`, for each wanted id an index into
+        the rows, and memory for their gradient, where it is to be pushed from some."""
         ...
 
     def replace_rows(self, table: Table, content: Tensors) -> None:
@@ -158,14 +158,14 @@ class Embedding(nn.Module):
     @uncompiled
     def forward(self, ids: Tensor) -> Tensor:
         self._check_ids(ids)
-        rows, inverse = self._lookup(ids)
-        return rows_of(rows, inverse).view(*ids.shape, self.table.dim).to(self._dtype)
+        rows, inverse, room = self._lookup(ids)
+        return rows_of(rows, inverse, room).view(*ids.shape, self.table.dim).to(self._dtype)
 
     def extra_repr(self) -> str:
         frozen = ", frozen" if self.frozen else ""
         return f"{self.name!r}, dim={self.table.dim}, optimizer={self.table.optimizer}{frozen}"
 
-    def _lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _lookup(self, ids: Tensor) -> tuple[Tensor, Tensor, Room | None]:
         return self.tables.lookup(self, ids)
 
     def _refuse_torch_only(self, name: str, options: dict[str, float]) -> None:
@@ -253,11 +253,11 @@ class EmbeddingBag(Embedding):
             weights = per_sample_weights
         if weights is not None:
             weights = self._weights(ids, weights)
-        rows, inverse = self._lookup(ids)
+        rows, inverse, room = self._lookup(ids)
         if not len(rows):
             out = rows.new_zeros(len(starts), self.table.dim)
         else:
-            out = bags_of(rows, inverse, starts, self.mode, weights)
+            out = bags_of(rows, inverse, starts, self.mode, weights, room)
         return out.to(self._dtype)
 
     def extra_repr(self) -> str:

@@ -32,6 +32,7 @@ from manyhands.core import (
     Work,
 )
 from manyhands.embedding.distinct import distinct
+from manyhands.embedding.gather import Room
 from manyhands.embedding.id_columns import IdColumns, same_ids
 from manyhands.embedding.modules import Embedding
 from manyhands.embedding.saved_rows import saved_tables
@@ -121,8 +122,8 @@ class EmbeddingTables:
             self._columns.learn_from(values)
         self._now = self._ask(values)
 
-    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
-        table = module.table
+    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor, Room | None]:
+        table, room = module.table, None
         training = torch.is_grad_enabled() and module.training
         if self._immediate:
             self._add(table, create=True)
@@ -147,7 +148,12 @@ class EmbeddingTables:
             rows.register_post_accumulate_grad_hook(
                 functools.partial(self._collect, table.name, found)
             )
-        return rows, inverse
+            room = functools.partial(self._room, table.name, found)
+        return rows, inverse, room
+
+    def _room(self, name: str, ids: Tensor) -> Tensor:
+        """Memory for the rows' gradient, from which the store sends it without a copy."""
+        return self.store.push_buffers({name: ids})[name]
 
     def _ask(self, values: Any) -> _Fetch | None:
         lookups = self._lookups(values)

@@ -172,12 +172,12 @@ def available_bytes(
 ) -> int:
     """Bytes that one rank may use in all, the `own` bytes that it already uses included.
 
-    On a GPU: all of it. On a CPU: what this host, or the tightest cgroup above this process, has
-    left, divided by the `ranks` of the host.
+    What the GPU, or this host, or the tightest cgroup above this process has left, divided by the
+    `ranks` that share it.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+        return free // ranks + torch.cuda.memory_reserved(device)
     left = [_free_bytes(root), *_left_in_cgroups(root)]
     return max(0, min(left)) // ranks + own
 

@@ -36,6 +36,7 @@ SERVER_WORDS = (
 )
 REPLICA_WORDS = ("replicas", "ack", "membership")
 POSITIVE = (
+    "ranks_per_gpu",
     "batch",
     "micro",
     "accumulate",
@@ -336,6 +337,15 @@ def _check_served(plan: Plan, key: str, strategy: Strategy[Any, Any]) -> None:
 def _check_devices(plan: Plan) -> None:
     if plan.link == "nccl" and plan.device == "cpu":
         raise PlanError("link=nccl moves bytes between GPUs, but device=cpu; set link=auto")
+    if plan.ranks_per_gpu > 1:
+        many = f"ranks_per_gpu={plan.ranks_per_gpu}"
+        if plan.device == "cpu":
+            raise PlanError(f"{many} has no effect with device=cpu; leave one of them out")
+        if plan.link == "nccl":
+            raise PlanError(
+                f"{many}: nccl refuses two ranks on one card; set link=auto, which then exchanges "
+                "through the host"
+            )
     if plan.algorithm != "native" and (plan.link == "nccl" or plan.device == "cuda"):
         raise PlanError(
             f"algorithm={plan.algorithm} is for CPU processes, nccl has its own algorithms; "

@@ -45,6 +45,7 @@ from manyhands.server.tables.partition import Partition, partition
 from manyhands.server.validate import (
     block_of,
     dtype_of,
+    empty_updates,
     ids_of,
     no_ids,
     not_finite,
@@ -213,6 +214,9 @@ class LocalStore:
         self, rows: Rows, into: Tensors | None = None, *, remember: bool = False
     ) -> Reply:
         return CompleteReply(self.pull(rows, into, remember=remember))
+
+    def push_buffers(self, rows: Rows) -> Tensors:
+        return {name: empty_updates(self._table(name), ids) for name, ids in rows.items()}
 
     def exchange(
         self, rows: Rows, updates: Tensors, *, wants: Rows, **options: Unpack[PushOptions]

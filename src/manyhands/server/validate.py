@@ -57,6 +57,12 @@ def no_ids(table: Table, ids: Tensor | None) -> None:
         )
 
 
+def empty_updates(table: Table, ids: Tensor | None) -> Tensor:
+    """Memory for the updates of these rows."""
+    shape = (table.length,) if table.length is not None else (ids_of(table, ids).size, table.dim)
+    return torch.empty(shape, dtype=dtype_of(table))
+
+
 def ids_of(table: Table, ids: Tensor | None) -> np.ndarray:
     if (
         not isinstance(ids, Tensor)

@@ -155,10 +155,11 @@ class _ZeroRows:
 
     of_run = False
 
-    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def lookup(self, module: Embedding, ids: Tensor) -> tuple[Tensor, Tensor, None]:
         distinct, inverse = module.wanted(ids).unique(return_inverse=True)
         dtype = getattr(torch, module.table.dtype)
-        return torch.zeros(len(distinct), module.table.dim, dtype=dtype).to(ids.device), inverse
+        rows = torch.zeros(len(distinct), module.table.dim, dtype=dtype)
+        return rows.to(ids.device), inverse, None
 
     def replace_rows(self, table: Table, content: Tensors) -> None: ...
     def replace_pieces(self, table: Table, contents: Any) -> None: ...

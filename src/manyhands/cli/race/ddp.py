@@ -4,7 +4,8 @@ It is written as a careful user would write it. It iterates over the same batche
 same order, each rank its slice of the same global batch), weights an uneven last batch correctly,
 uses the task's optimizer, schedule, clipping and test, evaluates at the same steps, and writes the
 same events into a run directory, so that readers of runs need not know the difference. Nothing else
-of ours is in its step: no flat buffers, no group, no allocator settings.
+of ours is in its step: no flat buffers, no group, no allocator settings. What torch has for slow
+networks goes with it, by our words (`ddp_hooks`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.assembly.connect import choose_device
 from manyhands.assembly.data import DEFAULT_BATCH, with_task_defaults
 from manyhands.assembly.rank_context import Options
-from manyhands.cli.race import ddp_evaluation
+from manyhands.cli.race import ddp_evaluation, ddp_hooks
 from manyhands.cli.race.ddp_data import ddp_batches
+from manyhands.cli.race.ddp_hooks import DDPHooks
 from manyhands.cli.race.ddp_schedule import DDPSchedule
 from manyhands.core import (
     Event,
@@ -53,11 +55,12 @@ from manyhands.task import Task, resolve
 from manyhands.task_forms.named_parts import only
 from manyhands.train import STATUS_EVERY_S
 
-# the plan words that have a meaning for DDP; it has no merge strategies, compression and groups
-KNOWN = tuple(
-    "data split batch accumulate epochs steps seed precision clip device threads bucket_mb loaders "
-    "compile until evaluate timeout_s".split()
+# the plan words of all plans that have a meaning for DDP; it has no groups to choose from
+SHARED = tuple(
+    "data split batch accumulate epochs steps seed precision clip device ranks_per_gpu threads "
+    "bucket_mb loaders compile until evaluate timeout_s".split()
 )
+KNOWN = (*SHARED, *ddp_hooks.OPTIONS)  # the latter where a plan gives them itself
 
 
 def check(words: dict[str, Any]) -> None:
@@ -67,6 +70,7 @@ def check(words: dict[str, Any]) -> None:
             f"{', '.join(unknown)}: has no meaning for ddp, which knows {', '.join(KNOWN)}; "
             "leave it out"
         )
+    ddp_hooks.check(words)
 
 
 def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
         path = Path(options.directory or options.name)
         owner = directory.claim(path) if here.rank == 0 else None
         recorder = Recorder(path, here.rank)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" and plan.ranks_per_gpu == 1 else "gloo"
         dist.init_process_group(
             backend,
             store=store,
@@ -147,6 +151,7 @@ class DDPRun:
         )
         self.metric_set = MetricSet(task.metrics, device, self.size)
         self.ddp = self._ddp(given)
+        self.hooks = DDPHooks(plan, self.ddp, self.optimizer)
         computing: Any = torch.compile(self.ddp) if plan.compile else self.ddp
         self.losses = forward.TaskLoss(
             computing,
@@ -224,7 +229,7 @@ class DDPRun:
         if self.plan.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.module.parameters(), self.plan.clip)
-        self.scaler.step(self.optimizer)
+        self.scaler.step(self.hooks.optimizer)
         self.scaler.update()
         self.schedule.stepped(self.batches.position)
 
@@ -282,12 +287,12 @@ class DDPRun:
             raise Diverged(
                 f"the loss became NaN or infinite by round {self.round} (epoch {self.epochs():.2f})"
             )
-        waited = self._waited_s(rounds)
+        waited, nbytes = self._waited_s(rounds), self.hooks.nbytes(self.nbytes)
         for i, (started, seconds) in enumerate(self.rounds, self.round - rounds + 1):
             self.recorder.emit(Event(started, self.rank, i, "round", seconds))
             waiting = min(waited, seconds)
             self.recorder.emit(
-                Event(started + seconds - waiting, self.rank, i, "all_reduce", waiting, self.nbytes)
+                Event(started + seconds - waiting, self.rank, i, "all_reduce", waiting, nbytes)
             )
         seen = self.epochs() * (self.batches.samples or 0)
         rate = (seen - self.seen_at_status) / max(elapsed, 1e-9)
@@ -328,6 +333,7 @@ class DDPRun:
         if self.test is None:
             return
         started, clock, task = time.time(), time.perf_counter(), self.task
+        self.hooks.merge()
         for buffer in self.module.buffers():  # as DDP itself does before a forward pass in training
             dist.broadcast(buffer, 0)
         objective, precision = self.losses.objective, self.plan.precision

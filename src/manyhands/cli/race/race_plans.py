@@ -72,7 +72,7 @@ def _parse(
     if is_ddp:
         ddp.check(own)
         # words for all plans may have no meaning for DDP
-        shared = {k: v for k, v in shared.items() if k in ddp.KNOWN}
+        shared = {k: v for k, v in shared.items() if k in ddp.SHARED}
     for word in ("until", "best"):
         if word in own:
             raise PlanError(
@@ -94,7 +94,9 @@ def _labels(parsed: list[tuple[dict[str, Any], bool, Plan]]) -> list[str]:
     }
     labels: list[str] = []
     for own, is_ddp, plan in parsed:
-        name = "ddp" if is_ddp else plan.merge
+        name = plan.merge
+        if is_ddp:
+            name = "ddp" if plan.merge == "all_reduce" else f"ddp {plan.merge}"
         rest = [
             f"{k.removeprefix('merge.')}={v}"
             for k, v in own.items()

@@ -82,6 +82,9 @@ class CachedStore:
             else CompleteReply(wanted.fill({}))
         )
 
+    def push_buffers(self, rows: Rows) -> Tensors:
+        return self.store.push_buffers(rows)
+
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         self._descend(rows, updates, options)
         return self.store.push(rows, updates, **options)

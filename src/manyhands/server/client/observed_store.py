@@ -80,6 +80,9 @@ class ObservedStore:
             self, "pull", self._nbytes(rows), self._clock() - start, reply.result
         )
 
+    def push_buffers(self, rows: Rows) -> Tensors:
+        return self.store.push_buffers(rows)
+
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         start = self._clock()
         work = self.store.push(rows, updates, **options)

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from manyhands.core import Late, PushOptions, Rows, Table, Tensors, Tick
@@ -48,7 +47,7 @@ from manyhands.server.protocol import messages as m
 from manyhands.server.slots import SlotMap
 from manyhands.server.snapshots.store_snapshot import StoreSnapshot
 from manyhands.server.table_content import arrays_of, first_values, join
-from manyhands.server.validate import dtype_of, ids_of
+from manyhands.server.validate import empty_updates, ids_of
 
 # the coordinator times a tick, since it knows which rank is awaited; the client waits this longer
 SLACK_S = 5.0
@@ -186,19 +185,13 @@ class ServerStore:
         content is undefined then."""
         found: Tensors = {}
         for name, ids in rows.items():
-            table = self._router.table(name)
-            shape = (
-                (table.length,)
-                if table.length is not None
-                else (ids_of(table, ids).size, table.dim)
-            )
-            found[name] = (
-                torch.empty(shape, dtype=dtype_of(table))
-                if len(self._sender.connections) > 1 or self._sender.code != "none"
-                else self._sender.buffers.allocate(
-                    self._sender.connections[0].arena, shape, table.dtype
-                )
-            )
+            table, sender = self._router.table(name), self._sender
+            if len(sender.connections) > 1 or sender.code != "none":
+                found[name] = empty_updates(table, ids)
+                continue
+            n = table.length
+            shape = (ids_of(table, ids).size, table.dim) if n is None else (n,)
+            found[name] = sender.buffers.allocate(sender.connections[0].arena, shape, table.dtype)
         return found
 
     # -- clocks and steps --

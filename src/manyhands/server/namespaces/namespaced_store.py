@@ -94,6 +94,10 @@ class NamespacedStore:
             reply = self.store.pull_async(self._rows(rows), where, remember=remember)
         return _NamedRequest(self, reply.result)
 
+    def push_buffers(self, rows: Rows) -> Tensors:
+        with self.errors():
+            return self.short(self.store.push_buffers(self._rows(rows)))
+
     def push(self, rows: Rows, updates: Tensors, **options: Unpack[PushOptions]) -> Work:
         with self.errors():
             work = self.store.push(self._rows(rows), self._tensors(updates), **options)
