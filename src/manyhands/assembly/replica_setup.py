@@ -284,6 +284,8 @@ def _captured(
     alone = context.device.type == "cuda" and context.process.size == 1
     if plan.capture != "auto" or not alone or replica.scaler is not None:
         return replica
+    if context.options.float64:  # torch's captured updates round the learning rate to float32
+        return replica
     if replica.line_search is not None or isinstance(replica.optimizer, NamedOptimizers):
         return replica
     if not replicas_agree(plan) or not isinstance(next_loss, forward.TaskLoss):
