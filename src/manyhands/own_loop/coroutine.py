@@ -66,6 +66,13 @@ class TrainerCoroutine:
         self.closure = closure
         return self._go_on()
 
+    def take_part(self, last: bool, searches: bool) -> Result | None:
+        """The same where this rank has no samples, but other ranks wait for it. `last`: of the
+        micro-batches of a step; `searches`: the optimizer evaluates a batch several times."""
+        if searches:
+            return self.hand_over_closure(lambda: MicroLoss(None, 0, True))
+        return self.hand_over(MicroLoss(None, 0, last))
+
     def _go_on(self) -> Result | None:
         result: Result | None = self._loop.switch()
         return result if self._loop.dead else None

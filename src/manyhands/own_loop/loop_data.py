@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from manyhands.data.batches import BatchIterator
 from manyhands.errors import TaskError
 from manyhands.exchange.activity import ROUNDS, SCRIPT
-from manyhands.replica.module import MicroLoss
 
 
 class PlannedOrder:
@@ -68,7 +67,7 @@ class LoopData:
             batch = self._batches.next()
             self._run._batch = batch
             if batch.values is None:  # no sample left for this rank, but the others wait for it
-                self._run._hand_over(MicroLoss(None, 0, batch.last))
+                self._run._take_part(batch.last)
                 continue
             given, self._run._stepped = given + 1, False
             yield batch.values

@@ -178,6 +178,10 @@ class Run:
 
         self._went_on(self._coroutine.hand_over_closure(evaluate))
 
+    def _take_part(self, last: bool) -> None:
+        """This rank has no samples of a batch, but the others wait for it."""
+        self._went_on(self._coroutine.take_part(last, self._searches))
+
     def _begin_batch(self) -> bool:
         """Whether this batch is the last one of its step."""
         if self._drawn is not None:
