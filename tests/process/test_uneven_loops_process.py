@@ -42,7 +42,10 @@ for body, make in BODIES.items():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     seen = 0
-    net, optimizer, data = run.prepare(net, make(net.parameters()), (X, Y), batch=12 // run.size)
+    optimizer = make(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    net, optimizer, data = run.prepare(
+        net, optimizer, (X, Y), batch=12 // run.size, schedule=schedule)
     for epoch in range(2):
         for x, y in data:
             assert len(x)

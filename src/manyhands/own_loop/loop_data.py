@@ -61,6 +61,7 @@ class LoopData:
     def _epoch(self, epoch: int, asked: int) -> Iterator[Any]:
         given = skipped = 0
         said = False
+        self._run._end_batch()  # one that a loop before was left in
         # to the end of this epoch; after a `break`, the rest of it
         while self._batches.position.epoch == epoch <= asked and not self._run.stopped:
             self._run._coroutine.claim_step()
@@ -68,6 +69,8 @@ class LoopData:
             self._run._batch = batch
             if batch.values is None:  # no sample left for this rank, but the others wait for it
                 self._run._take_part(batch.last)
+                if batch.last:
+                    self._run._end_batch()
                 continue
             given, self._run._stepped = given + 1, False
             yield batch.values
@@ -75,6 +78,8 @@ class LoopData:
                 skipped += 1
                 self._not_stepped(given, said)
                 said = True
+            if batch.last:
+                self._run._end_batch()
         if given and skipped == given:
             raise TaskError(
                 f"an epoch of {given} batches has trained nothing: run.step(loss) was never "
