@@ -1,6 +1,7 @@
 """Own loops with several optimizers on three real ranks against one process, and by local steps.
 
-All of them run in one job, one after the other. Of the last batch, rank 2 has no samples.
+All of them run in one job, one after the other. Of the last batch rank 2 has no samples, so that it
+is shown one that counts nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[str, type[loops.Players]]] = {
     "gan with clip": ("clip=0.05", loops.Players),
     "gan with BatchNorm": ("", loops.Normed),
     "gan with a schedule": ("", loops.Scheduled),
+    "clamped": ("", loops.Clamped),
     "gradients": ("", loops.Gradients),
     "gradients over gloo": ("link=gloo clip=0.05", loops.Gradients),
     "closures": ("", loops.Closures),

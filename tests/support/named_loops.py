@@ -91,6 +91,17 @@ class Normed(Players):
         return {name: lambda p: SGD(p, 0.05, momentum=0.5) for name in "gd"}
 
 
+class Clamped(Players):
+    """The loop changes parameters between two steps, and counts samples itself."""
+
+    def batch(self, real: Tensor, noise: Tensor) -> None:
+        fake = self.g(noise)
+        self.run.step(self.loss_d(real, fake), len(real), optimizer="d")
+        for p in self.d.parameters():
+            p.data.clamp_(-0.3, 0.3)
+        self.run.step(self.loss_g(fake), len(real), optimizer="g")
+
+
 class Scheduled(Players):
     def schedule(self, made: dict[str, Any]) -> Any:
         return {"d": StepLR(made["d"], 2, 0.5)}
@@ -106,10 +117,12 @@ class FiveToOne(Players):
 class NowAndThen(Players):
     """g steps at every second batch only, and then both once more, together."""
 
+    n = 0
+
     def batch(self, real: Tensor, noise: Tensor) -> None:
-        second = self.run.steps % 2  # the same on a rank that does not see a last batch
+        self.n += 1
         self.run.step(self.loss_d(real, self.g(noise)), optimizer="d")
-        if second:
+        if self.n % 2:
             self.run.step(self.loss_g(self.g(noise)), optimizer="g")
             self.run.step(self.d(self.g(noise)).square().mean())
 

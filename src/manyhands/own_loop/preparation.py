@@ -79,6 +79,8 @@ def prepared(
         # an own loop may change parameters itself (clamp, average), on every rank
         one_copy=False,
         whole_update=saves_optimizer(),
+        # what such loops do beside steps (clamp a critic, count batches) ranks must do alike
+        all_shown=bool(parts.names),
         closures=ClosureBatches(coroutine),
     )
     for each in members(optimizer):

@@ -157,6 +157,7 @@ class Run:
         n = 1 if batch is None else batch.count
         if count is not None:
             n = whole_count(count, "run.step was given as the loss's count")
+            n = n if batch is None or batch.count else 0  # a sample that is not this rank's
         self._checks.refuse_scheduled()
         if self._searches:
             self._search(given, loss, n, reduction)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from manyhands.assembly.data import claiming_word
 from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import strategies
 from manyhands.core import Group, Plan
 from manyhands.embedding.tables import embeddings
@@ -83,9 +84,11 @@ def _check_apart(plan: Plan, module: nn.Module) -> None:
             )
 
 
-def makes_same_steps(plan: Plan, task: Task | None) -> bool:
+def makes_same_steps(plan: Plan, spec: TrainingSpec) -> bool:
     """Whether every rank must make all optimizer steps of a batch, also without samples, because
     some strategy merges each of them; else ranks merge after whole batches only."""
+    if spec.task is None:
+        return spec.all_shown
     every = strategies(plan).values()
     merged = any(s.link is Group and s.sends == "gradients" for s in every)
-    return merged and task is not None and yields(task.step)
+    return merged and yields(spec.task.step)
