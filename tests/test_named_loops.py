@@ -232,17 +232,21 @@ def wrapped() -> tuple[Any, Any, Any]:
 GIVEN: dict[str, tuple[Callable[[], tuple[Any, Any, Any]], str]] = {
     "a list of models": (
         lambda: (list(gan()[0].values()), gan()[1], None),
-        r"given a list as model, but an nn.Module is needed, or a dict that names several",
+        r"given a list as model, but a torch.nn.Module is needed; several are named, \{'g': ",
     ),
     "a tuple of optimizers": (
         lambda: (gan()[0], tuple(gan()[1].values()), None),
-        r"given a tuple as optimizer, but a torch.optim.Optimizer is needed, or a dict",
+        r"given a tuple as optimizer, but a torch.optim.Optimizer is needed; several are named",
+    ),
+    "another order": (
+        lambda: (gan()[1]["d"], gan()[0]["d"], None),
+        r"given a SGD as model, but a .* is needed; the order is run.prepare\(model, optimizer",
     ),
     "no model": (lambda: ({}, gan()[1], None), r"given no model \(\{\}\)"),
     "no optimizer": (lambda: (gan()[0], {}, None), r"given no optimizer \(\{\}\)"),
     "a function": (
         lambda: (gan()[0], {"g": SGD, "d": SGD}, None),
-        r"given a type as optimizer 'g', but a torch.optim.Optimizer is needed",
+        r"given the class SGD as optimizer 'g', but a torch.optim.Optimizer is needed; call it",
     ),
     "a name of a dict": (
         lambda: ({"items": nn.Linear(1, 1)}, {}, None),

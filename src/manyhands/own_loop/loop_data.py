@@ -12,6 +12,17 @@ from manyhands.data.batches import BatchIterator
 from manyhands.errors import TaskError
 from manyhands.exchange.activity import ROUNDS, SCRIPT
 
+ACCUMULATES = (
+    "had loss.backward() and no run.step(): the script accumulates gradients itself, which several "
+    "ranks would do unlike one; call run.step(loss) for every batch, with the loss undivided, and "
+    "say accumulate=4 in the plan for steps of 4 batches"
+)
+LEFT_OUT = (
+    "had no run.step(loss), which the other ranks wait for; call it for every batch, as "
+    "run.step(loss, count=0) where it is not to count"
+)
+NOT_TRAINED = "had no run.step(loss): its samples are not trained on"
+
 
 class PlannedOrder:
     """In place of a DataLoader's sampler: the plan orders and divides the samples."""
@@ -89,15 +100,14 @@ class LoopData:
     def _not_stepped(self, given: int, said: bool) -> None:
         """Every rank must step at every batch: a rank that leaves one out would merge its next
         gradient with the others' present one."""
-        if self._run.size > 1:
-            raise TaskError(
-                f"batch {given} of the epoch had no run.step(loss), which the other ranks wait "
-                "for; call it for every batch, as run.step(loss, count=0) where it is not to count"
-            )
+        alone = self._run.size == 1
+        text = NOT_TRAINED if alone else LEFT_OUT
+        text = ACCUMULATES if self._run._has_gradients() else text
+        text = f"batch {given} of the epoch {text}"
+        if not alone:
+            raise TaskError(text)
         if not said:
-            self._run._context.warn(
-                f"batch {given} of the epoch had no run.step(loss): its samples are not trained on"
-            )
+            self._run._context.warn(text)
 
     def __len__(self) -> int:
         """Batches that an iteration gives: with accumulate= several are one step."""

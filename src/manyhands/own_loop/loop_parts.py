@@ -90,16 +90,21 @@ def _one_model(models: Any) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             raise TaskError(DDP_LINES)
         if not isinstance(model, nn.Module):
-            raise TaskError(_wrong(model, f"model {name!r}" if name else "model", "an nn.Module"))
+            raise TaskError(
+                _wrong(model, f"model {name!r}" if name else "model", "a torch.nn.Module")
+            )
     return nn.ModuleDict(models) if isinstance(models, Mapping) else models
 
 
-def _wrong(given: Any, what: str, wanted: str) -> str:
-    return (
-        f"run.prepare was given a {type(given).__name__} as {what}, but {wanted} is needed, or a "
-        "dict that names several: {'g': ..., 'd': ...}, of which run.step(loss, optimizer='d') "
-        "steps one"
-    )
+def _wrong(given: Any, what: str, needed: str) -> str:
+    is_class = isinstance(given, type)
+    kind = f"the class {given.__name__}" if is_class else f"a {type(given).__name__}"
+    do = "the order is run.prepare(model, optimizer, data)"
+    if isinstance(given, list | tuple):
+        do = "several are named, {'g': ..., 'd': ...}, and run.step(loss, optimizer='d') steps one"
+    elif callable(given):
+        do = f"call it first: in a loop of your own {what} is the object itself"
+    return f"run.prepare was given {kind} as {what}, but {needed} is needed; {do}"
 
 
 def _schedules(schedule: Any, optimizer: Optimizer) -> dict[str, LRScheduler]:

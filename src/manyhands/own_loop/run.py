@@ -196,6 +196,10 @@ class Run:
         self._went_on(self._coroutine.take_part(last, self._searches))
         self._checks.stepped()
 
+    def _has_gradients(self) -> bool:
+        """Whether the script has called backward itself, for a step that is still to come."""
+        return self._given is not None and bool(self._given.gradients())
+
     def _end_batch(self) -> None:
         """The loop goes on to another batch: the one before has no further step."""
         if self._names:
