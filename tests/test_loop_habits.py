@@ -100,6 +100,23 @@ def test_a_backward_pass_beside_a_step_is_refused(joined: Callable[..., Loop]) -
         loop.run.step(loop.loss(a, b))
 
 
+def test_gradients_that_a_script_accumulates_over_batches_are_told_what_to_do(
+    joined: Callable[..., Loop], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = joined()
+    for i, (a, b) in enumerate(loop.data):
+        (loop.loss(a, b) / 2).backward()
+        if i % 2:
+            loop.run.step()
+    assert loop.run.round == 4
+    said = "had loss.backward() and no run.step(): the script accumulates gradients itself"
+    assert capfd.readouterr().err.count(said) == 1
+    monkeypatch.setattr(loop.run, "size", 2)
+    with pytest.raises(TaskError, match=r"say accumulate=4 in the plan for steps of 4 batches"):
+        for a, b in loop.data:
+            loop.loss(a, b).backward()
+
+
 def test_loops_within_loops_and_loops_that_never_step_are_refused(
     joined: Callable[..., Loop],
 ) -> None:

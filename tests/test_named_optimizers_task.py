@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import manyhands as mh
 from manyhands.assembly.several_optimizers.step_agreement import StepAgreement
 from manyhands.core import Group
 from manyhands.exchange.inproc import World
+from manyhands.observe.progress import describe
+from manyhands.observe.text import number
 from manyhands.recover.checkpoint import Checkpoints
 from support import two_players
 from support.small_task import small_task
@@ -200,8 +203,8 @@ def test_what_a_step_yields_is_checked(tmp_path: Path, case: str) -> None:
     [
         ("data=2 merge=downpour servers=1", "merge=downpour is asynchronous"),
         ("data=2 merge=hogwild", "merge=hogwild is asynchronous"),
-        ("tensor=2", r"tensor=2 splits the model over ranks, but the task names"),
-        ("shard=2", r"shard=2 splits the model over ranks, but the task names"),
+        ("tensor=2", r"tensor=2 splits the model over ranks, but there are several optimizers"),
+        ("shard=2", r"shard=2 splits the model over ranks, but there are several optimizers"),
         ("data=2 merge=ensemble", "merge=ensemble averages the class probabilities"),
         ("data=2 merge=skeleton", "merge=skeleton leaves units out"),
         ("data=2 elastic=1:2", "takes over the state of one optimizer"),
@@ -253,6 +256,23 @@ def test_a_composite_is_resumed_and_another_one_is_refused(tmp_path: Path) -> No
     other = {"g": SGD, "d": SGD}
     with pytest.raises(mh.CheckpointError, match="optimizer is d: SGD, g: Adam, the task's is d: "):
         train(tmp_path, two_players.gan(optimizer=other, epochs=3), resume=True)
+
+
+def test_progress_shows_the_mean_loss_of_each_optimizer(tmp_path: Path) -> None:
+    given: list[tuple[float, float]] = []
+
+    def step(models: Any, batch: tuple[Tensor, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        of_d, of_g = (loss for _, loss in two_players.gan_step(models, batch))
+        given.append((float(of_d), float(of_g)))
+        yield "d", of_d
+        yield from list(two_players.gan_step(models, batch))[1:]
+
+    train(tmp_path, two_players.gan(step=step, batch=13), "steps=1")
+    lines = (tmp_path / "run" / "events" / "rank-0.jsonl").read_text().splitlines()
+    shown = [e["value"] for e in map(json.loads, lines) if e["name"] == "progress"][-1]
+    assert shown["loss/d"] == pytest.approx(given[0][0])
+    assert 0 < shown["loss/g"] != shown["loss/d"]
+    assert describe(shown)["named"] == f"d {number(shown['loss/d'])}  g {number(shown['loss/g'])}"
 
 
 def test_one_optimizer_stays_as_it_was(tmp_path: Path) -> None:

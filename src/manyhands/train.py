@@ -236,8 +236,8 @@ class Trainer:
         rounds, elapsed = self.round - self.pace.round, now - self.pace.looked
         losses, noise = self._losses, self.active.noise
         losses.read()
-        size, rank = self.group.size, self.group.rank
-        shared = torch.zeros(7 + size + 5, dtype=torch.float64)
+        size, rank, named = self.group.size, self.group.rank, self.replica.losses
+        shared = torch.cat([torch.zeros(7 + size + 5, dtype=torch.float64), named.take()])
         shared[0], shared[6] = float(self.stop.signal > 0), float(self.stop.reason is not None)
         shared[1], shared[2] = losses.total, losses.count
         if rank == 0:
@@ -248,11 +248,12 @@ class Trainer:
         shared[7 + rank] = losses.bad_round
         shared = shared.to(self.context.device) if self.context.device.type == "cuda" else shared
         if noise is not None:
-            shared[7 + size :] = noise.take()
+            shared[7 + size : 12 + size] = noise.take()
         self.group.all_reduce({"status": shared}).wait()
         stop, total, count, interval, leaves, keeps, asked, *rest = shared.tolist()
         if noise is not None:
-            self._noise = noise.read(rest[size:])
+            self._noise = noise.read(rest[size : size + 5])
+        named.read(rest[size + 5 :])
         self._stop = self._stop or stop > 0
         self._leaves, self._keeps = self._leaves or leaves > 0, self._keeps or keeps > 0
         self._next_status = self.round + int(interval)
@@ -272,6 +273,7 @@ class Trainer:
             measured = {"loss": self._loss, "exchange_share": exchange_share}
             more = {"noise": self._noise, "lr": self.replica.lr}
             measured |= {k: v for k, v in more.items() if math.isfinite(v)}
+            measured |= {f"loss/{k}": v for k, v in self.replica.losses.means.items()}
             self._emit("progress", value=self.pace.progress(now, at, measured))
         if self.tables is not None:
             self.tables.report(self.round)

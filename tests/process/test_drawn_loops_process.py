@@ -141,6 +141,17 @@ if run.rank == 0:  # as scripts do: no other rank takes part
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, "own.pt")
     torch.save(net, "whole.pt")
+run.close()
+
+run = mh.join(directory="runs/named")
+models = {"a": torch.nn.Linear(4, 1), "b": torch.nn.Linear(3, 1)}
+optimizers = {k: torch.optim.Adam(m.parameters(), lr=0.1) for k, m in models.items()}
+models, optimizers = run.prepare(models, optimizers)
+for step in range(4):
+    for name, n in ("a", 4), ("b", 3):
+        run.step(models[name](torch.randn(8, n)).square().mean(), optimizer=name)
+if run.rank == 0:
+    torch.save({k: o.state_dict() for k, o in optimizers.items()}, "named.pt")
 """
 
 
@@ -153,6 +164,9 @@ def test_rank_0_saves_model_and_optimizer_by_itself(tmp_path: Path) -> None:
     assert {k: tuple(v["exp_avg"].shape) for k, v in moments.items()} == {0: (1, 4), 1: (1,)}
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
     assert torch.equal(whole.weight, saved["model"]["weight"])
+    for name, n in ("a", 4), ("b", 3):
+        moments = torch.load(tmp_path / "named.pt")[name]["state"]
+        assert {k: tuple(v["exp_avg"].shape) for k, v in moments.items()} == {0: (1, n), 1: (1,)}
 
 
 SAME = """

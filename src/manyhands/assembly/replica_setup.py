@@ -30,10 +30,15 @@ from manyhands.replica import forward
 from manyhands.replica.captured import CapturedReplica
 from manyhands.replica.checks.own_buffers import OwnBuffers
 from manyhands.replica.distillation import student
-from manyhands.replica.module import Agree, ModuleReplica, NextLoss, RunMicroBatches
+from manyhands.replica.module import (
+    Agree,
+    ModuleReplica,
+    NextLoss,
+    RunMicroBatches,
+    SubSteps,
+)
 from manyhands.replica.objective import Reduction
 from manyhands.replica.several_optimizers.named_optimizers import NamedOptimizers
-from manyhands.replica.several_optimizers.step_losses import StepLosses
 from manyhands.replica.thinned import thinned
 from manyhands.replica.wrapper import ReplicaWrapper
 from manyhands.train import Trainer
@@ -59,7 +64,7 @@ def module_replica(
         nominal = max(1, start.global_batch // plan.layout.data)
     rows = None if model.tables is None else model.tables.embeddings
     part = spec.part
-    sub_steps = next_loss if isinstance(next_loss, StepLosses) else None
+    sub_steps = next_loss if isinstance(next_loss, SubSteps) else None
 
     replica = ModuleReplica(
         model.flat,

@@ -36,5 +36,7 @@ class TrainingSpec:
     one_copy: bool = True  # the ranks of a host may share one copy of the parameters
     part: ModelPart | None = None  # of a model that is split over ranks
     whole_update: bool = False  # every rank keeps all of the optimizer's state
+    # a loop's code runs for every batch on every rank: where it has no samples, on one of others
+    all_shown: bool = False
     closures: RewoundBatches | None = None  # of a loop that hands over what computes a loss
     watch: MemoryWatch | None = None  # memory forecast, and the peak it is compared with

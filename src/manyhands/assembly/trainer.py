@@ -196,7 +196,7 @@ def assemble(
     model = lay_out(context, plan, spec)
     state.seed_everything(begin.seed, context.rng_stream)
     synced = _syncs_batchnorm(context, plan, model)
-    borrow = synced or context.gathers_parameters or makes_same_steps(plan, spec.task)
+    borrow = synced or context.gathers_parameters or makes_same_steps(plan, spec)
     whole = claims_shards(context, model.optimizer)
     at, global_batch = begin.position, begin.global_batch
     feed = open_feed(context, plan, spec.train, global_batch, at, model.tables, borrow, whole)

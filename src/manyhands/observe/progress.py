@@ -42,10 +42,12 @@ STYLES = {
 
 # Fields that a narrow terminal loses, in this order. The bar is dropped between `rate` and `eta`:
 # it has the room that is left.
-EXPENDABLE = ("lr", "noise", "server", "exchange", "rate", "eta", "percent")
+EXPENDABLE = ("named", "lr", "noise", "server", "exchange", "rate", "eta", "percent")
 
 # even with --quiet
 ALWAYS_SHOWN = ("warning", "checkpoint_failed", "stalled", "stall over", "straggler")
+
+OF_NAMED = "loss/"
 
 LEGEND = {
     "exchange_share": "exchange: share of the time that rank 0 waits for other ranks' data",
@@ -309,6 +311,9 @@ def describe(value: Value) -> dict[str, str]:
         fields["epoch"], counted = f"step {value['step']:,.0f}", "batches"
     if "loss" in value:
         fields["loss"] = f"loss {number(value['loss'])}"
+    named = {k.removeprefix(OF_NAMED): v for k, v in value.items() if k.startswith(OF_NAMED)}
+    if named:  # optimizers with losses of their own
+        fields["named"] = "  ".join(f"{k} {number(v)}" for k, v in named.items())
     if "lr" in value:
         fields["lr"] = f"lr {value['lr']:.3g}"
     if math.isfinite(rate := value.get("samples_per_s", math.nan)):

@@ -4,12 +4,14 @@
     user's loop       run.step(loss)                          -> the strategy goes on with it
 
 So every strategy works with a loop that somebody else has written. An optimizer with a line search
-asks for a loss several times a step; `run.step(closure)` gives it what computes one.
+asks for a loss several times a step; `run.step(closure)` gives it what computes one. Where several
+optimizers are named, the trainer asks for a batch's next step, or learns that it has none
+(`loop_steps`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import greenlet
@@ -20,23 +22,39 @@ from manyhands.replica.checks.step_guard import merged_steps
 from manyhands.replica.module import MicroLoss
 from manyhands.train import Trainer
 
+Gradients = Iterable[tuple[nn.Parameter, Tensor]]
+
 
 class TrainerCoroutine:
     """`ask` is the replica's `next_loss`; `hand_over` answers it from the user's loop."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None  # made after this: its replica asks here
-        self.micro: MicroLoss | None = None  # handed over last
+        self.micro: MicroLoss | None = None  # handed over last; None: the batch is over
+        self.follows = False  # this rank has no samples of the batch, and does what others do
         self.closure: Callable[[], MicroLoss] | None = None  # of the present step, in its place
+        self.within_batch = False  # the trainer asks whether the batch has a further step
+        self._gradients: Gradients = ()  # of `micro`, by a backward pass of the user's
         self._loop: Any = None
         self._outside: Any = None
 
     def ask(self) -> MicroLoss:
         if self.closure is not None:
             return self.closure()
-        self._outside.switch()
+        self.wait()
         assert self.micro is not None
+        self.put_back()
         return self.micro
+
+    def wait(self) -> None:
+        """In the trainer: the user's loop goes on until it hands something over."""
+        self._outside.switch()
+
+    def put_back(self) -> None:
+        """Every step begins by clearing gradients: put back those that were handed over."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = ()
 
     @property
     def claims_steps(self) -> bool:
@@ -53,11 +71,13 @@ class TrainerCoroutine:
         if self.claims_steps:
             self.start()
 
-    def hand_over(self, micro: MicroLoss) -> Result | None:
+    def hand_over(
+        self, micro: MicroLoss | None, gradients: Gradients = (), *, follows: bool = False
+    ) -> Result | None:
         """Answer the trainer, and run it up to its next question. The result: it has ended, as it
         was told to stop, or another asynchronous rank's loop is over."""
         self.start()
-        self.micro = micro
+        self.micro, self._gradients, self.follows = micro, gradients, follows
         return self._go_on()
 
     def hand_over_closure(self, closure: Callable[[], MicroLoss]) -> Result | None:
@@ -66,13 +86,24 @@ class TrainerCoroutine:
         self.closure = closure
         return self._go_on()
 
+    def take_part(self, last: bool, searches: bool) -> Result | None:
+        """The same where this rank has no samples, but other ranks wait for it. `last`: of the
+        micro-batches of a step; `searches`: the optimizer evaluates a batch several times."""
+        if searches:
+            return self.hand_over_closure(lambda: MicroLoss(None, 0, True))
+        return self.hand_over(MicroLoss(None, 0, last), follows=True)
+
+    def end_batch(self) -> Result | None:
+        """Where the trainer asks for a further step of the batch, tell it that there is none."""
+        return self.hand_over(None) if self.running and self.within_batch else None
+
     def _go_on(self) -> Result | None:
         result: Result | None = self._loop.switch()
         return result if self._loop.dead else None
 
     def next_closure(self) -> None:
         self.closure = None
-        self._outside.switch()
+        self.wait()
 
     @property
     def running(self) -> bool:
@@ -84,14 +115,15 @@ class TrainerCoroutine:
 
     def end(self) -> Result | None:
         """The user's loop is over: save and end. None: nothing has begun, or it has ended."""
-        result: Result | None = None
+        result = self.end_batch()
         if self.running:
             assert self.trainer is not None
             self.trainer.limits.end_here()
             if self.trainer.replica.in_block:
                 # among the local steps of a strategy: merge what they have learnt
                 self.trainer.replica.closing = True
-                self.micro = MicroLoss(None, 0, True)  # a step without samples changes nothing
+                # a step without samples changes nothing
+                self.micro, self.follows = MicroLoss(None, 0, True), True
                 self._outside = greenlet.getcurrent()
                 result = self._loop.switch()
             else:
@@ -101,14 +133,6 @@ class TrainerCoroutine:
                     result = self.trainer.finish()
         self._loop = None
         return result
-
-    def start_with(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Start where nothing has begun, and put back gradients of the user's: every step begins by
-        clearing them."""
-        if gradients and self._loop is None:
-            self.start()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
     def start(self) -> None:
         """Run the trainer up to its first question, where it has not begun."""

@@ -13,7 +13,6 @@ from manyhands.core import Result
 from manyhands.data.batches import Batch, BatchIterator
 from manyhands.own_loop.coroutine import TrainerCoroutine
 from manyhands.own_loop.loop_ends import LoopEnds
-from manyhands.replica.module import MicroLoss
 
 LOOK_AT = 2  # the first loss may be the same for all batches: of a last layer of zeros
 
@@ -57,10 +56,7 @@ class DrawnSteps:
             last = False
             while not last and ended is None:
                 last = self._batches.next().last
-                if searches:
-                    ended = self._coroutine.hand_over_closure(lambda: MicroLoss(None, 0, True))
-                else:
-                    ended = self._coroutine.hand_over(MicroLoss(None, 0, last))
+                ended = self._coroutine.take_part(last, searches)
             return ended is None
 
         self.ends.follow(step)

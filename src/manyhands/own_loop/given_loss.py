@@ -5,12 +5,13 @@
     run.step(closure)               a function that computes one or the other
     run.step(None, count=0)         this rank has nothing
 
-A gradient that is there is taken for that of a mean over `count`, as a loss is.
+With optimizer="d" they are the gradients of its parameters, and those of others are cleared. A
+gradient that is there is taken for that of a mean over `count`, as a loss is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,29 +27,34 @@ GIVEN = "run.step was given"
 
 
 class GivenLoss:
-    """Reads the losses of one run; `parameters` are those that it trains."""
+    """Reads the losses of one run; `parameters` are those that it trains, `owner` the name of the
+    optimizer of each, by id."""
 
     def __init__(
         self,
         parameters: list[tuple[str, nn.Parameter]],
+        owner: Mapping[int, str],
         plan: Plan,
         has_rows: bool,
         notice: Callable[[str], None],
     ):
         self._parameters, self._plan, self._has_rows = parameters, plan, has_rows
+        self._owner = owner
         self._notice, self._said = notice, False
 
-    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(p, p.grad) for _, p in self._parameters if p.grad is not None]
+    def gradients(self, optimizer: str | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        """Those that are there, of the parameters that this optimizer steps; None: all."""
+        there = [(p, p.grad) for _, p in self._parameters if p.grad is not None]
+        return [(p, g) for p, g in there if optimizer in (None, self._owner.get(id(p)))]
 
-    def read(self, loss: Any, count: int, in_step: bool) -> MicroLoss:
+    def read(self, loss: Any, count: int, in_step: bool, optimizer: str | None = None) -> MicroLoss:
         """`in_step`: the gradients of micro-batches before are there."""
         found = next((name for name, p in self._parameters if p.grad is not None), None)
         found = None if in_step else found
         if loss is None and found is None and count == 0:
-            return MicroLoss(None, 0, True)
+            return MicroLoss(None, 0, True, optimizer=optimizer)
         if loss is None or (found and isinstance(loss, Tensor) and not loss.requires_grad):
-            return self._of_gradients(loss, count, found)
+            return self._of_gradients(loss, count, found, optimizer)
         loss = scalar_loss(loss, GIVEN)
         if found is not None:
             raise TaskError(
@@ -58,9 +64,12 @@ class GivenLoss:
                 "that are there for this rank's"
             )
         # a mean over nothing is 0/0
-        return MicroLoss(loss if count else loss.nan_to_num(), count, True)
+        loss = loss if count else loss.nan_to_num()
+        return MicroLoss(loss, count, True, optimizer=optimizer)
 
-    def of_closure(self, closure: Callable[[], Any], count: int) -> MicroLoss:
+    def of_closure(
+        self, closure: Callable[[], Any], count: int, optimizer: str | None = None
+    ) -> MicroLoss:
         """The loss of one call, in whichever of the two ways the closure computes its gradient."""
         with UserCode(), torch.enable_grad():
             loss = closure()
@@ -70,9 +79,17 @@ class GivenLoss:
                     "tensor: end it with return loss"
                 )
             there = bool(self.gradients())
-            return self.read(loss.detach() if there else loss, count, in_step=False)
+            return self.read(loss.detach() if there else loss, count, False, optimizer)
 
-    def _of_gradients(self, loss: Tensor | None, count: int, found: str | None) -> MicroLoss:
+    def _of_gradients(
+        self, loss: Tensor | None, count: int, found: str | None, optimizer: str | None
+    ) -> MicroLoss:
+        if found is not None and not self.gradients(optimizer):
+            raise TaskError(
+                f"run.step(optimizer={optimizer!r}) takes the gradients that are there, but none "
+                f"of its parameters has one ({found} has); every run.step clears all gradients: "
+                "call loss.backward() right before the step that is by it"
+            )
         if found is None:
             raise TaskError(
                 "run.step() without a loss takes the gradients that are there, but no parameter of "
@@ -83,7 +100,7 @@ class GivenLoss:
         if not count:
             for _, p in self._parameters:
                 p.grad = None
-            return MicroLoss(None, 0, True)
+            return MicroLoss(None, 0, True, optimizer=optimizer)
         if loss is None:
             loss = self._parameters[0][1].new_zeros(())
             if not self._said:
@@ -94,7 +111,8 @@ class GivenLoss:
             self._said = True
         elif loss.numel() != 1:
             raise TaskError(f"the loss has shape {tuple(loss.shape)}, but one number is needed")
-        return MicroLoss(loss.detach().reshape(()), count, True, has_gradients=True)
+        loss = loss.detach().reshape(())
+        return MicroLoss(loss, count, True, has_gradients=True, optimizer=optimizer)
 
     def _refuse_gradients(self) -> None:
         plan = self._plan

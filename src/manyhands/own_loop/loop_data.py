@@ -11,7 +11,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from manyhands.data.batches import BatchIterator
 from manyhands.errors import TaskError
 from manyhands.exchange.activity import ROUNDS, SCRIPT
-from manyhands.replica.module import MicroLoss
+
+ACCUMULATES = (
+    "had loss.backward() and no run.step(): the script accumulates gradients itself, which several "
+    "ranks would do unlike one; call run.step(loss) for every batch, with the loss undivided, and "
+    "say accumulate=4 in the plan for steps of 4 batches"
+)
+LEFT_OUT = (
+    "had no run.step(loss), which the other ranks wait for; call it for every batch, as "
+    "run.step(loss, count=0) where it is not to count"
+)
+NOT_TRAINED = "had no run.step(loss): its samples are not trained on"
 
 
 class PlannedOrder:
@@ -62,13 +72,16 @@ class LoopData:
     def _epoch(self, epoch: int, asked: int) -> Iterator[Any]:
         given = skipped = 0
         said = False
+        self._run._end_batch()  # one that a loop before was left in
         # to the end of this epoch; after a `break`, the rest of it
         while self._batches.position.epoch == epoch <= asked and not self._run.stopped:
             self._run._coroutine.claim_step()
             batch = self._batches.next()
             self._run._batch = batch
             if batch.values is None:  # no sample left for this rank, but the others wait for it
-                self._run._hand_over(MicroLoss(None, 0, batch.last))
+                self._run._take_part(batch.last)
+                if batch.last:
+                    self._run._end_batch()
                 continue
             given, self._run._stepped = given + 1, False
             yield batch.values
@@ -76,6 +89,8 @@ class LoopData:
                 skipped += 1
                 self._not_stepped(given, said)
                 said = True
+            if batch.last:
+                self._run._end_batch()
         if given and skipped == given:
             raise TaskError(
                 f"an epoch of {given} batches has trained nothing: run.step(loss) was never "
@@ -85,15 +100,14 @@ class LoopData:
     def _not_stepped(self, given: int, said: bool) -> None:
         """Every rank must step at every batch: a rank that leaves one out would merge its next
         gradient with the others' present one."""
-        if self._run.size > 1:
-            raise TaskError(
-                f"batch {given} of the epoch had no run.step(loss), which the other ranks wait "
-                "for; call it for every batch, as run.step(loss, count=0) where it is not to count"
-            )
+        alone = self._run.size == 1
+        text = NOT_TRAINED if alone else LEFT_OUT
+        text = ACCUMULATES if self._run._has_gradients() else text
+        text = f"batch {given} of the epoch {text}"
+        if not alone:
+            raise TaskError(text)
         if not said:
-            self._run._context.warn(
-                f"batch {given} of the epoch had no run.step(loss): its samples are not trained on"
-            )
+            self._run._context.warn(text)
 
     def __len__(self) -> int:
         """Batches that an iteration gives: with accumulate= several are one step."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.assembly.data import loader_batch
 from manyhands.assembly.drawn_data import check_drawn, drawn_plan
 from manyhands.assembly.rank_context import RankContext, warn_of_eval_mode
+from manyhands.assembly.several_optimizers.named_checks import check_named_plan
 from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.trainer import Assembled, assemble
 from manyhands.core import Plan
@@ -24,16 +23,14 @@ from manyhands.embedding.tables import embeddings
 from manyhands.errors import PlanError, TaskError
 from manyhands.launch.signals import Stop
 from manyhands.own_loop.coroutine import ClosureBatches, TrainerCoroutine
+from manyhands.own_loop.loop_parts import LoopParts
+from manyhands.own_loop.loop_steps import LoopSteps
 from manyhands.own_loop.script import saves_optimizer
 from manyhands.plan import words as plan_words
 from manyhands.replica.cast import Cast
 from manyhands.replica.checks.step_guard import merged_steps
-
-DDP_LINES = (
-    "the model is wrapped in DistributedDataParallel, which exchanges gradients itself; give "
-    "run.prepare the plain model, and leave out the lines of DDP: init_process_group, "
-    "DistributedDataParallel(model), DistributedSampler, no_sync, destroy_process_group"
-)
+from manyhands.replica.module import NextLoss
+from manyhands.replica.several_optimizers.named_optimizers import members
 
 
 @dataclass
@@ -49,16 +46,15 @@ class Prepared:
 def prepared(
     context: RankContext,
     coroutine: TrainerCoroutine,
-    model: nn.Module,
-    optimizer: Optimizer,
+    parts: LoopParts,
     data: Any,
     batch: int | None,
-    schedule: LRScheduler | None,
     stop: Stop,
     run: Any,
 ) -> Prepared:
     """`data` None: the script draws its own batches."""
-    _check(context, model, data, batch)
+    model, optimizer = parts.model, parts.optimizer
+    _check(context, data, batch)
     if data is None:
         check_drawn(model)
         plan = drawn_plan(context.plan)
@@ -68,37 +64,49 @@ def prepared(
         plan = dataclasses.replace(context.plan, batch=batch)
         train = source(data, context.device, "the training data", plan.loaders)
     plan = dataclasses.replace(plan, seed=plan.seed or 0)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    every = [p for _, p in trained]
+    next_loss: NextLoss = coroutine.ask
+    if parts.names:
+        check_named_plan(context, plan, parts.names, model, apart=True)
+        next_loss = LoopSteps(coroutine, every, drawn=data is None)
     spec = TrainingSpec(
         model.to(context.device),
         lambda _: optimizer,
-        None if schedule is None else lambda _: schedule,
+        {name: _given(schedule) for name, schedule in parts.schedules.items()} or None,
         train,
-        lambda *_: coroutine.ask,
+        lambda *_: next_loss,
         # an own loop may change parameters itself (clamp, average), on every rank
         one_copy=False,
         whole_update=saves_optimizer(),
+        # what such loops do beside steps (clamp a critic, count batches) ranks must do alike
+        all_shown=bool(parts.names),
         closures=ClosureBatches(coroutine),
     )
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    optimizer.zero_grad = _clearing(coroutine, trained)  # type: ignore[method-assign]
+    for each in members(optimizer):
+        held = [p for g in each.param_groups for p in g["params"]] if parts.names else every
+        each.zero_grad = _clearing(coroutine, held)  # type: ignore[method-assign]
     with merged_steps():
         made = assemble(context, plan, spec, stop, run)
     coroutine.trainer = made.trainer
-    warn_of_eval_mode(context, model)
-    if plan.precision != "fp32":
-        Cast(plan.precision, context.device).over(made.module)
+    for given in parts.computing(model):
+        warn_of_eval_mode(context, given)
+    for module in parts.computing(made.module) if plan.precision != "fp32" else ():
+        Cast(plan.precision, context.device).over(module)
     return Prepared(made, plan, trained, bool(embeddings(model)))
 
 
-def _check(context: RankContext, model: nn.Module, data: Any, batch: int | None) -> None:
+def _given(schedule: LRScheduler) -> Callable[[Any], LRScheduler]:
+    return lambda optimizer: schedule
+
+
+def _check(context: RankContext, data: Any, batch: int | None) -> None:
     if context.splits_model:
         axes = plan_words.describe(context.plan).split(" merge=")[0]
         raise PlanError(
             f"{axes} splits the model over ranks, for which manyhands must run it; give it as "
             "a task() with its loss, or use data= alone in a loop of your own"
         )
-    if isinstance(model, DistributedDataParallel):
-        raise TaskError(DDP_LINES)
     if data is None and batch is not None:
         raise TaskError(
             f"run.prepare was given batch={batch} and no data: the script draws its own batches; "
@@ -106,15 +114,13 @@ def _check(context: RankContext, model: nn.Module, data: Any, batch: int | None)
         )
 
 
-def _clearing(
-    coroutine: TrainerCoroutine, trained: list[tuple[str, nn.Parameter]]
-) -> Callable[..., None]:
+def _clearing(coroutine: TrainerCoroutine, held: list[nn.Parameter]) -> Callable[..., None]:
     """`zero_grad` of a prepared optimizer. A step starts without gradients; between two of its
     micro-batches the first one's would be lost."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not coroutine.in_step:
-            for _, parameter in trained:
+            for parameter in held:
                 parameter.grad = None
 
     return zero_grad

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from manyhands.own_loop.coroutine import TrainerCoroutine
 from manyhands.own_loop.drawn_steps import DrawnSteps
 from manyhands.own_loop.given_loss import GivenLoss
 from manyhands.own_loop.loop_data import LoopData
+from manyhands.own_loop.loop_parts import LoopParts, loop_parts
 from manyhands.own_loop.preparation import Prepared, prepared
-from manyhands.own_loop.step_checks import StepChecks
+from manyhands.own_loop.step_checks import StepChecks, checked_name
 from manyhands.replica.checks import step_guard
 from manyhands.replica.checks.step_guard import StepGuard
 from manyhands.replica.lbfgs.lbfgs import LBFGS
@@ -32,6 +33,10 @@ from manyhands.replica.module import MicroLoss
 from manyhands.replica.objective import Reduction, whole_count
 from manyhands.split.data import rank_range
 from manyhands.train import Trainer
+
+Models = TypeVar("Models", bound=nn.Module | Mapping[str, nn.Module])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Mapping[str, Optimizer])
+Schedules = LRScheduler | Mapping[str, LRScheduler]
 
 RUN_ATTRIBUTES = ("trainer", "rank", "size", "directory", "device")
 
@@ -57,6 +62,7 @@ class Run:
         self._checks = StepChecks()
         self._given: GivenLoss | None = None  # of a prepared run
         self._searches = False  # the optimizer evaluates a batch several times
+        self._names: list[str] = []  # of the optimizers, where they are named
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what other trainers' users write on theirs: run.should_stop = True."""
@@ -70,55 +76,58 @@ class Run:
     @overload
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         dataset: None = None,
         *,
-        schedule: LRScheduler | None = None,
-    ) -> tuple[nn.Module, Optimizer]: ...
+        schedule: Schedules | None = None,
+    ) -> tuple[Models, Optimizers]: ...
     @overload
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         dataset: Any,
         *,
         batch: int | None = None,
-        schedule: LRScheduler | None = None,
-    ) -> tuple[nn.Module, Optimizer, LoopData]: ...
+        schedule: Schedules | None = None,
+    ) -> tuple[Models, Optimizers, LoopData]: ...
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Any,
+        optimizer: Any,
         dataset: Any = None,
         *,
         batch: int | None = None,
-        schedule: LRScheduler | None = None,
+        schedule: Schedules | None = None,
     ) -> tuple[Any, ...]:
         """Make model, optimizer and data part of the run; use what it returns as before.
 
-        Without data the script draws its own batches: each `run.step` is one of this rank's, and
-        from here on every rank draws random numbers of its own."""
+        Several models and optimizers are dicts of names. Without data the script draws its own
+        batches: each `run.step` is one of this rank's, and from here on every rank draws random
+        numbers of its own."""
         if self.trainer is not None:
             raise TaskError("prepare was called before; one run trains one model")
+        parts = loop_parts(model, optimizer, schedule)
         context, stop = self._context, self._stop or Stop()
-        found = prepared(
-            context, self._coroutine, model, optimizer, dataset, batch, schedule, stop, self
-        )
-        self._begin(found, optimizer, schedule)
-        batches, module = found.made.batches, found.made.module
+        found = prepared(context, self._coroutine, parts, dataset, batch, stop, self)
+        self._begin(found, parts)
+        batches, models = found.made.batches, parts.in_shape(found.made.module)
         if dataset is not None:
-            return module, optimizer, LoopData(self, batches, dataset, found.plan.batch)
+            return models, optimizer, LoopData(self, batches, dataset, found.plan.batch)
         self._drawn = DrawnSteps(context, batches, self._coroutine)
-        return module, optimizer
+        return models, optimizer
 
-    def _begin(self, found: Prepared, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+    def _begin(self, found: Prepared, parts: LoopParts) -> None:
         self.trainer, trained = found.made.trainer, found.parameters
+        optimizer, self._names, plan = parts.optimizer, parts.names, found.plan
         if self._guard is not None:
             self._guard.prepared = optimizer
             self._guard.parameters = [p for _, p in trained]
-        self._checks, self._searches = StepChecks(schedule), isinstance(optimizer, LBFGS)
-        self._given = GivenLoss(trained, found.plan, found.has_rows, self._context.notice)
+        self._checks = StepChecks(parts.schedules.values())
+        self._searches = isinstance(optimizer, LBFGS)
+        notice = self._context.notice
+        self._given = GivenLoss(trained, parts.owner, plan, found.has_rows, notice)
 
     def step(
         self,
@@ -126,39 +135,43 @@ class Run:
         count: int | None = None,
         *,
         reduction: Reduction = "mean",
+        optimizer: str | None = None,
     ) -> None:
         """Backward, exchange, merge, optimizer step, zero_grad.
 
         `loss` is a mean over the batch, or over `count` tokens, say; with `reduction="sum"` it is a
         sum, and the step is by the sum over all ranks. A batch that the script draws itself counts
         1. Without a loss, the gradients that are there are those of this rank's mean loss: the
-        script has called backward. A function is a closure, as for torch.optim.LBFGS."""
+        script has called backward. A function is a closure, as for torch.optim.LBFGS. `optimizer`:
+        the one whose parameters get a gradient and step, of several; else all of them."""
         if self._ended is not None:
             self._end_early()
         given, batch = self._given, self._batch
+        name = checked_name(optimizer, self._names, self._context.plan)
         if given is None or (batch is None and self._drawn is None):
+            over = " (this batch is of an iteration that is over)" if self.round else ""
             raise TaskError(
-                "run.step(loss) needs a batch from the data that run.prepare returned; "
-                "iterate over that"
+                "run.step(loss) needs a batch from the data that run.prepare returned; iterate "
+                f"over that{over}"
             )
         n = 1 if batch is None else batch.count
         if count is not None:
             n = whole_count(count, "run.step was given as the loss's count")
+            n = n if batch is None or batch.count else 0  # a sample that is not this rank's
         self._checks.refuse_scheduled()
         if self._searches:
             self._search(given, loss, n, reduction)
         else:
             if callable(loss) and not isinstance(loss, Tensor):
-                micro = given.of_closure(loss, n)  # one evaluation is a step
+                micro = given.of_closure(loss, n, name)  # one evaluation is a step
             else:
-                micro = given.read(loss, n, self._coroutine.in_step)
+                micro = given.read(loss, n, self._coroutine.in_step, name)
             micro = self._reduced(micro, reduction)
-            kept = given.gradients() if micro.has_gradients else []
-            self._coroutine.start_with(kept)
+            kept = given.gradients(name) if micro.has_gradients else []
             micro.last = self._begin_batch()
             if self._drawn is not None and loss is not None:
                 self._drawn.look_at(micro.loss)
-            self._went_on(self._coroutine.hand_over(micro))
+            self._went_on(self._coroutine.hand_over(micro, kept))
         self._checks.stepped()
 
     def _search(self, given: GivenLoss, closure: Any, n: int, reduction: Reduction) -> None:
@@ -178,12 +191,27 @@ class Run:
 
         self._went_on(self._coroutine.hand_over_closure(evaluate))
 
+    def _take_part(self, last: bool) -> None:
+        """This rank has no samples of a batch, but the others wait for it."""
+        self._went_on(self._coroutine.take_part(last, self._searches))
+        self._checks.stepped()
+
+    def _has_gradients(self) -> bool:
+        """Whether the script has called backward itself, for a step that is still to come."""
+        return self._given is not None and bool(self._given.gradients())
+
+    def _end_batch(self) -> None:
+        """The loop goes on to another batch: the one before has no further step."""
+        if self._names:
+            self._went_on(self._coroutine.end_batch())
+            self._batch = None
+
     def _begin_batch(self) -> bool:
         """Whether this batch is the last one of its step."""
         if self._drawn is not None:
             return self._drawn.next().last
         assert self._batch is not None
-        if self._stepped:
+        if self._stepped and not (self._names and self._batch.last):
             self._checks.refuse_repeated(self._batch.last, self._context.warn)
         self._stepped = True
         return self._batch.last

@@ -6,7 +6,10 @@ import re
 import sys
 from pathlib import Path
 
-SAVES_OPTIMIZER = re.compile(r"\bopt\w*(\[[^\]]*\])?\.state_dict\(")
+SAVES_OPTIMIZER = re.compile(
+    r"opt\w*(\[[^\]]*\])?\.state_dict\("  # optimizer., d_optim., optimizers["d"].
+    r"|\.state_dict\(\) for\b.*\bin \w*opt"  # {k: o.state_dict() for k, o in optimizers.items()}
+)
 
 
 def script_text() -> str:

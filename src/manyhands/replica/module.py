@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -53,20 +53,25 @@ class MicroLoss:
 NextLoss = Callable[[], MicroLoss]
 
 
+@runtime_checkable
 class SubSteps(Protocol):
     """A `NextLoss` that gives several losses for one batch, each for an optimizer step
     (`replica.several_optimizers`)."""
 
+    follows: bool  # this rank has no samples in this batch, and makes the steps that others make
+
     def __call__(self) -> MicroLoss: ...
     def advance(self, begins: bool) -> str | None:
         """Run the user's code up to its next loss, with the parameters as they are now: the name of
-        the optimizer that steps by it, "" for all of them; None: the batch has no further one.
+        the optimizer that steps by it, "" for all of them; None: the batch has no further one, or
+        this rank `follows`.
         `begins`: of the next batch, else of this one."""
         ...
 
 
-# Raises where another rank is to step another optimizer, or has no further step in its batch (None)
-Agree = Callable[[str | None], None]
+# The optimizer that all ranks step next, by this rank's own and whether it follows others; None:
+# their batch has no further step. Raises where another rank is to step another one.
+Agree = Callable[[str | None, bool], str | None]
 # Runs all micro-batches of a step: calls backward on scaled(loss, count) of each, and returns the
 # sum of loss * count and the sum of counts.
 RunMicroBatches = Callable[[Callable[[Tensor, int], Tensor]], tuple[Tensor, int]]
@@ -112,7 +117,7 @@ class ModuleReplica:
         replica_group: ReplicaGroup | None = None,
         reduction: Reduction = "mean",
         sub_steps: SubSteps | None = None,
-        agree: Agree = lambda name: None,
+        agree: Agree = lambda name, follows: name,
     ):
         self.flat, self.update, self.next_loss = flat, update, next_loss
         self.optimizer, self.device = update.optimizer, flat.count.device
@@ -233,7 +238,7 @@ class ModuleReplica:
     def _advance(self, sub_steps: SubSteps, begins: bool) -> None:
         self._next = sub_steps.advance(begins)
         if not self._alone:
-            self._agree(self._next)
+            self._next = self._agree(self._next, sub_steps.follows)
 
     def _begin_step(self, sub_steps: SubSteps) -> None:
         """Restrict this step to the optimizer that the user's code has named."""

@@ -1,4 +1,4 @@
-"""Named models and optimizers of a task: the forms that are given, checked before anything runs."""
+"""Named models and optimizers of a task or an own loop: checks of how they are given."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_named(model: Any, optimizer: Any, step: Any) -> None:
     if not optimizer:
         raise TaskError("optimizer={} is empty: nothing would be trained; name one or more")
     for name, make in optimizer.items():
-        _check_name(name, "optimizer")
+        check_name(name, "optimizer")
         if not callable(make):
             raise TaskError(
                 f"optimizer={{{name!r}: ...}} is a {type(make).__name__}, but a function of the "
@@ -79,13 +79,8 @@ def _check_models(models: Mapping[Any, Any], optimizer: Any) -> None:
             f"the models are named ({names}), but there is one optimizer without a name; give "
             f"optimizer={{{next(iter(models))!r}: lambda p: torch.optim.Adam(p), ...}}"
         )
+    check_names_of_models(models, "model")
     for name, model in models.items():
-        _check_name(name, "model")
-        if "." in name or hasattr(nn.ModuleDict, name):
-            raise TaskError(
-                f"model={{{name!r}: ...}}: this cannot be the name of a model, as models.{name} "
-                "would be something else; choose another"
-            )
         if not isinstance(model, nn.Module) and not callable(model):
             raise TaskError(
                 f"model={{{name!r}: ...}} is a {type(model).__name__}, but a torch.nn.Module, or a "
@@ -93,7 +88,17 @@ def _check_models(models: Mapping[Any, Any], optimizer: Any) -> None:
             )
 
 
-def _check_name(name: Any, what: str) -> None:
+def check_names_of_models(models: Mapping[Any, Any], what: str) -> None:
+    for name in models:
+        check_name(name, what)
+        if "." in name or hasattr(nn.ModuleDict, name):
+            raise TaskError(
+                f"{what}={{{name!r}: ...}}: this cannot be the name of a model, as models.{name} "
+                "would be something else; choose another"
+            )
+
+
+def check_name(name: Any, what: str) -> None:
     if not isinstance(name, str) or not name:
         raise TaskError(f"{what}={{{name!r}: ...}}: a name is needed, as a string")
 

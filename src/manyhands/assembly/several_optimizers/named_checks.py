@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from manyhands.assembly.data import claiming_word
 from manyhands.assembly.rank_context import RankContext
+from manyhands.assembly.spec import TrainingSpec
 from manyhands.assembly.strategies import strategies
 from manyhands.core import Group, Plan
 from manyhands.embedding.tables import embeddings
@@ -43,19 +44,19 @@ def check_named_plan(
     if context.splits_model:
         axes = words.describe(plan).split(" merge=")[0]
         raise PlanError(
-            f"{axes} splits the model over ranks, but the task names several optimizers ({named}), "
+            f"{axes} splits the model over ranks, but there are several optimizers ({named}), "
             "each of whose parameters every rank holds whole; use data= alone"
         )
     if word := claiming_word(plan):
         raise PlanError(
-            f"{word} is asynchronous and makes one step for all parameters, but the task names "
+            f"{word} is asynchronous and makes one step for all parameters, but there are "
             f"several optimizers ({named}); choose a strategy between ranks: merge=all_reduce, "
             "local_sgd, diloco, easgd, d_psgd, ..."
         )
     if plan.elastic is not None:
         raise PlanError(
             f"elastic={plan.elastic}: a process that replaces a dead one takes over the state of "
-            f"one optimizer, but the task names several ({named}); leave elastic out and use "
+            f"one optimizer, but there are several ({named}); leave elastic out and use "
             "restarts= or --resume, or give one optimizer with several parameter groups"
         )
     if apart:
@@ -63,29 +64,31 @@ def check_named_plan(
 
 
 def _check_apart(plan: Plan, module: nn.Module) -> None:
-    """Of a step that yields."""
+    """Of a step that yields, or of an own loop."""
     if embeddings(module):
         raise PlanError(
-            "the step yields several losses for one batch, but rows of mh.Embedding are pushed "
-            "once a batch; use nn.Embedding, or return one loss"
+            "several optimizers step by losses of their own, but rows of mh.Embedding are pushed "
+            "once a batch; use nn.Embedding, or one loss for all (a task whose step returns it)"
         )
     for word, strategy in strategies(plan).items():
         name = f"{word}={getattr(plan, word)}"
         if strategy.distils:
             raise TaskError(
-                f"{name} averages the class probabilities of one model(*inputs), but the step "
-                "yields several losses; choose another merge="
+                f"{name} averages the class probabilities of one model(*inputs), but several "
+                "optimizers step by losses of their own; choose another merge="
             )
         if strategy.thins:
             raise TaskError(
-                f"{name} leaves units out of one forward pass, but the step yields several "
-                "losses for one batch; choose another merge="
+                f"{name} leaves units out of one forward pass, but several optimizers "
+                "step by losses of their own; choose another merge="
             )
 
 
-def makes_same_steps(plan: Plan, task: Task | None) -> bool:
+def makes_same_steps(plan: Plan, spec: TrainingSpec) -> bool:
     """Whether every rank must make all optimizer steps of a batch, also without samples, because
     some strategy merges each of them; else ranks merge after whole batches only."""
+    if spec.task is None:
+        return spec.all_shown
     every = strategies(plan).values()
     merged = any(s.link is Group and s.sends == "gradients" for s in every)
-    return merged and task is not None and yields(task.step)
+    return merged and yields(spec.task.step)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from manyhands.errors import TaskError
+from manyhands.replica.several_optimizers.named_optimizers import named
 
 # a greenlet has variables of its own: true in the coroutine of a training loop, false in the
 # user's code that it takes turns with
@@ -92,7 +93,7 @@ class StepGuard:
     def _check_group(self, optimizer: Optimizer, group: Any, *_: Any, **__: Any) -> None:
         if self.prepared is None or _merging.get():
             return
-        if optimizer is self.prepared:
+        if self._name_of(optimizer) is not None:
             raise TaskError(
                 "parameters were added to the optimizer after run.prepare, which cannot merge "
                 "them; give the model all its layers before (requires_grad=True and lr=0 for "
@@ -133,6 +134,12 @@ class StepGuard:
                 "in the plan"
             )
 
+    def _name_of(self, optimizer: Optimizer) -> str | None:
+        """Of one that run.prepare was given; "": it was given without a name."""
+        if self.prepared is None:
+            return None
+        return next((n for n, o in named(self.prepared).items() if o is optimizer), None)
+
     def keep_local(self, optimizer: Optimizer) -> None:
         """Let this optimizer step: what it trains is each rank's own business."""
         self._local.append(optimizer)
@@ -140,10 +147,11 @@ class StepGuard:
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _merging.get() or any(optimizer is known for known in self._local):
             return
-        if optimizer is self.prepared:
+        if (ours := self._name_of(optimizer)) is not None:
+            call = f"run.step(loss, optimizer={ours!r})" if ours else "run.step(loss)"
             raise TaskError(
                 "optimizer.step() was called on the optimizer that run.prepare returned, which "
-                "would step by this rank's gradient alone; call run.step(loss) instead of "
+                f"would step by this rank's gradient alone; call {call} instead of "
                 "loss.backward(), optimizer.step() and zero_grad()"
             )
         name = type(optimizer).__name__

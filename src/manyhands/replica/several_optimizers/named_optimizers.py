@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ class NamedOptimizers(Optimizer):
         for optimizer in self.named.values():
             self.state.update(optimizer.state)
         self._share()
+        for optimizer in self.named.values():
+            own_state(self, optimizer)
 
     def _share(self) -> None:
         """Give every optimizer our state, and those of our groups that are its own."""
@@ -37,6 +39,15 @@ class NamedOptimizers(Optimizer):
             stop = first + len(optimizer.param_groups)
             optimizer.param_groups, optimizer.state = self.param_groups[first:stop], self.state
             first = stop
+
+    def adopt(self, member: Optimizer) -> None:
+        """Take over groups and state that one of the optimizers has loaded."""
+        for group in member.param_groups:
+            for p in group["params"]:
+                self.state.pop(p, None)
+        self.state.update(member.state)
+        self.param_groups[:] = [g for o in self.named.values() for g in o.param_groups]
+        self._share()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -57,6 +68,26 @@ class NamedOptimizers(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "named": self.named, "active": self.active}
+
+
+def own_state(composite: NamedOptimizers, member: Any) -> None:
+    """Let a member's state_dict have its own state, of all that they share, as if it were alone."""
+    kind: Any = type(member)
+
+    def state_dict() -> dict[str, Any]:
+        shared = member.state
+        held = [p for group in member.param_groups for p in group["params"]]
+        member.state = defaultdict(dict, {p: shared[p] for p in held if p in shared})
+        try:
+            return cast(dict[str, Any], kind.state_dict(member))
+        finally:
+            member.state = shared
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        kind.load_state_dict(member, state_dict)
+        composite.adopt(member)
+
+    member.state_dict, member.load_state_dict = state_dict, load_state_dict
 
 
 def named(optimizer: Optimizer) -> dict[str, Optimizer]:
@@ -127,8 +158,8 @@ def combined(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> NamedOpti
         more = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
         raise TaskError(
             f"the parameter {left[0]}{more} in none of the optimizers {', '.join(optimizers)}, so "
-            "nobody would train it; name the part of the model that it is in, or set "
-            "requires_grad=False"
+            "nobody would train it; name the part of the model that it is in (in a loop of your "
+            "own: give it to one), or set requires_grad=False"
         )
     return NamedOptimizers(optimizers)
 

@@ -37,6 +37,8 @@ class _Running:
 class StepLosses:
     """`SubSteps` of a task: `names` are those of its optimizers."""
 
+    follows = False  # a rank without samples runs the step too, on one that does not count
+
     def __init__(
         self,
         module: nn.Module,
