@@ -1,9 +1,10 @@
 """The model of `bench model-parallel`, and the same by hand on torch's own parts.
 
-    python gpt.py tensor|pipe|shard LAYERS DIM BLOCK BATCH MICRO WARM STEPS PORT
+    python gpt.py cpu|cuda tensor|pipe|shard LAYERS DIM BLOCK BATCH MICRO WARM STEPS PORT
 
-Two processes over gloo; prints seconds a step. A GPT whose heads are counted by `-1`, as torch's
-tensor parallelism needs it. By hand the optimizer is fused and freed memory is kept, as ours does.
+Two processes over gloo, with cuda both on the first card; prints seconds a step. A GPT whose heads
+are counted by `-1`, as torch's tensor parallelism needs it. By hand the optimizer is fused and
+freed memory is kept, as ours does.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def optimizer(parameters, fused=None):  # type: ignore[no-untyped-def]
 
 def by_hand(
     rank: int,
+    device: str,
     kind: str,
     layers: int,
     dim: int,
@@ -102,7 +104,7 @@ def by_hand(
     port: int,
 ) -> None:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from tuning import TUNED, settle
 
     settle(TUNED)
@@ -110,19 +112,28 @@ def by_hand(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = GPT(layers, dim, block)
+    model = GPT(layers, dim, block).to(device)
     mesh = init_device_mesh("cpu", (2,))
-    x, y = rows((warm + steps) * batch * (2 if kind == "shard" else 1), block)
+    if device == "cuda":  # init_device_mesh would give each rank a card of its own
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
+    found = rows((warm + steps) * batch * (2 if kind == "shard" else 1), block)
+    x, y = (part.to(device) for part in found)
     make = {"tensor": _tensor, "pipe": _pipe, "shard": _shard}[kind]
     step = make(model, mesh, rank, batch, micro)
+
+    def settled() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
     start = 0.0
     for i in range(warm + steps):
         if i == warm:
-            dist.barrier()
+            settled()
             start = time.perf_counter()
         at = (2 * i + rank) * batch if kind == "shard" else i * batch
         step(x[at : at + batch], y[at : at + batch])
-    dist.barrier()
+    settled()
     seconds = time.perf_counter() - start
     if rank == 0:
         print(json.dumps({"seconds": seconds / steps}), flush=True)
@@ -193,5 +204,5 @@ def _shard(model, mesh, rank, batch, micro):  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    kind, *numbers = sys.argv[1:]
-    torch.multiprocessing.spawn(by_hand, (kind, *map(int, numbers)), nprocs=2)
+    device, kind, *numbers = sys.argv[1:]
+    torch.multiprocessing.spawn(by_hand, (device, kind, *map(int, numbers)), nprocs=2)
