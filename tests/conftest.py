@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; child processes inherit it
 
@@ -35,6 +37,7 @@ def data_dir() -> Path | None:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     children, threads, shared, variables = _children(), _threads(), _segments(), _variables()
+    handlers = _handlers()
     yield
     leaks = []
     if dist.is_available() and dist.is_initialized():
@@ -61,6 +64,10 @@ def nothing_is_left_behind() -> Iterator[None]:
             os.environ.pop(name, None)
             if name in variables:
                 os.environ[name] = variables[name]
+    for number, handler in _handlers().items():
+        if handler != handlers[number]:  # the next Ctrl-C would go to a run that is over
+            signal.signal(number, handlers[number])
+            leaks.append(f"a handler of {number.name}: {handler}")
     if leaks:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
 
@@ -116,6 +123,10 @@ def _segments() -> set[Path]:
         if not pid.isdigit() or int(pid) == os.getpid() or not segments.alive(int(pid)):
             found.add(path)
     return found
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    return {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
 
 def _variables() -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 LEAKY = """
-import os, subprocess, sys, threading
+import os, signal, subprocess, sys, threading
 import torch.distributed as dist
 from manyhands.exchange import segments
 
@@ -26,6 +26,9 @@ def test_segment():
 
 def test_variable():
     os.environ["FORGOTTEN"] = "yes"
+
+def test_handler():
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 def test_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -60,6 +63,7 @@ def test_a_test_that_leaks_is_an_error_and_a_tidy_one_is_not(tmp_path: Path) -> 
         "shared memory",
         "environment variable FORGOTTEN: None became 'yes'",
         "process group",
+        "a handler of SIGUSR1",
     ):
         assert done.stdout.count(leak) >= 1, done.stdout
-    assert "7 passed, 5 errors" in done.stdout, done.stdout
+    assert "8 passed, 6 errors" in done.stdout, done.stdout

@@ -45,6 +45,19 @@ def test_one_inside_another_knows_what_was_asked_before_it_came() -> None:
         assert outer.requested == signal.SIGTERM
 
 
+def test_the_old_meaning_comes_back_also_where_the_first_to_begin_ends_first() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second, third = Stop(), Stop(), Stop()
+    for stop in (first, second, third):
+        stop.__enter__()
+    for stop in (second, first):
+        stop.__exit__(None, None, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert third.requested == signal.SIGTERM
+    third.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_in_another_thread_signals_keep_their_meaning() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 

@@ -56,9 +56,21 @@ class Stop:
         for outer in self._outer():  # who started this one must not go on with the next
             if self._requested and not outer._requested:
                 outer._requested, outer.notice = self._requested, self.notice
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number, before in self._before.items():
+            self._unlink(number, before)
         self._before = {}
+
+    def _unlink(self, number: int, before: Any) -> None:
+        """Stops may end in another order than they began: runs in the cells of a notebook."""
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if owner is self:
+            signal.signal(number, before)
+            return
+        while isinstance(owner, Stop) and number in owner._before:
+            inner, owner = owner, getattr(owner._before[number], "__self__", None)
+            if owner is self:
+                inner._before[number] = before
+                return
 
     def _outer(self) -> list[Stop]:
         owners = [getattr(handler, "__self__", None) for handler in self._before.values()]
