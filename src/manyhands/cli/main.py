@@ -292,9 +292,10 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="allreduce, compression, data-parallel, exchange, gpu, hogwild, hot-rows, linear, "
-            "merge-strategies, model-parallel, out-of-core, overhead, recovery, replication, "
-            "robust, scaling, server, slow-network, sparse, store, stragglers, or all."
+            help="allreduce, compression, data-parallel, exchange, gpu, hogwild, hot-rows, "
+            "large-tables, linear, merge-strategies, model-parallel, out-of-core, overhead, "
+            "recovery, replication, robust, scaling, server, slow-network, sparse, store, "
+            "stragglers, or all."
         ),
     ],
     json: Annotated[

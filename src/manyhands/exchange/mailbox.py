@@ -5,9 +5,13 @@
                free slots = SLOTS - (sent - read)
 
 A buffer has one writer and one reader, so its two counters need no lock. It is made with the first
-message: the sender creates it and puts its path into the rendezvous store, the receiver maps and
-unlinks it. Nothing moves by itself: a rank that waits, for anything, calls `progress` meanwhile, so
-that ranks that all send first do not wait for each other for ever.
+message: the sender creates it and puts its size and path into the rendezvous store, the receiver
+maps and unlinks it. Nothing moves by itself: a rank that waits, for anything, calls `progress`
+meanwhile, so that ranks that all send first do not wait for each other for ever.
+
+Ranks that send to many others have smaller buffers: each new one takes half of what is left to its
+sender, so that the memory of all grows with the number of ranks, not with that of pairs. The first
+two, the neighbours of a pipeline or a ring, are the large ones.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from manyhands.errors import Deadlock
 from manyhands.exchange import segments
 
 CHUNK_BYTES = 128 << 10
-SLOTS = 32  # chunks in a ring buffer: the receiver empties one while the sender fills another
+SLOTS = 32  # chunks in the largest buffer: the receiver empties one while the sender fills another
+HOST_BYTES = 32 << 20  # of the buffers of all ranks, but for what the smallest ones take
+PAGE = 4096
 MADE, MAPPED = 1, 2
 
 
@@ -42,6 +48,7 @@ class Mailboxes:
         self._state, self._sent, self._read = words.reshape(3, size, size)
         self._paths: dict[int, Path] = {}
         self._rings: dict[tuple[int, int], _Ring] = {}
+        self._left = HOST_BYTES // size
         self._outgoing: dict[int, deque[Parcel]] = {}
         self._incoming: dict[int, deque[Parcel]] = {}
 
@@ -73,13 +80,15 @@ class Mailboxes:
     def _push(self, peer: int, parcel: Parcel) -> bool:
         pair = (self._rank, peer)
         if pair not in self._rings:
-            path, memory = segments.create(_Ring.BYTES)
-            self._rings[pair], self._paths[peer] = _Ring(memory), path
-            self._store.set(f"mail/{self._rank}-{peer}", str(path))
+            room = min(SLOTS * CHUNK_BYTES, max(PAGE, self._left // 2))
+            self._left -= room
+            path, memory = segments.create(_Ring.nbytes(room))
+            self._rings[pair], self._paths[peer] = _Ring(memory, room), path
+            self._store.set(f"mail/{self._rank}-{peer}", f"{room} {path}")
             self._state[pair] = MADE
         ring = self._rings[pair]
-        while parcel.left and self._sent[pair] - self._read[pair] < SLOTS:
-            ring.put(int(self._sent[pair]) % SLOTS, parcel)
+        while parcel.left and self._sent[pair] - self._read[pair] < ring.count:
+            ring.put(int(self._sent[pair]) % ring.count, parcel)
             self._fence()  # the chunk is there before the counter says so
             self._sent[pair] += 1
         # only when mapped: a sender that leaves removes a buffer that the receiver has not mapped
@@ -90,9 +99,10 @@ class Mailboxes:
         if pair not in self._rings:
             if self._state[pair] != MADE:
                 return False
-            path = Path(self._store.get(f"mail/{peer}-{self._rank}").decode())
+            told, _, name = self._store.get(f"mail/{peer}-{self._rank}").decode().partition(" ")
+            room, path = int(told), Path(name)
             try:
-                self._rings[pair] = _Ring(segments.attach(path, _Ring.BYTES))
+                self._rings[pair] = _Ring(segments.attach(path, _Ring.nbytes(room)), room)
             except FileNotFoundError:
                 # the sender has left and removed it: the rank that waits will find that out
                 return False
@@ -101,7 +111,7 @@ class Mailboxes:
         ring = self._rings[pair]
         while parcel.left and self._sent[pair] > self._read[pair]:
             self._fence()  # nothing of the chunk is read before the counter
-            slot = int(self._read[pair]) % SLOTS
+            slot = int(self._read[pair]) % ring.count
             if (given := int(ring.lengths[slot])) != len(parcel.bytes):
                 raise Deadlock(
                     f"a transfer does not match: rank {peer} gives {given} bytes, rank "
@@ -127,26 +137,36 @@ class Parcel:
     def left(self) -> int:
         return len(self.bytes) - self.at
 
-    def chunk(self) -> np.ndarray:
-        start, self.at = self.at, min(self.at + CHUNK_BYTES, len(self.bytes))
+    def chunk(self, most: int) -> np.ndarray:
+        start, self.at = self.at, min(self.at + most, len(self.bytes))
         return self.bytes[start : self.at]
 
 
 class _Ring:
-    BYTES = SLOTS * (CHUNK_BYTES + 8)
+    """`room` bytes as slots of one chunk each: at least two, of at most CHUNK_BYTES."""
 
-    def __init__(self, memory: mmap.mmap):
-        self.slots = np.frombuffer(memory, np.uint8, SLOTS * CHUNK_BYTES).reshape(
-            SLOTS, CHUNK_BYTES
-        )
+    def __init__(self, memory: mmap.mmap, room: int):
+        self.count, width = _geometry(room)
+        self.slots = np.frombuffer(memory, np.uint8, self.count * width).reshape(-1, width)
         # of the whole message
-        self.lengths = np.frombuffer(memory, np.int64, SLOTS, offset=SLOTS * CHUNK_BYTES)
+        self.lengths = np.frombuffer(memory, np.int64, self.count, offset=self.count * width)
+
+    @staticmethod
+    def nbytes(room: int) -> int:
+        count, width = _geometry(room)
+        return count * (width + 8)
 
     def put(self, slot: int, parcel: Parcel) -> None:
         self.lengths[slot] = len(parcel.bytes)
-        chunk = parcel.chunk()
+        chunk = parcel.chunk(self.slots.shape[1])
         self.slots[slot, : len(chunk)] = chunk
 
     def take(self, slot: int, parcel: Parcel) -> None:
-        chunk = parcel.chunk()
+        chunk = parcel.chunk(self.slots.shape[1])
         chunk[:] = self.slots[slot, : len(chunk)]
+
+
+def _geometry(room: int) -> tuple[int, int]:
+    """How many slots, and how long each is: whole cache lines."""
+    count = max(2, room // CHUNK_BYTES)
+    return count, min(CHUNK_BYTES, room // count // 64 * 64)

@@ -41,7 +41,8 @@ from manyhands.exchange.shared_vectors import Blocks, SharedVectors
 from manyhands.exchange.solo import check_source, to_oneself
 from manyhands.exchange.wrapper import unwrapped
 
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 4 << 20  # of a rank, at most
+HOST_STAGING_BYTES = 32 << 20  # of all ranks of a host, however many they are
 SIGNATURES = 4096  # calls of one rank that may be under way before a mismatch could go unnoticed
 LINE = 8  # int64 words between two ranks' counters: one cache line each
 
@@ -98,7 +99,7 @@ class SharedGroup(Group):
         self._wait = PeerWait(rank, self._pids, timeout_s, self._fence, progress, interruption)
         self._pids[rank] = os.getpid()
         self._vectors.gather("")  # every pid is known before any rank waits for another
-        self._staging = self.allocate(STAGING_BYTES, torch.uint8)
+        self._staging = self.allocate(min(STAGING_BYTES, HOST_STAGING_BYTES // size), torch.uint8)
 
     def allocate(
         self,
@@ -159,12 +160,12 @@ class SharedGroup(Group):
 
     def swap(self, values: Tensors, peers: Sequence[int]) -> list[Tensors]:
         got = [{k: torch.empty(v.shape, dtype=v.dtype) for k, v in values.items()} for _ in peers]
-        staging = self._vectors.segments[0].views
+        staging, step = self._vectors.segments[0].views, self._staging.numel()
         for k, v in values.items():
             flat = _bytes(v)
             sinks = [(p, _bytes(g[k])) for p, g in zip(peers, got, strict=True)]
-            for start in range(0, flat.numel(), STAGING_BYTES):
-                chunk = flat[start : start + STAGING_BYTES]
+            for start in range(0, flat.numel(), step):
+                chunk = flat[start : start + step]
                 self._staging[: chunk.numel()].copy_(chunk)
                 self._fence()
                 for p in peers:
@@ -307,7 +308,7 @@ class SharedGroup(Group):
 
     def _through_staging(self, tensor: Tensor, post: Callable[[Tensor], _Call]) -> None:
         flat = tensor.detach().contiguous().view(-1)
-        step = STAGING_BYTES // tensor.element_size()
+        step = self._staging.numel() // 64 * 64 // tensor.element_size()
         for start in range(0, flat.numel(), step):
             chunk = flat[start : start + step]
             staged = self._staging[: chunk.nbytes].view(tensor.dtype)
