@@ -145,7 +145,7 @@ def test_a_file_without_rows_is_refused(tmp_path):
         LogisticRegression().fit(tmp_path / "empty.libsvm")
 
 
-@pytest.mark.parametrize("solver", ("auto", "scd", "newton", "newton_cg", "lbfgs", "admm"))
+@pytest.mark.parametrize("solver", ("auto", "scd", "newton", "newton_cg", "lbfgs", "admm", "saga"))
 def test_without_a_penalty_every_exact_solver_finds_the_minimum(solver):
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
@@ -168,3 +168,59 @@ def test_a_column_of_huge_scale_is_no_reason_to_drop_the_others():
 def test_warm_start_goes_on_from_sparse_coefficients():
     model = LogisticRegression(warm_start=True).fit(X, Y).sparsify()
     np.testing.assert_allclose(model.fit(X, Y).coef_, LogisticRegression().fit(X, Y).coef_, 1e-3)
+
+
+@pytest.mark.parametrize("kind", (LinearRegression, Ridge, Lasso))
+def test_targets_whose_squares_overflow_are_refused(kind):
+    with pytest.raises(ValueError, match="overflow occurred: the objective without features"):
+        kind().fit(XR, YR * 1e300)
+
+
+def test_derivatives_that_overflow_are_refused_with_what_to_do():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for kind in (LogisticRegression, LinearSVC):
+            with pytest.raises(ValueError, match="overflow occurred in the derivatives"):
+                kind().fit(X * 1e200, Y)
+
+
+def test_solvers_that_are_named_can_do_all_that_is_asked_for():
+    refused = {
+        "'hogwild', 'cyclades' can; 'scd' can split": LinearRegression(
+            positive=True, plan="data=2", solver="scd"
+        ),
+        "no solver can do all": LinearSVC(loss="hinge", plan="tensor=2 split=by_feature"),
+        "'scd' can": ElasticNet(solver="lbfgs", plan="tensor=2 split=by_feature"),
+    }
+    for words, model in refused.items():
+        with pytest.raises(ValueError, match=words):
+            model.fit(X, Y)
+    with pytest.raises(ValueError, match="Got 'newton-cg' instead; here 'newton_cg' does its work"):
+        LogisticRegression(solver="newton-cg").fit(X, Y)
+
+
+def test_dual_chooses_between_solvers_of_a_support_vector_machine():
+    assert LinearSVC(dual=True).fit(X, Y).solver_ == "sdca"
+    assert LinearSVC(dual=False).fit(X, Y).solver_ != "sdca"
+    refused = {
+        "penalty='l1' and loss='squared_hinge' is not": LinearSVC("l1", dual=True),
+        "penalty='l2' and loss='hinge' is not": LinearSVC(loss="hinge", dual=False),
+        "dual=True with solver='newton'": LinearSVC(dual=True, solver="newton"),
+        "dual=False with solver='sdca'": LinearSVC(dual=False, solver="sdca"),
+        "'dual' parameter of LinearSVC": LinearSVC(dual="yes"),
+    }
+    for words, model in refused.items():
+        with pytest.raises(ValueError, match=words):
+            model.fit(X, Y)
+
+
+@pytest.mark.parametrize("kind", (LogisticRegression, LinearSVC))
+def test_an_unknown_class_weight_names_the_estimator(kind):
+    with pytest.raises(ValueError, match=f"'class_weight' parameter of {kind.__name__}"):
+        kind(class_weight="equal").fit(X, Y)
+
+
+@pytest.mark.parametrize("solver", ("hogwild", "cyclades"))
+def test_without_a_bound_a_step_that_fades_is_no_convergence(solver):
+    with pytest.warns(ConvergenceWarning, match="failed to converge after 300 rounds"):
+        LinearRegression(solver=solver, tol=1e-9, max_iter=300).fit(XR, YR)

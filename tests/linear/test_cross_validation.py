@@ -31,6 +31,7 @@ from manyhands.linear import (
     LinearSVC,
     LogisticRegression,
     Ridge,
+    SGDClassifier,
     cross_validate,
 )
 from manyhands.linear.data import write_shards
@@ -212,6 +213,8 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         GridSearch(model, {"C": [1]}, refit="f2").fit(X, NAMES)
     with pytest.raises(ValueError, match="supports only 'l2'") as found:
         GridSearch(model, {"l1_ratio": [1.0]}).fit(X, NAMES)
+    with pytest.raises(TypeError, match="SGDClassifier is not cross-validated here"):
+        cross_validate(SGDClassifier(), X, NAMES)
     assert found.value.__notes__ == ["in fold 0 with {'l1_ratio': 1.0}"]
 
 

@@ -241,3 +241,15 @@ def test_copies_lose_no_change() -> None:
     solver.round(problem, theta, solver.init(problem, theta))
     problem.threads.close()
     np.testing.assert_allclose(theta, n * eta * 1e9, rtol=1e-2)
+
+
+@pytest.mark.parametrize("solver", ["hogwild", "cyclades"])
+def test_the_intercept_stays_calm_beside_columns_of_small_scale(solver: str) -> None:
+    rows, y = pytest.importorskip("sklearn.datasets").load_diabetes(
+        return_X_y=True
+    )  # rows of length 0.15 on average, y around 152
+    from manyhands.linear import Ridge
+
+    best = Ridge(alpha=0.1).fit(rows, y)
+    found = Ridge(alpha=0.1, solver=solver, tol=1e-3, max_iter=200).fit(rows, y)
+    assert found.objective_ <= 1.001 * best.objective_

@@ -92,14 +92,16 @@ def kill_session(pid: int) -> None:
 
 
 def pump(worker: WorkerProcess) -> None:
+    """Pass the worker's lines on until it ends; then close the pipe."""
     assert worker.process.stdout is not None
-    for raw in worker.process.stdout:
-        line = raw.decode(errors="replace")
-        worker.tail.append(line)
-        del worker.tail[:-50]
-        # the rank as it is now: in an elastic run it may become another
-        prefix = f"[rank{worker.rank}]: " if worker.rank else ""
-        print(f"{prefix}{line}", end="", flush=True)
+    with worker.process.stdout as lines:
+        for raw in lines:
+            line = raw.decode(errors="replace")
+            worker.tail.append(line)
+            del worker.tail[:-50]
+            # the rank as it is now: in an elastic run it may become another
+            prefix = f"[rank{worker.rank}]: " if worker.rank else ""
+            print(f"{prefix}{line}", end="", flush=True)
 
 
 def is_real(stream: Any) -> bool:

@@ -114,6 +114,11 @@ def minimise(
     at = Standing(theta) if standing is None else standing
     began, sent = time.perf_counter() - at.seconds, _sent(problem) - at.nbytes
     at.null = max(_null(problem), 1e-300)
+    if not math.isfinite(at.null):  # else any gap would be small enough
+        raise ValueError(
+            f"Floating-point overflow occurred: the objective without features is {at.null}. Scale "
+            "the targets, or give smaller weights (C, sample_weight)"
+        )
     enough = stopping.tol * at.null
     if at.state is None:
         at.state = solver.init(problem, at.theta)

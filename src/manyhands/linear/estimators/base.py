@@ -29,6 +29,17 @@ from manyhands.linear.shard_source import stored_rows
 from manyhands.linear.spec import FitSpec
 
 LOSS_NAMES = {number: name for name, number in NAMES.items()}
+# solvers of scikit-learn under names that nothing has here, and what to take in their place
+INSTEAD = {
+    "liblinear": "'newton' (l2) or 'scd' (l1)",
+    "newton-cg": "'newton_cg'",
+    "newton-cholesky": "'newton'",
+    "cholesky": "'newton'",
+    "svd": "'newton'",
+    "lsqr": "'newton_cg'",
+    "sparse_cg": "'newton_cg'",
+    "sag": "'saga'",
+}
 
 
 def is_stored(X: Any) -> bool:
@@ -106,9 +117,10 @@ class LinearEstimator(BaseEstimator):
             solver = SOLVERS[name].make()
         elif isinstance(given, str):
             if given not in SOLVERS:
+                ours = f"; here {INSTEAD[given]} does its work" if given in INSTEAD else ""
                 raise ValueError(
                     f"The solver parameter of {type(self).__name__} must be a str among "
-                    f"{sorted(SOLVERS)} or 'auto'. Got {given!r} instead."
+                    f"{sorted(SOLVERS)} or 'auto'. Got {given!r} instead{ours}."
                 )
             name, why, solver = given, "as asked for", SOLVERS[given].make()
         else:
@@ -201,59 +213,53 @@ def as_source(X: Any) -> Rows | Columns:
 
 
 def refuse_unable(name: str, spec: FitSpec, shape: Shape) -> None:
-    """Refuse what a solver cannot do, in scikit-learn's words, and name those that can."""
-    can = SOLVERS[name]
+    """Refuse what a solver cannot do, in scikit-learn's words, and name those that can do all."""
+    can, several = SOLVERS[name], spec.classes > 2
+    rows_split = shape.ranks > 1 and not shape.by_feature
     penalty = "elasticnet" if spec.l1 and spec.l2 else "l1" if spec.l1 else "l2"
-    split = {"ranks": shape.ranks > 1} if not shape.by_feature else {"by_feature": True}
-    if spec.l1 and not can.l1:
-        if spec.classes > 2:
-            raise ValueError(
-                f"No solver supports {penalty!r} penalty with {spec.classes} classes at once, got "
-                f"solver {name}; wrap the estimator in OneVsRestClassifier"
-            )
-        able = names_where(bool(spec.l2), l1=True, loss=spec.loss, **split)
+    able = names_where(
+        bool(spec.l2), loss=spec.loss, l1=bool(spec.l1), softmax=several, positive=spec.positive,
+        ranks=rows_split, by_feature=shape.by_feature, shards=not shape.in_memory,
+    )  # fmt: skip
+    do = f"{able} can" if able else "no solver can do all that is asked for"
+    if several and spec.l1 and not can.l1:
         raise ValueError(
-            f"Solver {name} supports only 'l2' or None penalties, got {penalty!r} penalty; "
-            f"{able} support it."
+            f"No solver supports {penalty!r} penalty with {spec.classes} classes at once, got "
+            f"solver {name}; wrap the estimator in OneVsRestClassifier"
         )
-    if can.needs_l2 and not spec.l2:
-        able = names_where(False, loss=spec.loss, l1=bool(spec.l1))
-        raise ValueError(
-            f"Solver {name} needs an l2 penalty, got {'l1 alone' if spec.l1 else 'none'}; "
-            f"{able} can do without."
-        )
-    if spec.loss not in can.losses and spec.classes <= 2:
-        raise ValueError(
-            f"Solver {name} does not support loss={LOSS_NAMES[spec.loss]!r}; "
-            f"{names_where(loss=spec.loss)} do."
-        )
-    if spec.classes > 2 and not can.softmax:
-        raise ValueError(
-            f"Only binary classification is supported. The '{name}' solver does not support "
-            f"multiclass classification (n_classes >= 3); {names_where(softmax=True)} do. "
-            "Or wrap the estimator in OneVsRestClassifier."
-        )
-    if spec.positive and not can.positive:
-        raise ValueError(
-            f"Solver {name} does not support positive=True; {names_where(positive=True)} does."
-        )
-    if shape.by_feature and spec.classes > 2:
+    if shape.by_feature and several:
         raise ValueError(
             f"split=by_feature with {spec.classes} classes: a softmax needs the margins of all "
             "classes; split rows (plan='data=K'), or wrap the estimator in OneVsRestClassifier"
         )
-    if shape.by_feature and not can.by_feature:
+    if spec.l1 and not can.l1:
         raise ValueError(
-            f"Solver {name} does not support split=by_feature; {names_where(by_feature=True)} do."
+            f"Solver {name} supports only 'l2' or None penalties, got {penalty!r} penalty; {do}."
         )
-    if shape.ranks > 1 and not shape.by_feature and not can.ranks:
+    if can.needs_l2 and not spec.l2:
+        given = "l1 alone" if spec.l1 else "none"
+        raise ValueError(f"Solver {name} needs an l2 penalty, got {given}; {do}.")
+    if spec.loss not in can.losses and not several:
+        raise ValueError(f"Solver {name} does not support loss={LOSS_NAMES[spec.loss]!r}; {do}.")
+    if several and not can.softmax:
         raise ValueError(
-            f"Solver {name} does not support rows split over {shape.ranks} ranks; "
-            f"{names_where(ranks=True, loss=spec.loss, l1=bool(spec.l1))} do; "
-            f"{names_where(by_feature=True)} split columns (plan='tensor=K split=by_feature')."
+            f"Only binary classification is supported. The '{name}' solver does not support "
+            f"multiclass classification (n_classes >= 3); {do}. "
+            "Or wrap the estimator in OneVsRestClassifier."
+        )
+    if spec.positive and not can.positive:
+        raise ValueError(f"Solver {name} does not support positive=True; {do}.")
+    if shape.by_feature and not can.by_feature:
+        raise ValueError(f"Solver {name} does not support split=by_feature; {do}.")
+    if rows_split and not can.ranks:
+        columns = names_where(
+            bool(spec.l2), loss=spec.loss, l1=bool(spec.l1), softmax=several,
+            positive=spec.positive, by_feature=True, shards=not shape.in_memory,
+        )  # fmt: skip
+        other = f"; {columns} can split columns (plan='tensor=K split=by_feature')"
+        raise ValueError(
+            f"Solver {name} does not support rows split over {shape.ranks} ranks; {do}"
+            f"{other if columns else ''}."
         )
     if not shape.in_memory and not can.shards:
-        raise ValueError(
-            f"Solver {name} needs all rows in memory, got shards on disk; "
-            f"{names_where(shards=True, loss=spec.loss, l1=bool(spec.l1))} read them."
-        )
+        raise ValueError(f"Solver {name} needs all rows in memory, got shards on disk; {do}.")

@@ -12,7 +12,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.linear_model._base import LinearClassifierMixin, SparseCoefMixin
 from sklearn.preprocessing import LabelEncoder
 from sklearn.utils import check_random_state, compute_class_weight
-from sklearn.utils._param_validation import Interval
+from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.extmath import softmax
 from sklearn.utils.multiclass import check_classification_targets
 
@@ -47,9 +47,9 @@ def encoded(estimator: Any, y: Any, least: int = 2) -> tuple[Array, Array]:
 
 
 def class_weights(estimator: Any, classes: Array, codes: Array, weights: Array) -> Array:
-    """Weights of rows, times those of their classes."""
+    """The weight of each class: 1 without class_weight."""
     if estimator.class_weight is None:
-        return weights
+        return np.ones(len(classes))
     each = compute_class_weight(
         estimator.class_weight, classes=classes, y=classes[codes], sample_weight=weights
     )
@@ -58,7 +58,7 @@ def class_weights(estimator: Any, classes: Array, codes: Array, weights: Array) 
             f"class_weight={estimator.class_weight!r}: finite numbers of 0 or more are needed, and "
             "one of them more than 0"
         )
-    return np.asarray(weights * each[codes])
+    return np.asarray(each)
 
 
 class LogisticRegression(
@@ -87,6 +87,7 @@ class LogisticRegression(
         "C": [Interval(Real, 0, None, closed="right")],
         "tol": [Interval(Real, 0, None, closed="neither")],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
+        "class_weight": [StrOptions({"balanced"}), dict, None],
     }
 
     def __init__(
@@ -190,7 +191,7 @@ class LogisticRegression(
         source, y = self._stored(X, y) if is_stored(X) else self._given(X, y)
         weights = self._weights(sample_weight, len(y))
         self.classes_, codes = encoded(self, y)
-        weights = class_weights(self, self.classes_, codes, weights)
+        weights = weights * class_weights(self, self.classes_, codes, weights)[codes]
         labels = codes if len(self.classes_) > 2 else np.where(codes == 1, 1.0, -1.0)
         return FitData(source, np.asarray(labels, np.float64), C * weights)
 

@@ -6,6 +6,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
+import scipy.sparse as sparse  # type: ignore[import-untyped]
 from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils._param_validation import Interval
 
@@ -21,6 +22,8 @@ from manyhands.linear.spec import FitSpec
 
 class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
     """Base of the regressors; each target of a two-dimensional y is fitted for itself."""
+
+    _flat = True  # whether coef_ is a vector where y is one column, as scikit-learn has it
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -57,8 +60,10 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
             intercept.append(found.theta[-1] if self.fit_intercept else 0.0)
             rounds.append(found.rounds)
         one = y.ndim == 1
-        self.coef_ = coef[0] if one else np.stack(coef)
-        self.intercept_ = float(intercept[0]) if one else np.asarray(intercept)
+        self.coef_ = coef[0] if one or (len(coef) == 1 and self._flat) else np.stack(coef)
+        self.intercept_: Any = np.float64(intercept[0]) if one else np.asarray(intercept)
+        if not self.fit_intercept:
+            self.intercept_ = 0.0
         self.n_iter_ = rounds[0] if one else rounds
         return self
 
@@ -68,7 +73,7 @@ class LinearRegressor(MultiOutputMixin, RegressorMixin, LinearEstimator):
         coef = np.atleast_2d(self.coef_)
         if target >= len(coef) or coef.shape[1] != columns:
             return None
-        b = np.atleast_1d(self.intercept_)[target]
+        b = np.broadcast_to(self.intercept_, len(coef))[target]
         return np.append(coef[target], b) if self.fit_intercept else coef[target].copy()
 
     def predict(self, X: Any) -> Array:
@@ -83,6 +88,8 @@ class LinearRegression(StreamingRegressor, LinearRegressor):
     Parameters are those of scikit-learn, and those of `LogisticRegression` here: `solver`, `plan`,
     `directory`, `record`.
     """
+
+    _flat = False
 
     def __init__(
         self,
@@ -223,6 +230,11 @@ class ElasticNet(LinearRegressor):
         self.directory = directory
         self.resume = resume
         self.record = record
+
+    @property
+    def sparse_coef_(self) -> Any:
+        """`coef_` as a CSR matrix."""
+        return sparse.csr_matrix(self.coef_)
 
     def _penalties(self, weight: float, target: int, targets: int = 1) -> tuple[float, float]:
         if self.precompute is not False:

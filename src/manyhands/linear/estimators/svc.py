@@ -9,16 +9,18 @@ import numpy as np
 import scipy.sparse as sparse  # type: ignore[import-untyped]
 from sklearn.base import ClassifierMixin
 from sklearn.linear_model._base import LinearClassifierMixin, SparseCoefMixin
-from sklearn.utils._param_validation import Interval
+from sklearn.utils._param_validation import Interval, StrOptions
 
+from manyhands.linear.catalogue import SOLVERS, Shape
 from manyhands.linear.data.shards import RowShards
-from manyhands.linear.estimators.base import LinearEstimator, as_source, is_stored
+from manyhands.linear.estimators.base import LinearEstimator, as_source, is_stored, refuse_unable
 from manyhands.linear.estimators.logistic import class_weights, encoded, seed_of
 from manyhands.linear.fit_data import FitData
 from manyhands.linear.losses import HINGE, SQUARED_HINGE
 from manyhands.linear.minimise import Stopping
 from manyhands.linear.passes.columns import Columns
 from manyhands.linear.passes.rows import Array, Rows
+from manyhands.linear.solvers.sdca import SDCA
 from manyhands.linear.spec import FitSpec
 
 
@@ -38,6 +40,8 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         "tol": [Interval(Real, 0, None, closed="neither")],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "intercept_scaling": [Interval(Real, 0, None, closed="neither")],
+        "dual": ["boolean", StrOptions({"auto"})],
+        "class_weight": [StrOptions({"balanced"}), dict, None],
     }
 
     def __init__(
@@ -98,13 +102,35 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
                 "Unsupported set of arguments: The combination of penalty='l1' and loss='hinge' is "
                 "not supported; loss='squared_hinge' is."
             )
-        if self.dual != "auto":
-            raise ValueError(
-                f"dual={self.dual!r}: the solver says it; choose solver='sdca' for the dual, "
-                "'newton' or 'lbfgs' for the primal problem"
-            )
+        self._check_dual()
         if self.multi_class != "ovr":
             raise ValueError(f"multi_class={self.multi_class!r} is not supported; 'ovr' is")
+
+    def _check_dual(self) -> None:
+        """Refuse what liblinear refuses, and a solver of the other problem."""
+        if self.dual == "auto":
+            return
+        if (self.penalty if self.dual else self.loss) == ("l1" if self.dual else "hinge"):
+            raise ValueError(
+                f"Unsupported set of arguments: The combination of penalty={self.penalty!r} and "
+                f"loss={self.loss!r} is not supported when dual={self.dual}"
+            )
+        in_dual = self.solver == "sdca" or isinstance(self.solver, SDCA)
+        if self.solver != "auto" and in_dual != self.dual:
+            raise ValueError(
+                f"dual={self.dual} with solver={self.solver!r}: sdca is the solver of the dual "
+                "problem; leave one of them out"
+            )
+
+    def _solver(self, spec: FitSpec, data: FitData, size: int, columns_split: bool) -> Any:
+        found = super()._solver(spec, data, size, columns_split)
+        if self.dual == "auto" or self.solver != "auto" or isinstance(found, SDCA) == self.dual:
+            return found
+        shape = Shape(len(data.y), data.columns, data.nonzeros, size, columns_split, data.in_memory)
+        name = "sdca" if self.dual else "lbfgs"
+        refuse_unable(name, spec, shape)
+        self.solver_, self.solver_reason_ = name, f"dual={self.dual}"
+        return SOLVERS[name].make()
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> LinearSVC:
         """Fit to rows X with labels y; to files and shards with their own labels."""
@@ -112,7 +138,7 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         source, y = self._stored(X, y) if is_stored(X) else self._given(X, y)
         weights = self._weights(sample_weight, len(y))
         self.classes_, codes = encoded(self, y)
-        c = float(self.C) * class_weights(self, self.classes_, codes, weights)
+        each = class_weights(self, self.classes_, codes, weights)
         columns = int(self.n_features_in_)
         l1 = 1.0 if self.penalty == "l1" else 0.0
         # l1 on the intercept too, as liblinear has it: then it is a column like the others
@@ -127,6 +153,9 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
         positives = [1] if len(self.classes_) == 2 else list(range(len(self.classes_)))
         coef, intercept, rounds = [], [], []
         for k in positives:
+            # of several classes, the weight is that of the one: the rest has 1, as in liblinear
+            rest = each[0] if len(positives) == 1 else 1.0
+            c = float(self.C) * weights * np.where(codes == k, each[k], rest)
             data = FitData(source, np.where(codes == k, 1.0, -1.0), c)
             part = f"class-{k}" if len(positives) > 1 else ""
             found = self._minimise(spec, data, None, self.tol, self.max_iter, part)
@@ -134,7 +163,8 @@ class LinearSVC(LinearClassifierMixin, SparseCoefMixin, ClassifierMixin, LinearE
             b = found.theta[-1] if self.fit_intercept else 0.0
             intercept.append(b * self.intercept_scaling if extra else b)
             rounds.append(found.rounds)
-        self.coef_, self.intercept_ = np.stack(coef), np.asarray(intercept)
+        self.coef_ = np.stack(coef)
+        self.intercept_ = np.asarray(intercept) if self.fit_intercept else 0.0
         self.n_iter_ = max(rounds)
         return self
 

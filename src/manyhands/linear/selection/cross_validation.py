@@ -33,6 +33,7 @@ from manyhands.entry import run_store, start
 from manyhands.errors import LaunchError, PlanError
 from manyhands.launch import environment
 from manyhands.linear.estimators.base import LinearEstimator
+from manyhands.linear.estimators.sgd_fits import StochasticEstimator
 from manyhands.linear.passes.rows import Array, threads_of
 from manyhands.linear.selection.fold_data import (
     Fold,
@@ -172,6 +173,12 @@ def parsed(words: str, fits: FoldFits) -> Plan:
             f"{word}={given[word]} has no effect on cross-validation; {', '.join(WORDS)} have"
         )
     model: Any = fits.estimator
+    if not isinstance(model, LinearEstimator) or isinstance(model, StochasticEstimator):
+        raise TypeError(
+            f"{type(model).__name__} is not cross-validated here: folds are weights on one copy of "
+            "the rows, and only estimators that are fitted to the minimum of an objective leave "
+            "rows without weight out of it; take cross_validate or GridSearchCV of scikit-learn"
+        )
     if model.directory is not None or model.resume:
         raise PlanError("directory= and resume= are for one fit: leave them out of the estimator")
     plan = plan_words.parse(words)

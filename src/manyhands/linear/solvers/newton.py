@@ -54,15 +54,21 @@ def _solve(problem: Problem, h: Array, g: Array) -> Array:
     if not problem.intercept or h[-1, -1] <= 0.0:
         return _positive_solve(h, g)
     hb, edge, gb = h[-1, -1], h[:-1, -1], g[-1]
-    w = _positive_solve(h[:-1, :-1] - np.outer(edge, edge) / hb, g[:-1] - edge * (gb / hb))
+    w = _positive_solve(h[:-1, :-1] - np.outer(edge, edge / hb), g[:-1] - edge * (gb / hb))
     return np.append(w, (gb - edge @ w) / hb)
 
 
 def _positive_solve(h: Array, g: Array) -> Array:
     scale = np.diag(h).copy()  # of columns, which must not decide whether H is singular
     scale = 1.0 / np.sqrt(np.where(scale > 0.0, scale, 1.0))
+    scaled = scale[:, None] * h * scale
+    if not (np.isfinite(scaled).all() and np.isfinite(g).all()):
+        raise ValueError(
+            "Floating-point overflow occurred in the derivatives of the objective. Scale the "
+            "columns, for example with StandardScaler, or give smaller weights (C, sample_weight)"
+        )
     try:
-        factor = cho_factor(scale[:, None] * h * scale, lower=True)
+        factor = cho_factor(scaled, lower=True)
         diagonal = np.abs(np.diag(factor[0]))
         if diagonal.size == 0 or diagonal.min() > 1e-7 * diagonal.max():
             return np.asarray(scale * cho_solve(factor, scale * g))

@@ -145,8 +145,8 @@ class SAGA:
             heaviest = m * float(problem.c.max(initial=0.0))
             state["eta"][1] = STEP_B / (SMOOTHNESS[problem.loss] * max(batch, heaviest))
         self._means(problem, state)
-        if problem.loss not in WITH_GAP:
-            state["calibration"][0] = 1.0
+        if problem.loss not in WITH_GAP or not (problem.l1 or problem.l2):
+            state["calibration"][0] = 1.0  # there is no gap to learn it from
         return state
 
     def _means(self, problem: Problem, state: State) -> None:

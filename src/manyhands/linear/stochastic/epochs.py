@@ -200,8 +200,8 @@ class Stochastic(ABC):
         density = problem.total_nonzeros / max(rows * problem.columns, 1.0)
         curve = SMOOTHNESS.get(problem.loss, 1.0) * m * problem.total_weight / rows
         lag = self.lag(problem, state)
-        # steps from one and the same intercept add up
-        most = 1.0 / max(curve * lag, 1e-300) if lag > 1 else math.inf
+        # steps from one and the same intercept add up; eta0 by curvature is that of x, not of b
+        most = 1.0 / max(curve * lag, 1e-300) if lag > 1 or self.eta0 is None else math.inf
         return max(density, SPARSE_STEP_B), most
 
     def _report(self, problem: Problem, theta: Array, state: State) -> None:
@@ -225,8 +225,10 @@ class Stochastic(ABC):
             bounded = problem.loss in WITH_GAP and problem.loss != HINGE
             if bounded and (problem.l1 or problem.l2):  # the gap is computed before it ends
                 gain = float(recent[-2] - recent[-1])
-            else:
-                gain = float(recent[0] - recent[1:].min())
+            else:  # nothing else tells that it ends too early: what epochs of full steps would move
+                gain = float(recent.max() - recent.min())
+                if self.schedule == "epoch":
+                    gain /= max(self.decay ** (float(state["round"][0]) - 1.0), 1e-300)
             return max(gain, 0.0) if not math.isnan(gain) else math.inf
         best = float(state["best"][0])
         state["stalled"] = state["stalled"] + 1.0 if objective > best - self.tol else np.zeros(1)
