@@ -270,8 +270,9 @@ class Trainer:
         advanced = self.round > self.pace.round
         exchange_share = self.pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.context.leads and advanced:
-            measured = {"loss": self._loss, "exchange_share": exchange_share}
-            more = {"noise": self._noise, "lr": self.replica.lr}
+            measured = {"exchange_share": exchange_share}
+            # a short block that ends a loop has no mean loss, which is no loss of NaN
+            more = {"loss": self._loss, "noise": self._noise, "lr": self.replica.lr}
             measured |= {k: v for k, v in more.items() if math.isfinite(v)}
             measured |= {f"loss/{k}": v for k, v in self.replica.losses.means.items()}
             self._emit("progress", value=self.pace.progress(now, at, measured))
