@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,17 @@ def test_a_step_that_the_loop_leaves_unfinished_is_warned_of(
         loop.run.step(loop.loss(a, b))
     loop.run.close()
     assert "ended in the middle of a step (accumulate=)" in capfd.readouterr().err
+
+
+def test_a_loop_that_ends_in_its_first_block_of_local_steps_reports_no_loss_of_nan(
+    joined: Callable[..., Loop], tmp_path: Path
+) -> None:
+    loop = joined("merge=local_sgd merge.period=64")
+    loop.epoch()
+    loop.run.close()
+    lines = (tmp_path / "run/events/rank-0.jsonl").read_text().splitlines()
+    shown = [v for v in map(json.loads, lines) if v["name"] == "progress"]
+    assert shown and all(v["value"].get("loss", 0.0) is not None for v in shown)
 
 
 def test_attributes_that_end_other_trainers_are_refused(joined: Callable[..., Loop]) -> None:

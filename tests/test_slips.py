@@ -53,6 +53,8 @@ class Stop(mh.Callback):
             },
             "schedule is a StepLR, but a function of the optimizer is needed",
         ),
+        ({"loss": "cross_entropy"}, "loss is 'cross_entropy', but a function is needed"),
+        ({"loss": None, "step": {"loss": 1}}, "step is {'loss': 1}, but a function is needed"),
         ({"loss": nn.CrossEntropyLoss}, r"give an instance, CrossEntropyLoss\(\)"),
         ({"callbacks": Stop()}, r"callbacks is a Stop, .*: callbacks=\[Stop\(\)\]"),
         ({"callbacks": Stop}, r"callbacks is a Stop, .*: callbacks=\[Stop\(\)\]"),
@@ -153,6 +155,10 @@ def image_step(model: nn.Module, batch: Any) -> Tensor:
         (
             {"train": (X, Y.int()), "loss": None, "step": image_step},
             r"the batch has int32, .* int64, y.long\(\)",
+        ),
+        (
+            {"train": (X, Y[:, None])},
+            r"shape \(16, 1\), but the loss needs one class a sample, \(16,\); give y.squeeze",
         ),
         ({"train": (X, Y.int())}, r"targets are int32 of shape \(16,\), .*give y.long\(\)"),
         ({"train": (X, Y.short())}, r"targets are int16 .*give y.long\(\)"),

@@ -29,7 +29,7 @@ from manyhands.errors import (
 from manyhands.old_names import refuse_old_names
 
 if TYPE_CHECKING:
-    from manyhands.after_training.saved_runs import evaluate, predict
+    from manyhands.after_training.saved_runs import evaluate, export, predict
     from manyhands.api import changed_rows, join, load, saved_table, train
     from manyhands.callbacks import EMA, SWA, BestModel, EarlyStopping
     from manyhands.core import Result
@@ -73,6 +73,7 @@ __all__ = [
     "accuracy",
     "changed_rows",
     "evaluate",
+    "export",
     "join",
     "load",
     "predict",
@@ -81,7 +82,7 @@ __all__ = [
 ]
 # the same imports as above, by module: names, or "name as public name"
 _PLACES = {
-    "manyhands.after_training.saved_runs": "evaluate, predict",
+    "manyhands.after_training.saved_runs": "evaluate, export, predict",
     "manyhands.api": "changed_rows, join, load, saved_table, train",
     "manyhands.callbacks": "BestModel, EMA, EarlyStopping, SWA",
     "manyhands.core": "Result",

@@ -126,6 +126,12 @@ class Task:
                 f"loss is the class {self.loss.__name__}; a function is needed: give an instance, "
                 f"{self.loss.__name__}()"
             )
+        for name, function in (("loss", self.loss), ("step", self.step)):
+            if function is not None and not callable(function):
+                raise TaskError(
+                    f"{name} is {function!r:.40}, but a function is needed: "
+                    "loss=torch.nn.functional.cross_entropy, or step=lambda model, batch: ..."
+                )
         check_named(self.model, self.optimizer, self.step)
         if isinstance(self.model, Mapping) and all(map(_is_module, self.model.values())):
             object.__setattr__(self, "model", module_dict(self.model))

@@ -82,6 +82,7 @@ class Trainer:
         self._next_status = self.round + 1
         self.done = Milestones(self.round, self.round, self.round or -1)
         self._loss, self._noise = math.nan, math.nan
+        self._counts = False  # whether any loss has counted
         self.hooks = Hooks(self.callbacks, self.run)
         self._ended_by: str | None = None  # the reason of run.stop, as all ranks know
         self._stop = self._leaves = self._keeps = False  # at this boundary, as all ranks know
@@ -211,7 +212,7 @@ class Trainer:
         losses.read()
         if self.stop.requested or losses.bad_round:
             claims.request_sync()
-        own = losses.mean(self._loss)
+        own, self._counts = losses.mean(self._loss), self._counts or losses.count > 0
         self._loss = own if math.isfinite(own) else self._loss
         self._progress(now, now - self.pace.looked, claims.latest)
 
@@ -258,6 +259,7 @@ class Trainer:
         self._leaves, self._keeps = self._leaves or leaves > 0, self._keeps or keeps > 0
         self._next_status = self.round + int(interval)
         self._loss = total / count if count else self._loss
+        self._counts = self._counts or count > 0
         self.pace.add(total, count)
         losses.clear()
         if any(rest[:size]):
@@ -270,7 +272,9 @@ class Trainer:
         advanced = self.round > self.pace.round
         exchange_share = self.pace.look(now, elapsed, at, self.round, self.group.seconds)
         if self.context.leads and advanced:
-            measured = {"loss": self._loss, "exchange_share": exchange_share}
+            measured = {"exchange_share": exchange_share}
+            if self._counts:  # the one short block of a loop counts none, which is no loss of NaN
+                measured["loss"] = self._loss
             more = {"noise": self._noise, "lr": self.replica.lr}
             measured |= {k: v for k, v in more.items() if math.isfinite(v)}
             measured |= {f"loss/{k}": v for k, v in self.replica.losses.means.items()}

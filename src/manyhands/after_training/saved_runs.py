@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from manyhands.after_training import graph_export
+from manyhands.after_training.graph_export import ExportedGraph, export_graph
 from manyhands.assembly.evaluation import prediction
 from manyhands.assembly.evaluation.evaluator import Evaluation
 from manyhands.assembly.evaluation.prediction_file import PredictionFile, check_out
@@ -100,6 +102,30 @@ def predict(
     work = functools.partial(_predict, str(Path(out).absolute()), overwrite)
     result = _started(task, SavedWeights(str(directory), best), plan, data, work)
     return int(result.metrics.get("rows", 0))
+
+
+def export(
+    task: MakeTask | ScriptTask,
+    directory: str | Path,
+    out: str | Path,
+    *,
+    best: str | None = None,
+    part: str | None = None,
+    overwrite: bool = False,
+) -> ExportedGraph:
+    """Write the model as a graph, .onnx or .pt2 (torch.export), which runs without its code. The
+    task's training data show how it is called; `part` is a submodule, or one of several models.
+    Its weights are those of the newest checkpoint, or of the best by a metric."""
+    graph_export.check_out(Path(out), overwrite)
+    found: list[ExportedGraph] = []
+
+    def work(context: RankContext, evaluation: Evaluation) -> dict[str, float]:
+        found.append(export_graph(Path(out), evaluation, overwrite, part))
+        return {}
+
+    words = {"device": "cpu", "precision": "fp32", "batch": 2}
+    _started(task, SavedWeights(str(directory), best), words, "train", work)
+    return found[0]
 
 
 def _started(

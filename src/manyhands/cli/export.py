@@ -16,8 +16,9 @@ from torch import Tensor
 
 from manyhands.assembly.tables import PREFIX, saved_readers
 from manyhands.embedding.saved_rows import saved_tables
+from manyhands.errors import CheckpointError, PlanError
 from manyhands.exchange.solo import SoloGroup
-from manyhands.recover import sharded_file
+from manyhands.recover import directory, sharded_file
 from manyhands.recover.checkpoint import TENSORS, find
 from manyhands.server.snapshots.table_reader import RowIndex
 from manyhands.split.shard_spec import ShardSpec
@@ -32,6 +33,22 @@ class ExportedTensor:
 
     spec: ShardSpec
     tensor: Tensor
+
+
+def export_weights(
+    file: Path, out: Path, best: str | None, run: Path | None, part: str | None
+) -> Path:
+    """Of a run's directory; of a script: of `run`, or of its last run."""
+    if part is not None:
+        raise PlanError(
+            f"--part={part} has no effect on a .safetensors file, which holds all weights by name; "
+            "leave it out"
+        )
+    if file.is_dir() and run is not None:
+        raise CheckpointError(f"{file} is a run already, and --dir={run} names another; give one")
+    given = None if run is None else str(run)
+    path = file if file.is_dir() else directory.choose(Path("runs"), file.stem, given, resume=True)
+    return export(Path(path), out, best)
 
 
 def export(run: Path, out: Path, best: str | None = None) -> Path:

@@ -274,8 +274,9 @@ def server(
 
 for of_a_script in (evaluate, predict):
     app.command(cls=ScriptCommand)(of_a_script)
-for of_a_run in (servers, scale, join, trace, export):
+for of_a_run in (servers, scale, join, trace):
     app.command()(of_a_run)
+app.command(cls=ScriptCommand)(export)
 
 
 @app.command()

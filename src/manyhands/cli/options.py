@@ -165,4 +165,11 @@ PredictionOut = Annotated[
     Path | None,
     typer.Option(help="The file to write: .parquet, .csv, .npz or .pt; it must be given."),
 ]
+ExportOut = Annotated[Path, typer.Argument(help="The file to write: .safetensors, .onnx or .pt2.")]
+ExportedPart = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Of .onnx and .pt2: a submodule, or one of several models, alone."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")]

@@ -9,6 +9,8 @@ import typer
 
 from manyhands.cli.options import (
     BestBy,
+    ExportedPart,
+    ExportOut,
     JsonOut,
     OfScriptRun,
     Overwrite,
@@ -68,22 +70,24 @@ def trace(
 
 
 def export(
-    run: RunFolder,
-    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")] = Path(
-        "model.safetensors"
-    ),
-    best: Annotated[
-        str | None,
-        typer.Option(
-            help="Export the best checkpoint by this metric (accuracy, or -loss for the smallest) "
-            "instead of the newest."
-        ),
-    ] = None,
+    context: typer.Context,
+    file: TaskOrRun,
+    out: ExportOut = Path("model.safetensors"),
+    best: BestBy = None,
+    dir: OfScriptRun = None,
+    part: ExportedPart = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Write a run's model as one safetensors file."""
-    from manyhands.cli.export import export as verb
+    """Write a run's model: its weights as .safetensors, or the model itself, without its Python
+    code, as .onnx or .pt2 (torch.export). Arguments after -- go to the script."""
+    if out.suffix == ".safetensors":
+        from manyhands.cli.export import export_weights
 
-    print(verb(run, out, best))
+        print(export_weights(file, out, best, dir, part))
+        return
+    from manyhands.cli.export_graph import export_graph
+
+    export_graph(file, out, best, dir, part, overwrite, own(context))
 
 
 def evaluate(

@@ -62,7 +62,14 @@ def of_loss(error: Exception, outputs: Any, target: Any) -> TaskError | None:
             "the loss failed on the GPU, as it does for targets out of range"
             f"{_of_classes(outputs)}; device=cpu shows which"
         )
-    if not isinstance(target, Tensor) or not _about_types(error, said):
+    if not isinstance(target, Tensor):
+        return None
+    if "multi-target" in said and target.ndim > 1 and target.shape[-1] == 1:
+        return TaskError(
+            f"targets have shape {tuple(target.shape)}, but the loss needs one class a sample, "
+            f"{tuple(target.shape[:-1])}; give y.squeeze(-1)"
+        )
+    if not _about_types(error, said):
         return None
     given = f"targets are {_name(target.dtype)} of shape {tuple(target.shape)}"
     if "target dtype to be Long" in said:
