@@ -220,6 +220,15 @@ def test_a_loop_that_ends_in_its_first_block_of_local_steps_reports_no_loss_of_n
     assert shown and all(v["value"].get("loss", 0.0) is not None for v in shown)
 
 
+def test_a_schedule_in_the_order_of_other_trainers_is_told_its_keyword(tmp_path: Path) -> None:
+    run: Any = mh.join("device=cpu", directory=tmp_path / "run", quiet=True, argv=False)
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TaskError, match=r"given StepLR beside .* schedule=scheduler"):
+        run.prepare(model, optimizer, (X, Y), StepLR(optimizer, 3), batch=8)
+    run.close()
+
+
 def test_attributes_that_end_other_trainers_are_refused(joined: Callable[..., Loop]) -> None:
     with pytest.raises(
         TaskError, match=r"run.should_stop = ... has no effect; end a run with run.stop"

@@ -119,11 +119,10 @@ class Progress:
                 elapsed = (
                     "" if self._start_s is None else f"in {duration(event.time_s - self._start_s)}"
                 )
-                line(
-                    "done",
-                    _join(_metrics(value) if isinstance(value, dict) else "", elapsed),
-                    STYLES["done"],
-                )
+                found = value.items() if isinstance(value, dict) else ()
+                # a loop of less than a block of local steps has no loss, which is no loss of NaN
+                told = {k: v for k, v in found if k != "train_loss" or math.isfinite(v)}
+                line("done", _join(_metrics(told), elapsed), STYLES["done"])
 
     def _explain(self, value: Value) -> None:
         """Say once what the figures of the progress line mean that are not self-evident."""

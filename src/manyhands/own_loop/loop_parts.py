@@ -144,3 +144,14 @@ def _check_schedule(schedule: Any, optimizer: Optimizer, whose: str) -> None:
             f"the {kind} that run.prepare was given{whose} moves the learning rate of another "
             "optimizer; make it of the one that is given"
         )
+
+
+def refuse_more(more: tuple[Any, ...]) -> None:
+    """What other trainers' prepare takes beside model, optimizer and data: `more` must be empty."""
+    if more:
+        kinds = ", ".join(type(x).__name__ for x in more)
+        raise TaskError(
+            f"run.prepare was given {kinds} beside model, optimizer and data; give a scheduler as "
+            "schedule=scheduler, and leave data that is not trained on (a test set) as it is: "
+            "model, optimizer and data come back"
+        )

@@ -23,7 +23,7 @@ from manyhands.own_loop.coroutine import TrainerCoroutine
 from manyhands.own_loop.drawn_steps import DrawnSteps
 from manyhands.own_loop.given_loss import GivenLoss
 from manyhands.own_loop.loop_data import LoopData
-from manyhands.own_loop.loop_parts import LoopParts, loop_parts
+from manyhands.own_loop.loop_parts import LoopParts, loop_parts, refuse_more
 from manyhands.own_loop.preparation import Prepared, prepared
 from manyhands.own_loop.step_checks import StepChecks, checked_name
 from manyhands.replica.checks import step_guard
@@ -97,7 +97,7 @@ class Run:
         model: Any,
         optimizer: Any,
         dataset: Any = None,
-        *,
+        *more: Any,
         batch: int | None = None,
         schedule: Schedules | None = None,
     ) -> tuple[Any, ...]:
@@ -108,6 +108,7 @@ class Run:
         numbers of its own."""
         if self.trainer is not None:
             raise TaskError("prepare was called before; one run trains one model")
+        refuse_more(more)
         parts = loop_parts(model, optimizer, schedule)
         context, stop = self._context, self._stop or Stop()
         found = prepared(context, self._coroutine, parts, dataset, batch, stop, self)
