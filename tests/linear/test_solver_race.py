@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from manyhands.linear import LogisticRegression, Ridge, race
+from manyhands.linear import LogisticRegression, Ridge, SGDClassifier, race
 
 RNG = np.random.default_rng(1)
 X = RNG.standard_normal((200, 6))
@@ -66,3 +66,10 @@ def test_a_race_needs_estimators_a_target_and_an_empty_folder(tmp_path: Path) ->
         race(X, Y, {"a": Ridge()}, folder=tmp_path)
     with pytest.raises(ValueError, match="too alike"):
         race(X, Y, {"a b": Ridge(), "a  b": Ridge()}, folder=tmp_path / "x")
+
+
+def test_estimators_that_certify_no_gap_are_refused_by_name(tmp_path: Path) -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    for foreign in (linear_model.LogisticRegression(), SGDClassifier()):
+        with pytest.raises(TypeError, match=f"'it' is {type(foreign).__name__}, which certifies"):
+            race(X, Y, {"it": foreign}, folder=tmp_path / "race", quiet=True)

@@ -69,6 +69,8 @@ def race(
     seed; returns the results, the fastest first, and draws them. `folder`: for the runs."""
     if not estimators:
         raise ValueError("no estimator is given; a dict of names and estimators is needed")
+    for label, estimator in estimators.items():
+        _refuse_uncertified(label, estimator)
     if not 0 < target < 1:
         raise ValueError(f"target={target!r}: a gap between 0 and 1 is needed, such as 1e-6")
     if seeds < 1:
@@ -104,6 +106,16 @@ def race(
         print(report)
         print(f"{'picture':<12}{picture}")
     return report
+
+
+def _refuse_uncertified(label: str, estimator: Any) -> None:
+    if not isinstance(estimator, LinearEstimator) or "record" not in estimator.get_params():
+        raise TypeError(
+            f"{label!r} is {type(estimator).__name__}, which certifies no duality gap round by "
+            "round; estimators of manyhands.linear that minimise an objective are needed: "
+            "LogisticRegression, LinearSVC, LinearRegression, Ridge, Lasso, ElasticNet. Time "
+            "others beside it"
+        )
 
 
 def _warm_up(estimator: LinearEstimator, X: Any, y: Any) -> None:
