@@ -299,7 +299,7 @@ def bench(
         typer.Argument(
             help="allreduce, compression, data-parallel, exchange, gpu, hogwild, hot-rows, linear, "
             "merge-strategies, model-parallel, out-of-core, overhead, recovery, replication, "
-            "robust, scaling, server, slow-network, sparse, store, stragglers, or all."
+            "robust, scaling, server, slow-network, sparse, start, store, stragglers, or all."
         ),
     ],
     json: Annotated[

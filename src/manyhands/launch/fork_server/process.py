@@ -27,6 +27,8 @@ from manyhands.launch import environment, lifeline, process_state, worker
 from manyhands.launch.fork_server.client import NAME
 
 FILES = 5
+# a scheduler sends them to every process of a job; Ctrl-C is for the launcher alone, also later
+FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 BLAS = ("openblas_set_num_threads", "openblas_set_num_threads64_")
 
 
@@ -107,6 +109,8 @@ class ForkServerProcess:
         """Never returns."""
         code = 1
         try:
+            for number in FOR_RANKS[1:]:
+                signal.signal(number, signal.SIG_DFL)
             os.setsid()
             for standard, fd in enumerate(fds[:3]):
                 os.dup2(fd, standard)
@@ -169,7 +173,8 @@ def _tell(channel: socket.socket, what: Mapping[str, object], fds: Sequence[int]
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+    for number in FOR_RANKS:
+        signal.signal(number, signal.SIG_IGN)
     given = json.loads(sys.argv[1])
     for module in given["preload"]:
         importlib.import_module(module)
