@@ -67,3 +67,13 @@ def test_an_elastic_run_forks_the_process_that_replaces_a_rank(tmp_path: Path) -
         job.end()
         wait_until_gone([server, new, *pids], ENDED_S)
         assert not left_in_shared_memory([new, *pids])
+
+
+@pytest.mark.slow
+def test_sixty_four_ranks_train_twenty_steps_on_any_number_of_cores(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(ENDLESS.replace("torch.randn(64, 4)", "torch.randn(4096, 4)"))
+    with command(tmp_path, [*RUN, "data=64", "steps=20"]) as job:
+        pids = job.pids(64)
+        assert job.end() == 0, job.err
+        wait_until_gone(pids, ENDED_S)
+        assert not left_in_shared_memory(pids)

@@ -147,7 +147,8 @@ class HostsLauncher:
             if job.elastic is not None:
                 replacements = Replacements(job.elastic, restart, said, run_keys(store), token)
             try:
-                workers += [start(rank) for rank in range(job.size)]
+                for rank in range(job.size):
+                    workers.append(start(rank))
                 for w in workers:
                     send(w.process, job.payload)
                 late = self._watch(workers, stop, replacements, job.grace_s)
