@@ -261,6 +261,29 @@ def test_a_person_can_have_each_rank_started_as_a_process_of_its_own(
         HostsLauncher().launch(Job(1, cloudpickle.dumps(fails)))
 
 
+@pytest.mark.parametrize(
+    ("visible", "start", "forks"),
+    [(None, "", False), ("0", "", False), ("", "", True), ("-1", "", True), ("0", "fork", True)],
+)
+def test_ranks_are_not_forked_where_a_gpu_is_visible_unless_a_person_wants_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, start: str, forks: bool
+) -> None:
+    monkeypatch.setattr(choice, "_has_gpu", lambda: True)
+    monkeypatch.setenv("MANYHANDS_START", start)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ("a GPU is visible" in choice.why_not()) is not forks
+
+
+def test_a_rank_or_a_lab_begins_no_fork_server_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not choice.started_by_others()
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "MANYHANDS_LAB"):
+        with monkeypatch.context() as within:
+            within.setenv(name, "0")
+            assert choice.started_by_others()
+
+
 def test_a_word_that_is_no_way_to_start_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHANDS_START", "spawn")
     with pytest.raises(LaunchError, match="MANYHANDS_START=spawn; needed: exec or fork"):

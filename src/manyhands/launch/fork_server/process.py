@@ -129,13 +129,24 @@ class ForkServerProcess:
             importlib.invalidate_caches()
             np.random.seed()  # else alike in all ranks
             follow_threads(env)
-            code = worker.main()
+            code = _worker()
             _tell(channel, {"left": code})
         except BaseException:
             sys.excepthook(*sys.exc_info())
             sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def _worker() -> int:
+    """Its exit code, also where what it loads calls sys.exit()."""
+    try:
+        return worker.main()
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return e.code or 0
+        print(e.code, file=sys.stderr, flush=True)
+        return 1
 
 
 def follow_threads(env: Mapping[str, str]) -> None:
@@ -179,6 +190,9 @@ def main() -> None:
     for module in given["preload"]:
         importlib.import_module(module)
     process_state.name_this_process(NAME)
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # a standard stream was closed: what a rank is given must not come in its place
+    os.close(fd)
     gc.collect()
     gc.freeze()  # a collection in a rank would write to every page of what is shared
     path = sys.path[1 + len(given["path"]) :]
