@@ -35,6 +35,15 @@ ROOMS = (
 READS_ENVIRONMENT = {
     "launch/environment.py": None,
     "datasets/folders.py": {"MANYHANDS_DATA", "XDG_CACHE_HOME"},
+    # before torch is loaded, which launch/environment.py needs
+    "launch/fork_server/choice.py": {
+        "MANYHANDS_START",
+        "CUDA_VISIBLE_DEVICES",
+        "RANK",
+        "SLURM_PROCID",
+        "OMPI_COMM_WORLD_RANK",
+        "MANYHANDS_LAB",
+    },
 }
 # model parallelism inside a replica is built on these; they take a mesh and never open a connection
 # themselves

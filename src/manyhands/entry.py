@@ -33,6 +33,8 @@ from manyhands.embedding.tables import embeddings
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
 from manyhands.launch import environment
 from manyhands.launch.elastic.elastic_launcher import ElasticLauncher
+from manyhands.launch.fork_server.client import PRELOAD
+from manyhands.launch.hosts import HostsLauncher
 from manyhands.launch.lab import launcher
 from manyhands.launch.rank_report import FAILED_ROUND
 from manyhands.launch.restart_budget import RestartBudget
@@ -55,8 +57,6 @@ MakeTask = Task | Callable[[], Task]
 Body = Callable[[Plan, Options], dict[str, Any]]
 
 RESTORES = 5  # of a run that has lost servers, where restarts= says nothing
-# every optimizer of torch loads dynamo, which takes longer than all the rest of a start
-PRELOAD = ("torch._dynamo", "manyhands.entry")
 
 _runs: list[str] = []  # of this process, by the prefix of their keys in the store
 _loading: list[str] = []  # the script whose task() is being loaded
@@ -77,11 +77,11 @@ def start(body: Body, words: Words, options: Options, port: int = 0) -> Result:
     # a run that starts itself again must outlive its only rank too
     launched = alone and (plan.layout.size > 1 or whole_restarts(plan) > 0 or between_ranks(plan))
     owned = _owned_directory(plan, options) if alone else contextlib.nullcontext(options)
-    with owned as options:
+    with owned as options, launcher() if launched else contextlib.nullcontext() as hosts:
 
         def attempt(resume: bool) -> dict[str, Any]:
             now = dataclasses.replace(options, resume=options.resume or resume)
-            return _launch(body, plan, now, port) if launched else body(plan, now)
+            return body(plan, now) if hosts is None else _launch(body, plan, now, port, hosts)
 
         restarts = _restarts(plan, options) if alone else None
         result = attempt(False) if restarts is None else restarts.run(attempt)
@@ -117,7 +117,9 @@ def _refuse_restarts(plan: Plan, here: ProcessInfo) -> None:
         )
 
 
-def _launch(body: Body, plan: Plan, options: Options, port: int) -> dict[str, Any]:
+def _launch(
+    body: Body, plan: Plan, options: Options, port: int, hosts: HostsLauncher
+) -> dict[str, Any]:
     work = functools.partial(_with_arguments, sys.argv, body, plan, options)
     job = Job(
         plan.layout.size,
@@ -127,9 +129,8 @@ def _launch(body: Body, plan: Plan, options: Options, port: int) -> dict[str, An
         elastic_job(plan, options),
         grace_s=plan.grace_s,
         preempt_file=plan.preempt_file,
-        preload=PRELOAD if between_ranks(plan) else (),
+        preload=PRELOAD,
     )
-    hosts = launcher()
     try:
         return (ElasticLauncher(hosts) if between_ranks(plan) else hosts).launch(job)
     except LaunchError as e:

@@ -14,6 +14,7 @@ from manyhands import merge
 from manyhands.core import Layout, Plan
 from manyhands.errors import ManyhandsError, PlanError
 from manyhands.merge.all_reduce import AllReduce
+from manyhands.plan.reading import several_ranks
 from manyhands.plan.words import (
     describe,
     parse,
@@ -253,3 +254,23 @@ def test_a_strategy_with_options_is_described_with_them(with_options: None, tmp_
 
 def test_none_takes_an_optional_value_back() -> None:
     assert parse("clip=1 batch=8 clip=none batch=").clip is None
+
+
+@pytest.mark.parametrize(
+    ("words", "several"),
+    [
+        ("", False),
+        ("data=1 batch=8", False),
+        ("data=2", True),
+        ("data=1 tensor=2", True),
+        ("pipe=2", True),
+        ("shard=4 zero=3", True),
+        ("restarts=2", True),
+        ("data=1 elastic=1:2", True),
+        ("restarts=0", False),
+    ],
+)
+def test_a_command_knows_before_it_parses_a_plan_whether_it_starts_ranks(
+    words: str, several: bool
+) -> None:
+    assert several_ranks(words) is several

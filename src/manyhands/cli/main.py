@@ -44,7 +44,9 @@ from manyhands.cli.options import (
 from manyhands.cli.run_verbs import evaluate, export, join, predict, scale, servers, trace
 from manyhands.cli.script_command import ScriptCommand, own
 from manyhands.errors import LaunchError, ManyhandsError, PlanError
+from manyhands.launch.fork_server.client import PRELOAD, begin_early, held_early
 from manyhands.plan.reading import check as check_words
+from manyhands.plan.reading import several_ranks
 from manyhands.user_traceback import trim
 
 app = typer.Typer(
@@ -101,9 +103,12 @@ def run(
 ) -> None:
     """Train a script's task under a plan. Arguments after -- go to the script."""
     check_words(words or [])  # before torch is imported
-    from manyhands.cli.run import run as verb
+    if several_ranks(words or []) and script.is_file():
+        begin_early(PRELOAD)  # it loads torch while this process does
+    with held_early():
+        from manyhands.cli.run import run as verb
 
-    verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway, own(context))
+        verb(script, words or [], dir, resume, tensorboard, quiet, port, anyway, own(context))
 
 
 @app.command(cls=ScriptCommand)
@@ -295,7 +300,7 @@ def bench(
         typer.Argument(
             help="allreduce, compression, data-parallel, exchange, gpu, hogwild, hot-rows, "
             "large-tables, linear, merge-strategies, model-parallel, out-of-core, overhead, "
-            "recovery, replication, robust, scaling, server, slow-network, sparse, store, "
+            "recovery, replication, robust, scaling, server, slow-network, sparse, start, store, "
             "stragglers, or all."
         ),
     ],

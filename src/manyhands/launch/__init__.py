@@ -3,6 +3,7 @@
     hosts          HostsLauncher: starts the workers of a job, on this machine or on several hosts
     worker         the process of one rank
     lifeline       its first lines: it ends with its launcher
+    fork_server    one process a host that has loaded torch, and forks the workers there
     environment    the only reader of environment variables: ranks, rendezvous, servers
     signals        SIGTERM, SIGUSR1, Ctrl-C and a file as a request to save and stop
     block_stop     which step that is, within a block of local steps

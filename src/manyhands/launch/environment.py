@@ -346,6 +346,12 @@ def update(changed: Mapping[str, str]) -> None:
     os.environ.update(changed)
 
 
+def replace(env: Mapping[str, str]) -> None:
+    """These are the variables of this process, and no others."""
+    os.environ.clear()
+    os.environ.update(env)
+
+
 def become(rank: int, size: int) -> None:
     """This process is another rank from here on, also for what user code reads."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)

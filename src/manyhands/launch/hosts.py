@@ -30,6 +30,7 @@ from manyhands.core import Job, ProcessInfo
 from manyhands.errors import LaunchError
 from manyhands.launch import environment, lifeline, run_token, servers
 from manyhands.launch.elastic.worker_replacements import Replacements, run_keys
+from manyhands.launch.fork_server.client import ForkServers
 from manyhands.launch.signals import Stop
 from manyhands.launch.stopping.grace import say_stopping, stopped_error
 from manyhands.launch.worker_process import (
@@ -38,6 +39,7 @@ from manyhands.launch.worker_process import (
     end,
     is_real,
     kill_session,
+    process_handle,
     pump,
     said_by,
     send,
@@ -57,6 +59,10 @@ class Host:
     name: str = ""  # ranks with the same name share memory; "": the machine's own name
     enter: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.name, *self.enter)
 
 
 HERE = Host()
@@ -89,8 +95,34 @@ class HostsLauncher:
 
     def __init__(self, hosts: Sequence[Host] = (HERE,), address: str = "127.0.0.1"):
         self.hosts, self.address = tuple(hosts), address
+        self._fork_servers, self._entered = ForkServers(), 0
+
+    def __enter__(self) -> HostsLauncher:
+        """Within the block, its fork servers outlive a launch: the next one goes faster."""
+        self._entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self._fork_servers.close()
 
     def launch(self, job: Job) -> dict[str, Any]:
+        with self:
+            return self._launch(job)
+
+    def begin(self, job: Job) -> None:
+        """Start what loads while the launcher does other things: the hosts' fork servers."""
+        for host in {h.host.key: h.host for h in assign_ranks(job.size, self.hosts)}.values():
+            env = {**environment.variables(), **host.variables}
+            early = host.key == HERE.key
+            self._fork_servers.begin(host.key, job.preload, host.enter, env, early)
+
+    def forks_on(self, host: Host) -> bool:
+        return self._fork_servers.has(host.key)
+
+    def _launch(self, job: Job) -> dict[str, Any]:
+        self.begin(job)
         store = self._rendezvous(job.port)
         token = run_token.of_environment() or secrets.token_hex(32)
         workers: list[WorkerProcess] = []
@@ -115,7 +147,8 @@ class HostsLauncher:
             if job.elastic is not None:
                 replacements = Replacements(job.elastic, restart, said, run_keys(store), token)
             try:
-                workers += [start(rank) for rank in range(job.size)]
+                for rank in range(job.size):
+                    workers.append(start(rank))
                 for w in workers:
                     send(w.process, job.payload)
                 late = self._watch(workers, stop, replacements, job.grace_s)
@@ -188,7 +221,7 @@ class HostsLauncher:
         rank, host = hosted.rank, hosted.host
         env = self._environment(hosted, job, port, token, more)
         ours = rank == 0 and is_real(sys.stdout) and more.get(environment.MEMBER) in (None, "0")
-        process = subprocess.Popen(
+        process = self._fork_servers.start(host.key, env, piped=not ours) or subprocess.Popen(
             [*host.enter, sys.executable, *lifeline.COMMAND],
             stdin=subprocess.PIPE,
             stdout=None if ours else subprocess.PIPE,
@@ -196,11 +229,11 @@ class HostsLauncher:
             env=env,
             start_new_session=True,
         )
+        handle = process_handle(process)
         tail: list[str] = []
         reader = None
         if process.stdout is not None:
             reader = threading.Thread(target=lambda: pump(worker), daemon=True)
-        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
         worker = WorkerProcess(rank, process, tail, reader, handle=handle)
         if reader is not None:
             reader.start()

@@ -6,6 +6,10 @@ process, before any import of ours, start a thread that waits for the other end 
 
 from __future__ import annotations
 
+import os
+import select
+import threading
+
 WORKER = "manyhands.launch.worker"
 SOURCE = """
 import os, runpy, select, sys, threading
@@ -20,3 +24,15 @@ threading.Thread(target=watch, args=(os.dup(0),), name="lifeline", daemon=True).
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 COMMAND = ("-c", SOURCE, WORKER)
+
+
+def begin() -> None:
+    """The same in a process that was forked and has everything imported."""
+    threading.Thread(target=_watch, args=(os.dup(0),), name="lifeline", daemon=True).start()
+
+
+def _watch(pipe: int) -> None:
+    hung_up = select.poll()
+    hung_up.register(pipe, 0)
+    hung_up.poll()
+    os._exit(1)

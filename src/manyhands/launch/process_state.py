@@ -7,6 +7,7 @@ sends the signal and reads the file through /proc. Linux only; elsewhere nothing
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import os
@@ -31,6 +32,20 @@ def state(pid: int) -> str:
         return ""
 
 
+def name_this_process(name: str) -> None:
+    """As `ps` shows it and `named` finds it; at most 15 letters, on Linux. The command line and the
+    variables that /proc has of a forked process are those of the one that forked it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def named(pid: int) -> str:
+    """The name that a process of this machine has given itself; "": not known."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
 @functools.cache
 def register_dump() -> int:
     """From now on `DUMP` writes this process's stack into the file of the number returned; -1: the
@@ -38,14 +53,14 @@ def register_dump() -> int:
     signal that came after its handler is gone would end the process."""
     if not hasattr(os, "memfd_create") or signal.getsignal(DUMP) is not signal.SIG_DFL:
         return -1
-    file = os.memfd_create("stack")
+    file = os.memfd_create(_dump_name())
     faulthandler.register(DUMP, file=file, all_threads=False)
     return file
 
 
-def dumped_stack(pid: int, rank: int, file: int) -> list[str]:
-    """The stack of rank `rank`, innermost last; empty where it is not to be had."""
-    if file < 0 or not _is_rank(pid, rank):
+def dumped_stack(pid: int, file: int) -> list[str]:
+    """The stack of a rank of this job, innermost last; empty where it is not to be had."""
+    if file < 0 or not _answers(pid, file):
         return []
     path = Path(f"/proc/{pid}/fd/{file}")
     try:
@@ -61,11 +76,14 @@ def dumped_stack(pid: int, rank: int, file: int) -> list[str]:
     return frames[:FRAMES][::-1]
 
 
-def _is_rank(pid: int, rank: int) -> bool:
-    """Whether a process is that rank of this job: anybody may write numbers into the store."""
+def _answers(pid: int, file: int) -> bool:
+    """Whether a process is a rank of this job that has registered the signal: anybody may write
+    numbers into the store, and the signal ends a process that does not expect it."""
     try:
-        given = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return os.readlink(f"/proc/{pid}/fd/{file}") == f"/memfd:{_dump_name()} (deleted)"
     except OSError:
         return False
-    port = environment.variables().get("MASTER_PORT", "")
-    return bool(port) and {f"RANK={rank}", f"MASTER_PORT={port}"} <= set(given)
+
+
+def _dump_name() -> str:
+    return f"stack {environment.variables().get('MASTER_PORT', '')}"

@@ -15,7 +15,7 @@ import signal
 import struct
 import threading
 
-from manyhands.launch import environment
+from manyhands.launch import environment, process_state
 from manyhands.launch.rank_report import run_as_rank
 from manyhands.launch.signals import Stop
 
@@ -34,6 +34,7 @@ def _work() -> int:
     for module in environment.preload():
         importlib.import_module(module)
     environment.update(json.loads(_message(channel)))
+    process_state.name_this_process(f"rank {environment.variables().get('RANK', '')}")
     payload = _message(channel)
     threading.Thread(
         target=_end_with_launcher, args=(channel,), name="lifeline", daemon=True

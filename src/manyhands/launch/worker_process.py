@@ -19,16 +19,24 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.launch import run_token
+from manyhands.launch.fork_server.forked_rank import ForkedRank
 
 
 @dataclass
 class WorkerProcess:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     tail: list[str]
     pump: threading.Thread | None
     ended_by_us: bool = False
     handle: int | None = None  # pidfd, where the system has such: readable at its end
+
+
+def process_handle(process: subprocess.Popen[bytes] | ForkedRank) -> int | None:
+    """A pidfd of one's own, where the system has such."""
+    if isinstance(process, ForkedRank):
+        return os.dup(process.pidfd)
+    return os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
 
 
 def said_by(store: dist.Store, key: str, token: str) -> dict[str, Any] | None:
@@ -55,7 +63,9 @@ def ask_to_stop(workers: list[WorkerProcess]) -> float:
 
 
 def send(
-    process: subprocess.Popen[bytes], payload: bytes, variables: Mapping[str, str] | None = None
+    process: subprocess.Popen[bytes] | ForkedRank,
+    payload: bytes,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died while starting: `_watch` will notice

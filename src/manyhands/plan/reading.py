@@ -126,6 +126,14 @@ def read_axes(given: dict[str, Any]) -> dict[str, int]:
     return axes
 
 
+def several_ranks(words: str | Sequence[str]) -> bool:
+    """Whether words that `check` has passed spread a run over several ranks, or start its only one
+    again; those of a run that is resumed are not looked for."""
+    given = collect(words)
+    again = given.get("restarts") not in (None, "0", 0) or "elastic" in given
+    return any(n > 1 for n in read_axes(given).values()) or again
+
+
 def take_options(key: str, given: dict[str, Any]) -> dict[str, Any]:
     """Options `key.option=value`, taken out of `given`."""
     return {k.removeprefix(f"{key}."): given.pop(k) for k in list(given) if k.startswith(f"{key}.")}

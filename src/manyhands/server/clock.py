@@ -353,12 +353,15 @@ class Clock:
                 w.status, w.done, w.began, w.left_out = "running", done, self.version, 0
 
     def _rejoin(self, w: WorkerState) -> None:
-        others = [o for o in self.workers if o.active and o is not w]
+        others, noticed = (
+            [o for o in self.workers if o.active and o is not w],
+            w.status == "evicted",
+        )
         w.status, w.ticked, w.waiting, w.answer, w.left_out = "running", None, None, None, 0
         w.done = min((o.done for o in others), default=w.done)
         w.clock += 1  # the replaced process may have pending pushes of the clock before
         self.steps.join(w.rank, [o.rank for o in others])
-        self.elastic.joined(w)
+        self.elastic.joined(w, noticed)
 
     def _state(self, worker: int) -> WorkerState:
         if not 0 <= worker < self.size:

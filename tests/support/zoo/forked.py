@@ -94,7 +94,12 @@ def forked_ranks() -> Iterator[None]:
         Popen=ForkedWorker, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
     )
     hosts.subprocess = forking  # type: ignore[assignment]
+    before = os.environ.get("MANYHANDS_START")
+    os.environ["MANYHANDS_START"] = "exec"  # the fork server has not imported the packages
     try:
         yield
     finally:
         hosts.subprocess = subprocess
+        del os.environ["MANYHANDS_START"]
+        if before is not None:
+            os.environ["MANYHANDS_START"] = before

@@ -220,7 +220,7 @@ class Watcher:
         """Of a rank that cannot say it itself; "": it has, or cannot be asked."""
         if s.state not in ("R", "S", "D") or s.beat.stack:
             return ""
-        lines = process_state.dumped_stack(s.beat.pid, s.beat.rank, s.beat.dump)
+        lines = process_state.dumped_stack(s.beat.pid, s.beat.dump)
         return "\n".join([f"rank {s.beat.rank} is at", *(f"  {x}" for x in lines)] * bool(lines))
 
     def _exclude(self, ranks: Sequence[int]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from manyhands.launch.lifeline import WORKER
+from manyhands.launch.fork_server.client import NAME
+from manyhands.launch.process_state import named
 
 PROC = Path("/proc")
 
@@ -30,17 +31,20 @@ def workers(launcher: int) -> dict[int, int]:
     """Rank -> pid. Processes that a worker started itself are left out."""
     found = {}
     for pid in descendants(launcher):
-        with contextlib.suppress(OSError, ValueError):
-            parent = int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-            line = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
-            if parent == launcher and WORKER.encode() in line:
-                found[int(_variable(pid, "RANK"))] = pid
+        word, _, rank = named(pid).partition(" ")
+        if word == "rank" and rank.isdecimal() and _started_by(launcher, pid):
+            found[int(rank)] = pid
     return found
 
 
-def _variable(pid: int, name: str) -> str:
-    for each in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-        key, _, value = each.decode(errors="replace").partition("=")
-        if key == name:
-            return value
-    raise ValueError(f"process {pid} has no {name}")
+def _started_by(launcher: int, pid: int) -> bool:
+    """The launcher itself has started a process, or its fork server has."""
+    parent = _parent(pid)
+    return parent == launcher or (named(parent) == NAME and _parent(parent) == launcher)
+
+
+def _parent(pid: int) -> int:
+    """0: it has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    return 0

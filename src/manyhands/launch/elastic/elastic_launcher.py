@@ -9,6 +9,7 @@ The launcher is the run's only coordinator: when it ends, every rank ends.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -57,7 +58,12 @@ class ElasticLauncher:
         self.hosts = hosts
 
     def launch(self, job: Job) -> dict[str, Any]:
+        with self.hosts:
+            return self._launch(job)
+
+    def _launch(self, job: Job) -> dict[str, Any]:
         assert job.elastic is not None
+        self.hosts.begin(dataclasses.replace(job, size=job.elastic.most * job.elastic.inner))
         store = self.hosts._rendezvous(job.port)
         token = run_token.of_environment() or secrets.token_hex(32)
         with (

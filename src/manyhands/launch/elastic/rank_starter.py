@@ -2,7 +2,7 @@
 
 A process on standby has loaded everything but the task, so that a replacement begins there. It is
 kept once the run has trained for STANDBY_S or has lost a rank: loading takes processor time, which
-a run that is over soon would not get back.
+a run that is over soon would not get back. A fork server is one itself: none is kept beside it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankStarter:
         if early or self._failed or self._standby is not None:
             return
         last = self._hosted[-1]
-        if last.host is HERE:
+        if last.host is HERE and not self._hosts.forks_on(HERE):
             more = self._variables(-1)
             self._standby = self._hosts._start(last, self._job, self._port, self._token, more)
 

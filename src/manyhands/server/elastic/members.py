@@ -52,9 +52,12 @@ class ElasticMembers:
             text = f"rank {worker} is lost: {why.partition(',')[0]}{steps}"
             self.news.append(("lost", self._who(worker), text))
 
-    def joined(self, w: WorkerState) -> None:
-        """A new process takes the place of a worker."""
+    def joined(self, w: WorkerState, noticed: bool) -> None:
+        """A new process takes the place of a worker; not `noticed`: it is here before the end of
+        the other was."""
         if self.used:
+            if not noticed:
+                self.left(w.rank, "another process has taken its place")
             self.ledger.leave(w.rank)
             self.entering.add(w.rank)  # nobody waits for it while it makes its model
             w.status = "at_sync"  # until its first step
