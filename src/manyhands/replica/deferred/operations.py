@@ -1,8 +1,9 @@
 """Recorded operations: what a model function did to tensors, and how any of them is made again.
 
-A tensor is a view (`Ref`) of a numbered storage, so that ties, slices and in-place changes need no
-bookkeeping of their own. The value of a view is made by repeating, in their order, the operations
-that wrote to its storage since it was last overwritten as a whole, and those that these read.
+A tensor is a view (`StorageView`) of a numbered storage, so that ties, slices and in-place changes
+need no bookkeeping of their own. The value of a view is made by repeating, in their order, the
+operations that wrote to its storage since it was last overwritten as a whole, and those that these
+read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from manyhands.replica.deferred.untouched_memory import untouched
+
 
 @dataclass(frozen=True)
-class Ref:
+class StorageView:
     """A view of a recorded storage."""
 
     storage: int
@@ -48,13 +51,14 @@ class DrawsFrom:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: `args` have `Ref`s and `Constant`s in the place of tensors."""
+    """One operation: `args` have `StorageView`s and `Constant`s in the place of tensors."""
 
     call: Any  # of torch.ops
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[Ref, ...]
-    outputs: tuple[Ref | None, ...]  # storages that it made; None: not a tensor, or no new memory
+    reads: tuple[StorageView, ...]
+    # storages that it made; None: not a tensor, or no new memory
+    outputs: tuple[StorageView | None, ...]
     overwritten: frozenset[int]  # storages of which no earlier value is left
     default_dtype: torch.dtype
     random: Tensor | None = None  # the generator's state before it
@@ -65,7 +69,7 @@ class Operation:
             generator.set_state(self.random)
 
         def real(value: Any) -> Any:
-            if isinstance(value, Ref):
+            if isinstance(value, StorageView):
                 return value.of(storages[value.storage])
             if isinstance(value, DrawsFrom):
                 return generator
@@ -120,7 +124,7 @@ class Operations:
         raw = self._digest.digest()
         return [int.from_bytes(raw[i : i + 7], "little") for i in range(0, 28, 7)]
 
-    def make(self, refs: Sequence[Ref]) -> list[Tensor]:
+    def make(self, refs: Sequence[StorageView]) -> list[Tensor]:
         """The values of these views, in new memory."""
         needed = sorted(self._needed({ref.storage for ref in refs}))
         last: dict[int, int] = {}
@@ -132,12 +136,14 @@ class Operations:
         with torch.no_grad(), _no_modes():
             for storage in kept:
                 if not self.writers[storage]:
-                    storages[storage] = _zeros(self.nbytes[storage])
+                    storages[storage] = untouched(self.nbytes[storage]).untyped_storage()
             for number in needed:
                 operation = self.made[number]
                 for ref in operation.reads:
                     if ref.storage not in storages:  # about to be overwritten as a whole
-                        storages[ref.storage] = torch.UntypedStorage(self.nbytes[ref.storage])
+                        storages[ref.storage] = untouched(
+                            self.nbytes[ref.storage]
+                        ).untyped_storage()
                 operation.run(storages)
                 for storage in self._touched(operation):
                     if last[storage] == number and storage not in kept:
@@ -173,7 +179,7 @@ class Operations:
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Ref | Constant | DrawsFrom)
+    return isinstance(value, StorageView | Constant | DrawsFrom)
 
 
 def _said(value: Any) -> Any:
@@ -182,10 +188,6 @@ def _said(value: Any) -> Any:
 
 def _bytes(value: Tensor) -> bytes:
     return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _zeros(nbytes: int) -> torch.UntypedStorage:
-    return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
 
 
 @contextmanager

@@ -13,7 +13,6 @@ Buffers, and tensors that the model keeps in other places, are made at once.
 from __future__ import annotations
 
 import gc
-import mmap
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from manyhands.errors import TaskError
-from manyhands.replica.deferred.operations import Operations, Ref
-from manyhands.replica.deferred.recording import NotDeferrable, PlainTensors, Recording
+from manyhands.replica.deferred.build_recorder import BuildRecorder, NotDeferrable, PlainTensors
+from manyhands.replica.deferred.operations import Operations, StorageView
+from manyhands.replica.deferred.untouched_memory import untouched
 
 _c: Any = torch._C
 UNMADE = "_manyhands_unmade"  # attribute of a parameter
@@ -38,7 +37,7 @@ class Recorded:
     """A parameter's value as the model function made it."""
 
     operations: Operations
-    ref: Ref
+    ref: StorageView
 
     def __call__(self) -> Tensor:
         return self.operations.make([self.ref])[0]
@@ -48,11 +47,11 @@ def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     """The model with unmade parameters, and ""; or the model as it is, and why. Random numbers are
     drawn as in a plain build either way."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    recording = Recording()
+    recording = BuildRecorder()
     try:
         with recording, PlainTensors(recording):
             model = build()
-        _without_memory(model, recording)
+        _withoutuntouched(model, recording)
         return model, ""
     except Exception as e:  # of the task's own, too: the plain build raises it again
         said = str(e).splitlines()
@@ -142,13 +141,13 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`module.to(dtype)` of floating-point values; of unmade parameters when they are made."""
     for p in unmade_parameters(module):
         if p.is_floating_point():
-            memory = _memory(p.numel(), dtype)
+            memory = untouched(p.numel(), dtype)
             dense = torch.ops.aten.is_non_overlapping_and_dense.default(p)
             p.data = memory.as_strided(p.shape, p.stride()) if dense else memory.view(p.shape)
     return module.to(dtype)
 
 
-def _without_memory(model: nn.Module, recording: Recording) -> None:
+def _withoutuntouched(model: nn.Module, recording: BuildRecorder) -> None:
     """Put CPU tensors in the place of those that the recording gave out."""
     if not isinstance(model, nn.Module):
         raise NotDeferrable("it makes no module")
@@ -174,11 +173,11 @@ def _without_memory(model: nn.Module, recording: Recording) -> None:
         ref = refs[id(t)]
         assert ref is not None
         if ref.storage not in storages:
-            whole = Ref(ref.storage, torch.uint8, (recording.nbytes(ref),), (1,), 0)
+            whole = StorageView(ref.storage, torch.uint8, (recording.nbytes(ref),), (1,), 0)
             storages[ref.storage] = (
                 recording.operations.make([whole])[0]
                 if ref.storage in at_once
-                else _memory(recording.nbytes(ref), torch.uint8)
+                else untouched(recording.nbytes(ref), torch.uint8)
             ).untyped_storage()
         value = ref.of(storages[ref.storage])
         own: Any = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
@@ -191,19 +190,3 @@ def _without_memory(model: nn.Module, recording: Recording) -> None:
 def _check_grads(given: list[Tensor]) -> None:
     if any(t.grad_fn is not None or t.grad is not None for t in given):
         raise NotDeferrable("it keeps a tensor that was computed with gradients")
-
-
-def _memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written."""
-    nbytes = max(1, numel * dtype.itemsize)
-    try:
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    except (OSError, ValueError) as e:
-        raise TaskError(
-            f"{nbytes:,} bytes of addresses for the model's parameters cannot be had ({e}); raise "
-            "ulimit -v"
-        ) from e
-    return torch.frombuffer(pages, dtype=dtype, count=numel)
-
-
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)

@@ -1,4 +1,4 @@
-"""Recording: runs a model function on tensors without memory and writes down what it does.
+"""Build recorder: runs a model function on tensors without memory and writes down what it does.
 
 The model's code sees CPU tensors: `device` says "cpu", `item()` and `tolist()` answer with values
 that are made at once. Code that cannot be recorded raises `NotDeferrable`.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from manyhands.replica.deferred.operations import (
@@ -19,8 +19,9 @@ from manyhands.replica.deferred.operations import (
     DrawsFrom,
     Operation,
     Operations,
-    Ref,
+    StorageView,
 )
+from manyhands.replica.deferred.untouched_memory import untouched
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ class NotDeferrable(Exception):
     """The model's code does what cannot be recorded."""
 
 
-class Recording(TorchDispatchMode):
+class BuildRecorder(TorchDispatchMode):
     """Gives code tensors without memory, and records what it does to them."""
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Recording(TorchDispatchMode):
         self.operations = Operations()
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # kept: ids come again
 
-    def ref(self, tensor: Tensor) -> Ref | None:
+    def ref(self, tensor: Tensor) -> StorageView | None:
         """Which recorded memory this tensor is a view of; None: it has values of its own."""
         if tensor.device.type != "meta":
             return None
@@ -69,7 +70,7 @@ class Recording(TorchDispatchMode):
             raise NotDeferrable("it makes a tensor on the meta device")
         if tensor.is_conj() or tensor.is_neg():
             raise NotDeferrable("it has a lazily conjugated tensor")
-        return Ref(
+        return StorageView(
             self._storages[storage._cdata][0],
             tensor.dtype,
             tuple(tensor.size()),
@@ -80,7 +81,7 @@ class Recording(TorchDispatchMode):
     def knows(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
 
-    def nbytes(self, ref: Ref) -> int:
+    def nbytes(self, ref: StorageView) -> int:
         return self.operations.nbytes[ref.storage]
 
     def make(self, tensor: Tensor) -> Tensor:
@@ -112,8 +113,7 @@ class Recording(TorchDispatchMode):
         makes = "device" in names and "Tensor" in str(func._schema.returns[0].type)
         if makes and kwargs.get("layout") not in (None, torch.strided):
             raise NotDeferrable("it makes a sparse tensor")
-        like = func._opname.endswith("_like") or func._opname.startswith("new_")
-        return makes and (not tensors or like)
+        return makes and not tensors
 
     def _now(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The operation on values."""
@@ -127,7 +127,7 @@ class Recording(TorchDispatchMode):
         state = self._draw(func, args, kwargs, written) if draws else None
         flat, spec = tree_flatten((args, kwargs))
         refs = [self._argument(v) for v in flat]
-        reads = tuple(r for r in refs if isinstance(r, Ref))
+        reads = tuple(r for r in refs if isinstance(r, StorageView))
         on_meta = [_on_meta(v) for v in flat]
         meta_args, meta_kwargs = tree_unflatten(on_meta, spec)
         if _takes_device(func):
@@ -172,9 +172,7 @@ class Recording(TorchDispatchMode):
         given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
         state = (given[0] if given else torch.default_generator).get_state()
         if func in OVERWRITES and written:
-            scratch = {
-                id(t): torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in written
-            }
+            scratch = {id(t): _scratch(t) for t in written}
             args, kwargs = tree_map(lambda v: scratch.get(id(v), v), (args, kwargs))
         self._now(func, args, kwargs)
         return state
@@ -191,7 +189,7 @@ class Recording(TorchDispatchMode):
         ref = self.ref(value)
         return Constant(value.detach().clone()) if ref is None else ref
 
-    def _output(self, value: Any) -> Ref | None:
+    def _output(self, value: Any) -> StorageView | None:
         """What an operation has made; None: a view of what was there."""
         if not isinstance(value, Tensor):
             return None
@@ -203,6 +201,13 @@ class Recording(TorchDispatchMode):
         number = self.operations.new_storage(storage.nbytes())
         self._storages[storage._cdata] = number, storage
         return self.ref(value)
+
+
+def _scratch(tensor: Tensor) -> Tensor:
+    """Memory in the layout of `tensor`, without its values."""
+    last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    numel = 1 + last if tensor.numel() else 0
+    return untouched(numel, tensor.dtype).as_strided(tensor.size(), tensor.stride())
 
 
 def _takes_device(func: Any) -> bool:
@@ -234,7 +239,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [v for v in found if isinstance(v, Tensor)]
 
 
-def _covers(tensor: Tensor, ref: Ref | None, operations: Operations) -> bool:
+def _covers(tensor: Tensor, ref: StorageView | None, operations: Operations) -> bool:
     """Whether a view is the whole of its storage."""
     if ref is None or tensor.numel() * tensor.element_size() != operations.nbytes[ref.storage]:
         return False
@@ -244,7 +249,7 @@ def _covers(tensor: Tensor, ref: Ref | None, operations: Operations) -> bool:
 class PlainTensors(TorchFunctionMode):
     """Answers what code asks of tensors without memory as if they were on the CPU."""
 
-    def __init__(self, recording: Recording):
+    def __init__(self, recording: BuildRecorder):
         super().__init__()
         self._recording = recording
 
@@ -252,6 +257,9 @@ class PlainTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs and torch.device(kwargs["device"] or CPU).type == "meta":
             raise NotDeferrable("it makes a tensor on the meta device")
+        if func is Tensor.__deepcopy__ and args[0].device.type != "meta":
+            with _disable_current_modes():  # it works on storages
+                return func(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].device.type == "meta":
             if func is _DEVICE:
                 return CPU
