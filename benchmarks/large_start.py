@@ -111,7 +111,7 @@ def run(layers: int, whole: bool, limit_gb: float, one_group: bool) -> Outcome:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS if one_group else 1),
             "OMP_NUM_THREADS": "1",
         }
         children = []
@@ -119,7 +119,12 @@ def run(layers: int, whole: bool, limit_gb: float, one_group: bool) -> Outcome:
             log = stack.enter_context(open(f"{folder}/{rank}.log", "w"))
             child = subprocess.Popen(
                 [sys.executable, str(Path(__file__).resolve()), *arguments],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={
+                    **common,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank if one_group else 0),
+                    "MANYHANDS_HOST": "one" if one_group else f"host-{rank}",
+                },
                 preexec_fn=_into(groups[rank % number]),
                 stdout=log,
                 stderr=log,
