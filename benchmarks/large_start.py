@@ -10,7 +10,9 @@ everything. What is measured is the most that was resident of a process.
     least    the lowest of a few limits under which each of the two still starts and steps
     shared   all four ranks in one group: the lowest of a few limits
 
-It needs root and control groups of version 1 that are writable (Linux); else it is skipped.
+A group for all four must have room for parameters, gradients and torch four times: gradients are
+whole slices until the optimizer steps. It needs root and control groups of version 1 that are
+writable (Linux); else it is skipped.
 """
 
 from __future__ import annotations
