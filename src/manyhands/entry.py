@@ -15,7 +15,7 @@ import functools
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from manyhands.recover.checkpoint import Checkpoints
 from manyhands.recover.starting_weights import Weights
 from manyhands.replica import state
 from manyhands.replica.checks import step_guard
+from manyhands.replica.deferred import unmade
 from manyhands.task import Task, build_model, one_thread, resolve, seed_alike
 
 CPU = torch.device("cpu")
@@ -209,7 +210,7 @@ def work(make: MakeTask, words: Words, options: Options) -> dict[str, Any]:
             return _work_in_epochs(plan, here, store, options, task, seed, stop)
         context = open_rank_context(plan, here, store, options)
         try:
-            model = starting_model(task, context.directory if options.resume else None)
+            model = _model_of_rank(context, task)
             return _train(context, task, model, seed, stop)
         except ServerLost as e:
             reasons = filter(None, (str(e), context.server_failures()))
@@ -236,10 +237,25 @@ def _train(
         ) from None
 
 
-def starting_model(task: Task, resumed: Path | None = None) -> nn.Module:
-    """The task's model with the weights to start from, which a run that goes on in the directory
-    `resumed` does not need."""
-    model = build_model(task)
+def _model_of_rank(context: RankContext, task: Task) -> nn.Module:
+    """The model to start from; where ranks keep slices of it and a function makes it, with
+    parameters that are made when they are sliced."""
+    resumed = context.directory if context.options.resume else None
+    slices = context.splits_model and context.plan.split != "by_feature"
+    if not slices or isinstance(task.model, nn.Module | Mapping):
+        return starting_model(task, resumed)
+    model, why = unmade.deferred(functools.partial(build_model, task))
+    if why:
+        context.notice(f"every rank makes the whole model before it keeps its part: {why}")
+    return starting_model(task, resumed, model)
+
+
+def starting_model(
+    task: Task, resumed: Path | None = None, model: nn.Module | None = None
+) -> nn.Module:
+    """The task's model (`model`, if it is made) with the weights to start from, which a run that
+    goes on in the directory `resumed` does not need."""
+    model = build_model(task) if model is None else model
     if task.init is None or (resumed is not None and Checkpoints(resumed / "checkpoints").all()):
         return model
     weights = task.init if isinstance(task.init, Weights) else Weights(task.init)
@@ -248,7 +264,7 @@ def starting_model(task: Task, resumed: Path | None = None) -> nn.Module:
             f"init={weights.named} has rows of mh.Embedding, which are on servers and come from a "
             "resumed run only; resume it, or give the parameters as a state dict"
         )
-    weights.load_into(model)
+    weights.load_into(model, unmade.load)
     return model
 
 

@@ -73,6 +73,9 @@ class Task:
     arrays, a map-style Dataset, an IterableDataset or a DataLoader (its dataset, collate function
     and batch size are used; the order comes from the plan's split).
 
+    `model` is a module, or a function that makes one. Give a function where the model is large:
+    under `tensor=`, `pipe=` and `shard=` a rank then makes only the parameters that it keeps.
+
     Several models are a dict name -> module, of which `step` is given an nn.ModuleDict. Several
     optimizers are a dict too; a name is that of the model, or of the part of one model, whose
     parameters it steps. They step together, or apart, where `step` is a generator that yields

@@ -24,6 +24,7 @@ from manyhands.observe.memory_peak import (
 from manyhands.parallel.zero.memory_use import held
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.plan import memory_fit, memory_forecast, memory_timeline, static_memory
+from manyhands.replica.deferred.unmade import is_unmade
 from manyhands.replica.forward import TaskLoss
 from manyhands.replica.objective import Objective
 from manyhands.replica.parameters import ReplicaParameters
@@ -99,7 +100,7 @@ def watch(
     forecasts = study.forecasts(setting)
     most = max(forecasts, key=lambda f: f.total)
     context.notice(f"memory: {most}")
-    available = available_bytes(context.device, _sharing(context), own)
+    available = available_bytes(context.device, _sharing(context), _made_bytes(model))
     changes = memory_fit.changes(study, setting, count)
     warning = memory_fit.refuse(most, available, changes, context.options.anyway)
     if warning is not None:
@@ -145,8 +146,12 @@ def room(context: RankContext, model: nn.Module, task: Task) -> tuple[int, float
     own = sum(p.nbytes for p in model.parameters())
     assert callable(task.optimizer)  # several optimizers are not split over ranks
     state, _, _ = static_memory.optimizer_bytes(model, task.optimizer(model.parameters()))
-    available = available_bytes(context.device, _sharing(context), own)
+    available = available_bytes(context.device, _sharing(context), _made_bytes(model))
     return available, 2 + sum(state.values()) / max(1, own)
+
+
+def _made_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if not is_unmade(p))
 
 
 def _sharing(context: RankContext) -> int:

@@ -34,6 +34,14 @@ from manyhands.parallel.tensor.dry_run import prepare_dry_run
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.replica import forward
+from manyhands.replica.deferred.unmade import (
+    digest,
+    is_loaded,
+    is_unmade,
+    make_parameters,
+    place,
+    value_of,
+)
 from manyhands.replica.objective import Objective
 from manyhands.replica.parameters import ReplicaGroup, ReplicaParameters
 from manyhands.replica.update import Update
@@ -129,6 +137,8 @@ def divide(
     for module in [s.module for s in mine] or [model]:
         if layout.tensor > 1:
             axis = shard_module.apply(module, specs, context.axes["tensor"], sequence=plan.sequence)
+        if layout.shard == 1 or context.device.type != "cpu":  # else slices are made one by one
+            make_parameters(module.parameters())
         module.to(context.device)
     if not stages:
         return ModelPart(name, model, specs, aliases, watch=memory)
@@ -277,21 +287,35 @@ def _free_other_stages(model: nn.Module, kept: list[nn.Module]) -> None:
     mine = {id(t) for m in kept for t in (*m.parameters(), *m.buffers())}
     for held in (*model.parameters(), *model.buffers()):
         if id(held) not in mine:
-            held.data = torch.empty(0, dtype=held.dtype)
+            place(held, torch.empty(0, dtype=held.dtype))
 
 
 def _broadcast_model(context: RankContext, model: nn.Module) -> None:
     """All ranks split the same model: rank 0's, where a script forgot to seed."""
-    values: Tensors = {n: v.data for n, v in [*model.named_parameters(), *model.named_buffers()]}
-    raw = [v.contiguous().view(-1).view(torch.uint8) for v in values.values() if v.numel()]
-    sums = torch.stack([b[i::2].sum(dtype=torch.int64) for b in raw for i in range(2)]).to(
-        context.device
-    )
-    span = torch.cat([sums, -sums])
-    context.group.all_reduce({"span": span}, op="max").wait()
-    if torch.equal(span[: len(sums)], -span[len(sums) :]):
+    tensors = {n: v for n, v in [*model.named_parameters(), *model.named_buffers()]}
+    unmade = torch.tensor([sum(map(is_unmade, tensors.values())), *digest(model)])
+    if not _alike(context, unmade):
+        make_parameters(tensors.values())
+    made = [v for v in tensors.values() if v.numel() and (is_loaded(v) or not is_unmade(v))]
+    if not made or _alike(context, torch.stack([s for v in made for s in _sums(value_of(v))])):
         return
+    make_parameters(tensors.values())
+    values: Tensors = {n: v.data for n, v in tensors.items()}
     for name, value in values.items():
         sent = value.to(context.device)
         context.group.broadcast({name: sent}).wait()
         value.copy_(sent)
+
+
+def _alike(context: RankContext, numbers: torch.Tensor) -> bool:
+    """Whether all ranks have the same numbers."""
+    span = torch.cat([numbers, -numbers]).to(context.device)
+    context.group.all_reduce({"span": span}, op="max").wait()
+    return torch.equal(span[: len(numbers)], -span[len(numbers) :])
+
+
+def _sums(value: torch.Tensor) -> list[torch.Tensor]:
+    """Two numbers that differ where two values do, nearly always."""
+    raw = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    # in pieces: torch makes 8 bytes of every byte first
+    return [sum(c.sum(dtype=torch.int64) for c in raw[i::2].split(1 << 20)) for i in range(2)]

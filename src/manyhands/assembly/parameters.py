@@ -29,6 +29,7 @@ from manyhands.parallel.pipeline.step_executor import StepExecutor
 from manyhands.parallel.zero.sharded_parameters import ShardedParameters
 from manyhands.parallel.zero.sharded_update import ShardUpdate
 from manyhands.parallel.zero.sharded_update import check as check_sharded
+from manyhands.replica.deferred.unmade import MadeOnRead
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.lbfgs.lbfgs import LBFGS
 from manyhands.replica.parameters import ReplicaParameters
@@ -78,7 +79,8 @@ def lay_out(context: RankContext, plan: Plan, spec: TrainingSpec) -> LocalModel:
     if plan.recompute and pipeline is None:
         recompute(module)
     # a list: a function that goes through them twice would find a generator empty
-    optimizer = spec.make_optimizer(list(module.parameters()))
+    with MadeOnRead(module.parameters()):
+        optimizer = spec.make_optimizer(list(module.parameters()))
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
             f"optimizer=(parameters) returned a {type(optimizer).__name__}, but one "

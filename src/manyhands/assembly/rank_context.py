@@ -309,7 +309,7 @@ def open_rank_context(
 ) -> RankContext:
     device = choose_device(plan, process)
     if device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(large=plan.layout.shard == 1 or plan.zero < 3)
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     owner, path = _open_directory(process, store, options, plan.timeout_s)

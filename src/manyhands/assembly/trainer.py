@@ -72,6 +72,7 @@ from manyhands.data.sources import Source, StreamSource
 from manyhands.parallel import batchnorm_samples, sync_batchnorm
 from manyhands.parallel.tensor.undispatched_calls import skip_in_compilation
 from manyhands.replica import state
+from manyhands.replica.deferred.unmade import cast
 from manyhands.replica.flat import FlatParameters
 from manyhands.replica.module import ModuleReplica
 from manyhands.task import Callback, Task
@@ -98,7 +99,7 @@ def task_trainer(
     plan = dataclasses.replace(plan, batch=(plan.batch or 1) * context.options.stands_for)
     train, test = task_data(context, plan, task)
     if context.options.float64:
-        model = model.double()
+        model = cast(model, torch.float64)
         for source in (train, test):
             if source is not None:
                 source.cast(torch.float64)

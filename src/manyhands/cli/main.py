@@ -299,9 +299,9 @@ def bench(
         str,
         typer.Argument(
             help="allreduce, compression, data-parallel, exchange, gpu, hogwild, hot-rows, "
-            "large-tables, linear, merge-strategies, model-parallel, out-of-core, overhead, "
-            "recovery, replication, robust, scaling, server, slow-network, sparse, start, store, "
-            "stragglers, or all."
+            "large-start, large-tables, linear, merge-strategies, model-parallel, out-of-core, "
+            "overhead, recovery, replication, robust, scaling, server, slow-network, sparse, "
+            "start, store, stragglers, or all."
         ),
     ],
     json: Annotated[

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+# of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+LARGE = 32 << 20  # the largest threshold that glibc takes
 NEVER = -1
 
 
-def keep_freed_memory() -> bool:
-    """Set it where the C library is glibc; False elsewhere (macOS, musl)."""
+def keep_freed_memory(large: bool = True) -> bool:
+    """Set it where the C library is glibc; False elsewhere (macOS, musl). `large`: keep blocks of
+    32 MB and more too. Aligned blocks that come and go leave holes into which the next one of their
+    size does not fit, so blocks of a model that are gathered and released would take many times
+    their memory."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018 (raises where the library is not glibc)
-        return bool(libc.mallopt(M_MMAP_MAX, 0) and libc.mallopt(M_TRIM_THRESHOLD, NEVER))
+        kept = (M_MMAP_MAX, 0) if large else (M_MMAP_THRESHOLD, LARGE)
+        return bool(libc.mallopt(*kept) and libc.mallopt(M_TRIM_THRESHOLD, NEVER))
     except (OSError, AttributeError, TypeError):
         return False

@@ -70,8 +70,12 @@ class Weights:
                 "state dict is needed"
             )
 
-    def load_into(self, model: nn.Module) -> None:
-        """Copy the tensors into the model's own."""
+    def load_into(
+        self,
+        model: nn.Module,
+        load: Callable[[Tensor, Callable[[], Tensor]], None] | None = None,
+    ) -> None:
+        """Copy the tensors into the model's own; or `load(own, read)` each."""
         saved = self._tensors()
         ours = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
         found = {name: tensor for name, tensor in saved.items() if name in ours}
@@ -95,7 +99,10 @@ class Weights:
             raise TaskError(self._refusal(model, missing, extra, other))
         with torch.no_grad():
             for name, tensor in known.items():
-                ours[name].copy_(tensor.read())
+                if load is None:
+                    ours[name].copy_(tensor.read())
+                else:
+                    load(ours[name], tensor.read)
 
     @property
     def named(self) -> str:

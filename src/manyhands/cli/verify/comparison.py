@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,18 @@ def without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
     and making it once more only to look at its model could draw from its random numbers.
     """
     task = make if isinstance(make, Task) else make()
-    model = made_model(task.model)
-    if isinstance(make, Task):
-        model = copy.deepcopy(model)  # this run trains it, and the next one starts from the same
+    if isinstance(task.model, nn.Module | Mapping):
+        model = made_model(task.model)
+        if isinstance(make, Task):
+            model = copy.deepcopy(model)  # this run trains it; the next one starts from the same
+        return dataclasses.replace(task, model=_without_dropout(model, folder))
+    given = task.model  # a function, which ranks may call in their own way
+    return dataclasses.replace(task, model=lambda: _without_dropout(made_model(given), folder))
+
+
+def _without_dropout(model: nn.Module, folder: Path | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        return model  # refused where it is built
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -228,4 +238,4 @@ def without_dropout(make: MakeTask, folder: Path | None = None) -> Task:
             setattr(module, "dropout", 0.0)  # noqa: B010
     if folder is not None and embeddings(model):
         (folder / EMBEDDED).touch()
-    return dataclasses.replace(task, model=model)
+    return model

@@ -21,6 +21,7 @@ from manyhands.errors import PlanError
 from manyhands.parallel.tensor.dry_run_failure import note_exception, note_kept_values
 from manyhands.parallel.tensor.dry_run_mode import DryRunMode, flat_values
 from manyhands.parallel.tensor.undispatched_calls import gather_in_undispatched_calls
+from manyhands.replica.deferred.unmade import value_of
 from manyhands.split.tensor import DryRun, DryRunResult
 
 # multiplications, and parameters, up to which a dry run on real numbers is the quicker one
@@ -87,7 +88,7 @@ def _copy(module: nn.Module, device: str) -> nn.Module:
     def copied(t: Tensor) -> Tensor:
         if device == "meta":
             return torch.empty_like(t, device=device)
-        return t.detach().to(device, copy=True)
+        return value_of(t).detach().to(device, copy=True)
 
     memo: dict[int, Any] = {}
     for p in module.parameters():

@@ -16,6 +16,7 @@ from manyhands.core import Group
 from manyhands.parallel.tensor.running_module import named
 from manyhands.parallel.tensor.sharding_rules import ShardedValue, TensorAxis
 from manyhands.parallel.tensor.undispatched_calls import gather_in_undispatched_calls
+from manyhands.replica.deferred.unmade import place, value_of
 from manyhands.split.shard_spec import ShardSpec
 
 
@@ -39,7 +40,7 @@ def apply(
                 held[name] = spec.dim, spec.shape[spec.dim], spec.groups
                 if id(value) not in cut:  # a tied one comes again
                     cut.add(id(value))
-                    value.data = spec.extract(value.data)
+                    place(value, spec.extract(value_of(value)))
         if held:
             expose(m, held, axis)
     return axis

@@ -32,6 +32,7 @@ from manyhands.parallel.trace.program import (
 from manyhands.parallel.trace.source_location import Untraceable
 from manyhands.parallel.trace.symbolic_sizes import hold, other_sizes, resized, two_rows
 from manyhands.parallel.trace.tracer import Tracer
+from manyhands.replica.deferred.unmade import make_parameters
 
 
 def trace(
@@ -180,6 +181,7 @@ def chain(
 
 def _is_chain(model: nn.Module, children: Sequence[str], example: tuple[Any, ...]) -> bool:
     modes = {m: m.training for m in model.modules()}
+    make_parameters(model.parameters())  # outputs are compared
     model.eval()
     try:
         with torch.no_grad():

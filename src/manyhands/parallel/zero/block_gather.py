@@ -24,7 +24,9 @@ from torch.utils import _pytree as pytree
 
 from manyhands.core import Group, Work
 from manyhands.parallel.zero.blocks import Block
+from manyhands.parallel.zero.span_memory import keep_slice
 from manyhands.parallel.zero.spans import Span
+from manyhands.replica.deferred.unmade import place
 
 
 class BlockGather:
@@ -82,23 +84,20 @@ class BlockGather:
             part.__dict__["_parameters"] = plain
 
     def _shard(self, block: Block) -> None:
-        """From whole parameters to this rank's slices, span by span: memory never holds more than
-        one span twice."""
+        """From whole parameters to this rank's slices, one by one: memory holds one of them twice,
+        and of those that are unmade one as a whole."""
         for span in block.spans:
-            span.full = torch.zeros(
-                span.length, dtype=span.dtype, device=span.entries[0].parameter.device
-            )
+            device = span.value.device
             for entry in span.entries:
-                span.view(span.full, entry).copy_(entry.parameter.data)
-            span.value.copy_(span.full[span.own])
-            span.full = torch.empty(span.length, dtype=span.gather_dtype, device=span.full.device)
+                keep_slice(span, entry)
+            span.full = torch.empty(span.length, dtype=span.gather_dtype, device=device)
             for entry in span.entries:
                 nothing = float("nan") if span.gather_dtype.is_floating_point else 0
                 self._released[id(entry.parameter)] = torch.full(
                     (), nothing, dtype=span.gather_dtype, device=span.full.device
                 ).expand(entry.shape)
                 self._views[id(entry.parameter)] = span.view(span.full, entry)
-                entry.parameter.data = self._released[id(entry.parameter)]
+                place(entry.parameter, self._released[id(entry.parameter)])
             span.full.untyped_storage().resize_(0)
 
     # -- gather and release --

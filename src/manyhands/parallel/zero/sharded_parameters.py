@@ -36,6 +36,7 @@ from manyhands.parallel.zero.span_memory import (
     parameter_views,
 )
 from manyhands.parallel.zero.spans import Span, buckets
+from manyhands.replica.deferred.unmade import make_parameters
 from manyhands.replica.parameters import Allocate, Bucket, ParameterStorage, ReplicaGroup
 
 STAGES = (1, 2, 3)
@@ -105,6 +106,7 @@ class ShardedParameters:
         else:
             self._grads = allocate_slices(self.spans, "grad", self.device, self.gathers)
             self.reduce.allocate_pool(allocate)
+        make_parameters(module.parameters())  # frozen ones, which stay whole
         self._set_views()
         self.reduce.attach()
         self._refresh_hook = (

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core import Group, Tensors
-from manyhands.parallel.zero.spans import Span
+from manyhands.parallel.zero.spans import Span, SpanEntry
+from manyhands.replica.deferred.unmade import place, value_of
 from manyhands.replica.parameters import Allocate, ParameterView
 
 
@@ -52,22 +53,31 @@ def allocate_values(
     spans: list[Span], allocate: Allocate, group: Group, common: bool
 ) -> tuple[Tensors, int]:
     """All values of all spans, into which parameters are copied and of which they become views.
-    `common`: the memory is shared by all ranks, and rank 0 writes it. Returns this rank's slices,
-    and the bytes that are common."""
+    `common`: the memory is shared by all ranks, and each value is written by one of them. Returns
+    this rank's slices, and the bytes that are common."""
     values: Tensors = {}
     common_bytes = 0
     for vector, each in _whole_vectors(spans, allocate):
         common_bytes += vector.nbytes if common else 0
         for s, full in each:
             for entry in s.entries:
-                if not common or group.rank == 0:
-                    s.view(full, entry).copy_(entry.parameter.data)
-                entry.parameter.data = s.view(full, entry)
+                # all ranks have the same values, and making them takes time where they are unmade
+                if not common or group.rank == entry.index % group.size:
+                    s.view(full, entry).copy_(value_of(entry.parameter))
+                place(entry.parameter, s.view(full, entry))
             s.full, s.value = full, full[s.own]
             values[s.key] = s.value
         if common:
             group.all_gather({"start": vector}).wait()  # no rank reads before rank 0 has written
     return values, common_bytes
+
+
+def keep_slice(span: Span, entry: SpanEntry) -> None:
+    """Copy this rank's slice of a parameter into the span's `value`. Padding stays zero."""
+    start, stop = span.owned(entry)
+    if start < stop:
+        whole = value_of(entry.parameter).reshape(-1)
+        span.value[span.own_slice(entry)].copy_(whole[start:stop])
 
 
 def allocate_gradients(spans: list[Span], allocate: Allocate) -> Tensors:
