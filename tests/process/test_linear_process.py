@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from manyhands.launch.process_state import named
 from manyhands.recover.checkpoint import Checkpoints
 from support.commands import (
     CLI,
@@ -68,10 +69,7 @@ def ranks_of(job: Command) -> list[int]:
 
 
 def is_rank(pid: int) -> bool:
-    try:
-        return b"manyhands" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    return named(pid).startswith("rank ")
 
 
 # -- where a fit is started from --
@@ -354,5 +352,6 @@ LogisticRegression(solver="newton_cg", plan="data=2", directory="run").fit(X, y)
 
 
 def private_mb(pid: int) -> float:
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) / 1024
+    """Memory that is no file's; what it has in common with its fork server counts by shares."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(text.split("Pss_Anon:")[1].split()[0]) / 1024

@@ -51,7 +51,7 @@ def deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
     try:
         with recording, PlainTensors(recording):
             model = build()
-        _withoutuntouched(model, recording)
+        _replace_recorded(model, recording)
         return model, ""
     except Exception as e:  # of the task's own, too: the plain build raises it again
         said = str(e).splitlines()
@@ -147,7 +147,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
 
 
-def _withoutuntouched(model: nn.Module, recording: BuildRecorder) -> None:
+def _replace_recorded(model: nn.Module, recording: BuildRecorder) -> None:
     """Put CPU tensors in the place of those that the recording gave out."""
     if not isinstance(model, nn.Module):
         raise NotDeferrable("it makes no module")
