@@ -128,6 +128,7 @@ def predicted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return model(batch[0]), batch[1]
 
 
+@pytest.mark.slow
 def test_a_pipeline_predicts_by_its_last_stage_and_refuses_other_inputs(tmp_path: Path) -> None:
     def task(**more: Any) -> mh.Task:
         return mh.Task(

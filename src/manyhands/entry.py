@@ -31,6 +31,7 @@ from manyhands.assembly.trainer import task_trainer
 from manyhands.core import Job, Plan, ProcessInfo, Result
 from manyhands.embedding.tables import embeddings
 from manyhands.errors import LaunchError, ManyhandsError, PlanError, ServerLost, TaskError
+from manyhands.exchange import segments
 from manyhands.launch import environment
 from manyhands.launch.elastic.elastic_launcher import ElasticLauncher
 from manyhands.launch.fork_server.client import PRELOAD
@@ -143,6 +144,8 @@ def _launch(
         raise LaunchError(
             f"{e}: {kept}; {do}, with a longer grace_s=", e.exit_code, e.kind
         ) from None
+    finally:
+        segments.sweep()  # of ranks that were killed while they set up shared memory
 
 
 def whole_restarts(plan: Plan) -> int:

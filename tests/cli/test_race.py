@@ -33,7 +33,7 @@ def loss(outputs, target):
     if os.environ.get("RANK") == "0" and third and not Path("interrupted").exists():
         Path("interrupted").touch()
         stop = signal.getsignal(signal.SIGTERM).__self__
-        os.kill(os.getppid(), signal.SIGINT)  # as Ctrl-C does: the launcher tells the workers
+        os.kill(int(os.environ["MANYHANDS_LAUNCHER"]), signal.SIGINT)  # it tells the workers
         while not stop.requested:
             os.sched_yield()
     return nn.functional.cross_entropy(outputs, target)

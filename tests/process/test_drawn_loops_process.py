@@ -122,6 +122,7 @@ def test_two_ranks_take_the_steps_of_one_process_whatever_each_draws(
     assert found.keys() == set(BODIES) and max(found.values()) < 1e-12
 
 
+@pytest.mark.slow
 def test_local_steps_end_on_all_ranks_and_stay_near(tmp_path: Path) -> None:
     found = distances(tmp_path, ["merge=local_sgd", "merge.period=5"])
     assert min(found["by_loss"], found["in_turns"]) > 1e-6, "replicas step alone in a block"
@@ -155,6 +156,7 @@ if run.rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_rank_0_saves_model_and_optimizer_by_itself(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SAVES)
     job = run(tmp_path, [*CLI, "run", "job.py", "data=2", "--quiet"])

@@ -49,6 +49,7 @@ def test_ranks_go_on_without_their_fork_server_and_stop_with_a_checkpoint(tmp_pa
         assert not left_in_shared_memory(pids)
 
 
+@pytest.mark.slow
 def test_an_elastic_run_forks_the_process_that_replaces_a_rank(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ENDLESS)
     with command(tmp_path, [*RUN, "data=2", "elastic=1:2"]) as job:

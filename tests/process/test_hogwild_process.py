@@ -275,6 +275,7 @@ def at_work(job: Command, ranks: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_told_to_stop_ends_between_two_steps_with_each_sample_so_far_counted_once(
     tmp_path: Path,
 ) -> None:

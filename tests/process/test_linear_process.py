@@ -106,6 +106,7 @@ def torchrun(script: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_ranks_of_a_job_fit_together(tmp_path: Path) -> None:
     text = f"""{DATA}
 rank = os.environ["RANK"]
@@ -204,6 +205,7 @@ def test_ctrl_c_saves_a_checkpoint_from_which_a_fit_goes_on_exactly(tmp_path: Pa
     np.testing.assert_array_equal(resumed(tmp_path, limit), straight(tmp_path, limit))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_from_its_coefficients(tmp_path: Path) -> None:
     script = f"""{DATA}
 fit("two", solver="sdca", max_iter=5, tol=1e-300, plan="data=2 link=gloo", directory="run")
@@ -227,6 +229,7 @@ def test_a_killed_rank_is_named_and_ends_the_fit(tmp_path: Path) -> None:
     assert_nothing_left(pids)
 
 
+@pytest.mark.slow
 def test_with_restarts_a_fit_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     options = "dict(plan='data=2 save=10 restarts=1')"
     with command(tmp_path, endless(tmp_path, options)) as job:
@@ -270,6 +273,7 @@ objective("two", plan="data=2 servers=2 compress=fp16", directory="two")
     assert not left_in_shared_memory([job.process.pid])
 
 
+@pytest.mark.slow
 def test_ftrl_over_servers_resumes_with_what_they_held(tmp_path: Path) -> None:
     script = f"""{STREAM}
 objective("first", plan="servers=1", directory="one", max_iter=2)
@@ -286,6 +290,7 @@ from manyhands.linear import GridSearch, cross_validate
 """
 
 
+@pytest.mark.slow
 def test_processes_share_out_the_folds_of_a_cross_validation(tmp_path: Path) -> None:
     script = f"""{SEARCH}
 labels = np.where(y, "yes", "no")
@@ -308,6 +313,7 @@ except Exception as e:
     assert not left_in_shared_memory([job.process.pid])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_cross_validation_that_is_ended_says_how(tmp_path: Path, how: str) -> None:
     script = f"""{SEARCH}
@@ -333,6 +339,7 @@ GridSearch(slow, {{"C": np.logspace(5, 6, 100)}}, plan="data=2").fit(X, y)
     assert_nothing_left(pids)
 
 
+@pytest.mark.slow
 def test_the_data_is_not_copied_by_ranks(tmp_path: Path) -> None:
     """Ranks map what the calling process holds: their own memory does not grow with the data."""
     script = (

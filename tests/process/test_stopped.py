@@ -145,6 +145,7 @@ def test_under_torchrun_a_long_block_ends_whoever_is_told(tmp_path: Path, who: s
     assert "stopped by SIGUSR1; go on with --resume" in job.err or who == "one"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_save_in_time_are_named_and_so_is_what_is_lost(tmp_path: Path) -> None:
     words = "data=2 steps=1 save=1"
     first = run(tmp_path, line(tmp_path, words))

@@ -7,6 +7,7 @@ is dead.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -81,13 +82,14 @@ def _foreign(path: Path) -> LaunchError:
 
 
 def sweep() -> list[str]:
-    """Remove segments whose maker is no longer alive; returns their names."""
+    """Remove segments of this user whose maker is no longer alive; returns their names."""
     gone = []
     for path in directory().glob(f"{PREFIX}*-*-*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
         if pid.isdigit() and not alive(int(pid)):
-            path.unlink(missing_ok=True)
-            gone.append(path.name)
+            with contextlib.suppress(PermissionError):
+                path.unlink(missing_ok=True)
+                gone.append(path.name)
     return gone
 
 

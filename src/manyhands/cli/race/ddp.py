@@ -62,6 +62,10 @@ SHARED = tuple(
 )
 KNOWN = (*SHARED, *ddp_hooks.OPTIONS)  # the latter where a plan gives them itself
 
+# never freed: DDP frees the process group while it holds the interpreter's lock, and waits for
+# gloo's thread, which needs that lock to free what is left of the last exchange
+_groups: list[Any] = []
+
 
 def check(words: dict[str, Any]) -> None:
     """Refuse words that have no meaning for DDP."""
@@ -97,6 +101,7 @@ def work(make: Callable[[], MakeTask], words: Words, options: Options) -> dict[s
             world_size=here.size,
             timeout=timedelta(seconds=plan.timeout_s),
         )
+        _groups.append(dist.group.WORLD)
         try:
             run = DDPRun(
                 task,
