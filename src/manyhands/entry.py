@@ -145,7 +145,7 @@ def _launch(
             f"{e}: {kept}; {do}, with a longer grace_s=", e.exit_code, e.kind
         ) from None
     finally:
-        segments.sweep()  # of ranks that were killed while they set up shared memory
+        segments.sweep(hosts.pids)  # of ranks killed while they set up shared memory
 
 
 def whole_restarts(plan: Plan) -> int:

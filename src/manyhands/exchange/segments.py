@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from manyhands.errors import LaunchError
@@ -81,12 +82,15 @@ def _foreign(path: Path) -> LaunchError:
     )
 
 
-def sweep() -> list[str]:
-    """Remove segments of this user whose maker is no longer alive; returns their names."""
+def sweep(makers: Collection[int] | None = None) -> list[str]:
+    """Remove segments of this user whose maker is no longer alive; returns their names. `makers`:
+    only theirs, because processes of another container may share the directory but not be seen."""
     gone = []
     for path in directory().glob(f"{PREFIX}*-*-*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not alive(int(pid)):
+        if not pid.isdigit() or (makers is not None and int(pid) not in makers):
+            continue
+        if not alive(int(pid)):
             with contextlib.suppress(PermissionError):
                 path.unlink(missing_ok=True)
                 gone.append(path.name)

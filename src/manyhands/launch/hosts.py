@@ -96,6 +96,7 @@ class HostsLauncher:
     def __init__(self, hosts: Sequence[Host] = (HERE,), address: str = "127.0.0.1"):
         self.hosts, self.address = tuple(hosts), address
         self._fork_servers, self._entered = ForkServers(), 0
+        self.pids: set[int] = set()  # of all ranks so far
 
     def __enter__(self) -> HostsLauncher:
         """Within the block, its fork servers outlive a launch: the next one goes faster."""
@@ -229,6 +230,7 @@ class HostsLauncher:
             env=env,
             start_new_session=True,
         )
+        self.pids.add(process.pid)
         handle = process_handle(process)
         tail: list[str] = []
         reader = None
