@@ -24,6 +24,8 @@ not buffer messages hangs here too.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +66,14 @@ class World:
         rank raises."""
         self._reset()
         results: dict[int, T] = {}
-        all_left = threading.Event()
+        left: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def all_left() -> None:
+            # ctrl-C can leave the lock of an Event taken, and Python 3.11 takes a thread for ended
+            # whose join it interrupts; a simple queue is one C call
+            while not all(self._finished):
+                with contextlib.suppress(queue.Empty):
+                    left.get(timeout=1.0)
 
         def body(rank: int) -> None:
             try:
@@ -80,8 +89,7 @@ class World:
                     self._error = e
             self._finished[rank] = True
             self._pass_turn()
-            if all(self._finished):
-                all_left.set()
+            left.put(rank)
 
         threads = [
             threading.Thread(target=body, args=(r,), name=f"rank {r}", daemon=True)
@@ -91,15 +99,14 @@ class World:
             for thread in threads:
                 thread.start()
             self._pass_turn()
-            # not join: Python 3.11 takes a thread for ended when ctrl-C interrupts its join
-            all_left.wait()
+            all_left()
         except BaseException as e:
             # ctrl-C, at any of these lines: it is not known who has the turn, so all may leave
             self._error = self._error or e
             for turn in self._turns:
                 turn.release()
             if all(thread.ident for thread in threads):
-                all_left.wait()
+                all_left()
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
